@@ -18,14 +18,13 @@ from statistics import median, quantiles
 import optuna
 
 from benchmarks.measuring.tables import circumstances, table, write
-from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.core.schedulers.test_pbt import best_of_the_toy
 from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, Regret, regret

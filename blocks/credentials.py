@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.aws_environment import S3Access, S3Keys, session_keys
+from prefect_tune.stores.open_location import S3Access, S3Keys, session_keys
 
 
 @dataclass(frozen=True)

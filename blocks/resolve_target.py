@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES, LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
-from prefect_tune.core.texts import did_you_mean, nearest
+from prefect_tune.core.shown_text import did_you_mean, nearest
 from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri
 
 SET_UP = (

@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from prefect_tune.blocks.credentials import import_named_blocks
 from prefect_tune.blocks.target_check import TargetCheck, check_target
 from prefect_tune.core.errors import InvalidInput, StoreRefused
+from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside
-from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location

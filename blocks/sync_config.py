@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
 from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
-from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
+from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.live_status import MOST_PERIOD_SECONDS
 

@@ -37,9 +37,16 @@ from prefect_tune.blocks.storage_target import (
 )
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.open_location import Client, Location, fsspec_store
+from prefect_tune.stores.open_location import (
+    Client,
+    Location,
+    S3Access,
+    ambient_access,
+    ambient_endpoint,
+    ambient_http,
+    fsspec_store,
+)
 from prefect_tune.stores.posix_store import Sweeps, open_folder
 from prefect_tune.stores.subprocess_store import IsolatedStore
 

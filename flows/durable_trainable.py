@@ -21,7 +21,8 @@ from prefect_tune.core.html_tables import (
     paragraph,
     soft,
 )
-from prefect_tune.core.models import first_line, flat, plural
+from prefect_tune.core.shown_text import first_line, plural
+from prefect_tune.core.values import flat
 from prefect_tune.executors.prestart import prestart_training
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField

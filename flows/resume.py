@@ -12,7 +12,7 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.models import valid_name
+from prefect_tune.core.values import valid_name
 from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (

@@ -53,13 +53,13 @@ from prefect_tune.core.experiment.trial_transitions import (
 )
 from prefect_tune.core.journal.journal import load, trial_today
 from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Retired
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.core.recovery import manifest_if_readable, read_manifest
+from prefect_tune.core.restore import manifest_if_readable, read_manifest
+from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
 from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike

@@ -40,14 +40,14 @@ from prefect_tune.core.journal_events import (
     Reported,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.settings_signature import is_signed, signed, unsigned
+from prefect_tune.core.storage.documents import is_signed, signed, unsigned
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, Rows, delete_older_results, results_path
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import Opening, append_entry, current_owner, new_write_id, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike

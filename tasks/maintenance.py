@@ -15,11 +15,19 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_of, objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
-from prefect_tune.core.notifications.prefect_events import best_checkpoints
-from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect, quarantine
+from prefect_tune.core.operations.scrub import (
+    EVERYTHING,
+    DailyShare,
+    Inspection,
+    ScrubLimits,
+    Unreadable,
+    inspect,
+    quarantine,
+    unless_unreadable,
+)
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
-from prefect_tune.core.recovery import read_manifest, verify
+from prefect_tune.core.prefect_events import best_checkpoints
+from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap

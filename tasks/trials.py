@@ -36,8 +36,9 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
-from prefect_tune.core.models import Stamp, first_line
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
 from prefect_tune.parameters.argument_checks import storable_config

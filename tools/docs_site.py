@@ -62,7 +62,6 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "core.search.domains",
             "core.search.space_json",
             "core.search.random_search",
-            "core.search.repeated",
             "integrations.optuna",
             "core.search.base",
         ),

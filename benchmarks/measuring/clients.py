@@ -65,7 +65,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
 
     from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
     from prefect_tune.core.checkpoints.manifest import About
-    from prefect_tune.core.recovery import read_manifest, restore
+    from prefect_tune.core.restore import read_manifest, restore
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
     from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool

@@ -22,8 +22,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.stores.memory_store import MemoryStore
 
 __all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_history"]

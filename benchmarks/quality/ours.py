@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.quality.problems import Parameter, Problem
 from benchmarks.quality.simulation import Answer, Start, Tuner
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Continue, Pause, Scheduler, Stop, TrialReport
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Continue, Pause, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.base import Proposed, Search
 from prefect_tune.core.search.domains import Domain, choice, lograndint, loguniform, randint, uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 
 __all__ = ["OURS"]

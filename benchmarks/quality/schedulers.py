@@ -20,8 +20,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Decision, Schedule, Scheduler, Stop, TrialReport
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT

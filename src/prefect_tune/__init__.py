@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     )
     from prefect_tune.core.schedulers.asha import ASHA
     from prefect_tune.core.schedulers.base import (
+        FIFO,
         Continue,
         Decision,
         Exploit,
@@ -77,11 +78,10 @@ if TYPE_CHECKING:
         Stop,
         TrialReport,
     )
-    from prefect_tune.core.schedulers.fifo import FIFO
     from prefect_tune.core.schedulers.hyperband import Hyperband
     from prefect_tune.core.schedulers.median_stopping import MedianStopping
     from prefect_tune.core.schedulers.pbt import PBT
-    from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Wait
+    from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Repeated, Search, Wait
     from prefect_tune.core.search.domains import (
         choice,
         grid_search,
@@ -99,7 +99,6 @@ if TYPE_CHECKING:
     )
     from prefect_tune.core.search.objective import Objective
     from prefect_tune.core.search.random_search import RandomSearch
-    from prefect_tune.core.search.repeated import Repeated
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.drills.findings import DrillReport
     from prefect_tune.flows.drill import drill, run_drill
@@ -265,8 +264,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.schedulers.base": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
     "qrandint qrandn quniform randint randn sample_from uniform",
-    "prefect_tune.core.search.repeated": "Repeated",
-    "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
+    "prefect_tune.core.search.base": "Exhausted Proposals Proposed Repeated Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.drills.findings": "DrillReport",
     "prefect_tune.flows.drill": "drill run_drill",

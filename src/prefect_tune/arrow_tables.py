@@ -13,10 +13,10 @@ from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.metrics import is_finite
-from prefect_tune.core.models import StepReport, flat
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:

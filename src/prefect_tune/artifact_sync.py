@@ -22,7 +22,7 @@ from typing import Any
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target, validate_target
-from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
+from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,

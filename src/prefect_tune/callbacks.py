@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, CheckpointRef, Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 __all__ = [
     "AttemptEnded",

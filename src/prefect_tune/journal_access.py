@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -31,12 +32,11 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, entries_bey
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
-from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.prefect_api.task_runs import set_crashed
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target, with_retries
 from prefect_tune.stores.local.staging import transfer_pool

@@ -33,11 +33,10 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import kind_of
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
-from prefect_tune.core.models import digest_of, plural, shown_size, valid_name
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
-from prefect_tune.core.operations.scrub import Inspection
+from prefect_tune.core.operations.scrub import Inspection, Unreadable
+from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.generations import (
     current_journal,
     is_deleted,
@@ -48,7 +47,7 @@ from prefect_tune.core.storage.generations import (
 )
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.texts import visible
+from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool

@@ -49,9 +49,9 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.generations import require_not_of_before
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import (
     Opening,
     Writer,

@@ -2,7 +2,7 @@
 
 BUILT_IN = {
     "scheduler": {
-        "FIFO": "prefect_tune.core.schedulers.fifo",
+        "FIFO": "prefect_tune.core.schedulers.base",
         "ASHA": "prefect_tune.core.schedulers.asha",
         "Hyperband": "prefect_tune.core.schedulers.hyperband",
         "MedianStopping": "prefect_tune.core.schedulers.median_stopping",

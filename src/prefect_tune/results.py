@@ -40,11 +40,11 @@ from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
 from prefect_tune.core.messages.live_status import live_status_of
 from prefect_tune.core.metrics import kind_unless_number, shown
-from prefect_tune.core.models import StepReport, first_line, flat, metric_in, parse_time
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.shown_text import first_line, nearest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
-from prefect_tune.core.texts import nearest
+from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
 from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool

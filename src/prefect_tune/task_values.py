@@ -25,10 +25,10 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import ExperimentName, StepReport, TrialId, Value
+from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.options import ValidatedParameters
 

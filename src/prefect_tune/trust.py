@@ -20,7 +20,7 @@ from prefect_tune.blocks import LocalTarget, StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
+from prefect_tune.core.storage.documents import has_signature, is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.artifact_sync import TargetSyncer
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.core.checkpoints.artifact_index import newest_index, publish_index
+from prefect_tune.core.checkpoints.artifacts import newest_index, publish_index
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,

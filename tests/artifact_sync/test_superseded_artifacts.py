@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
-from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, ArtifactIndex, newest_index
+from prefect_tune.core.checkpoints.artifacts import ArtifactFile, ArtifactIndex, newest_index
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import Adopted, Event, Started, TrialAdded

@@ -19,7 +19,7 @@ import prefect_tune as pt
 from prefect_tune.artifact_sync import Syncer, SyncTimedOut, TargetSyncer
 from prefect_tune.attempt.trial_artifacts import syncer_for
 from prefect_tune.blocks import LocalTarget, SyncConfig
-from prefect_tune.core.checkpoints.artifact_index import newest_index
+from prefect_tune.core.checkpoints.artifacts import newest_index
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,

@@ -19,6 +19,7 @@ from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.group_saves import GroupSave
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -37,11 +38,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one
-from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry

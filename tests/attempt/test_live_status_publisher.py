@@ -11,9 +11,8 @@ import pytest
 
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
-from prefect_tune.core.messages.live_status import newest_live_status
+from prefect_tune.core.messages.live_status import RunningAttempts, newest_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import live_status
 from prefect_tune.monitoring.live_status import LiveStatusPublisher

@@ -44,9 +44,9 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import GroupUse, RankEnd
+from prefect_tune.core.values import StepReport
 from prefect_tune.storage_retries import retrying_until
 
 LOADED = TrainableLoaded(pid=1, code="")

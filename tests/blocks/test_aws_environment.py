@@ -13,8 +13,7 @@ import pytest
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.aws_environment import ambient_access
-from prefect_tune.stores.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import ambient_access, open_location, read_uri
 from tests.blocks.conftest import SHORT
 from tests.fakes.servers.canned_http import answering, s3_error
 

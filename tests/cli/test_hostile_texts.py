@@ -26,8 +26,8 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, first_generation, write
 from tests.fakes.command_line import Run

@@ -9,6 +9,7 @@ from functools import reduce
 from hashlib import blake2b
 from typing import Literal, TypeVar
 
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints import commit as committing
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About, Manifest
@@ -30,11 +31,11 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations import checkpoint_gc as collecting
-from prefect_tune.core.recovery import adopt, checkpoints_with, read_manifest
+from prefect_tune.core.restore import checkpoints_with, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 

@@ -8,7 +8,6 @@ from functools import reduce
 
 import pytest
 
-from prefect_tune.core.experiment import segment_levels
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
@@ -21,9 +20,10 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport, digest_of
+from prefect_tune.core.storage import layout
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
 from tests.core.protocol.population import begin_experiment
 
@@ -38,7 +38,7 @@ def stamp(write_id: object) -> Stamp:
 def base(digits: int) -> Iterator[None]:
     """Write segments after powers of `digits` instead of powers of ten."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_levels, "_BASE", digits)
+        patch.setattr(layout, "_SEGMENT_BASE", digits)
         yield
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
@@ -28,13 +29,13 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.clone import clear
-from prefect_tune.core.recovery import adopt, read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import retried
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 

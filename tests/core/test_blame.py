@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.values import Stamp
 from tests.core.driver import JOURNAL
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore

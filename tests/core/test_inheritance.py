@@ -11,10 +11,10 @@ from prefect_tune.core.experiment import experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Quarantined, Reported
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.values import StepReport
 from tests.core.protocol.mutate import break_lines
 from tests.core.protocol.population import Chronicle, Member, begin_experiment, own
 from tests.fakes.stores.memory_store import MemoryStore

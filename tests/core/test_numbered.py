@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.checkpoints import metadata
-from prefect_tune.core.checkpoints.artifact_index import (
+from prefect_tune.core.checkpoints.artifacts import (
     ArtifactFile,
     ArtifactIndex,
     ArtifactPart,
@@ -16,9 +16,9 @@ from prefect_tune.core.checkpoints.artifact_index import (
 )
 from prefect_tune.core.checkpoints.metadata import revise_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CommitUnknown, ObjectNotFound, StoreUnavailable
-from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.values import digest_of
 from tests.fakes.stores.memory_store import MemoryStore
 
 FOLDER = "e/1/trials/t/artifacts"

@@ -11,8 +11,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Scheduler, TrialReport
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Decision, Exploit, Schedule, Scheduler, TrialReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from tests.fakes.searches.far_attempts import FarAttempt

@@ -13,14 +13,13 @@ from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepRep
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal_events import Finished
-from prefect_tune.core.messages.live_status import LiveStatus, write_live_status
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted

@@ -21,10 +21,10 @@ from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, answer
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.target_messages import UNASKED, answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.monitoring import live_status

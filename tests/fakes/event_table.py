@@ -7,7 +7,7 @@ from inspect import getdoc
 from typing import Any, get_args
 
 from prefect_tune.core.journal_events import Event, TrialEvent
-from prefect_tune.core.notifications.prefect_events import NOT_EMITTED, ExperimentEvent
+from prefect_tune.core.prefect_events import NOT_EMITTED, ExperimentEvent
 from prefect_tune.monitoring.event_emitter import URGENT
 
 KINDS = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}

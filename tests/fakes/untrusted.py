@@ -16,7 +16,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import Configured, Owner
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import make_root
 from tests.fakes.checkpoints import first_generation
 

@@ -12,8 +12,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import CheckpointRef
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective

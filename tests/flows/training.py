@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal_events import Entry, Opened, Owner, Reported
-from prefect_tune.core.recovery import read_manifest, restore
+from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink
 from prefect_tune.stores.posix_store import PosixStore

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 SEARCH = SearchInfo("e", "file:///target", Objective(metrics=("loss",), modes=("min",)))
 CONFIG = {"lr": 0.1, "model": {"depth": 2}}

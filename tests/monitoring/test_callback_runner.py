@@ -24,7 +24,7 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Started,
 )
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation

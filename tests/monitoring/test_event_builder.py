@@ -34,10 +34,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     WarmStart,
 )
-from prefect_tune.core.models import Digest, StepReport
-from prefect_tune.core.notifications.health import Allowance, Budget
+from prefect_tune.core.prefect_events import Allowance, Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import Digest, StepReport
 from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventBuilder, EventContext, EventEmitter, budgets_of, emitting_events

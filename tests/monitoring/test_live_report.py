@@ -31,7 +31,7 @@ from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Owner, Started, TrialAdded
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring import live_report
 from prefect_tune.monitoring.live_report import (
     ArtifactContent,

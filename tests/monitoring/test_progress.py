@@ -18,7 +18,6 @@ import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -38,10 +37,11 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import Progress, SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.terminal.progress_view import head_facts, line

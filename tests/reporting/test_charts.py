@@ -25,9 +25,9 @@ from prefect_tune.core.journal_events import (
     Resumed,
     Started,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, RankEnd, RankSeconds
+from prefect_tune.core.values import StepReport
 from prefect_tune.reporting.facts import DRAWN, ReportInput
 from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, RED, Frame, fitted
 from prefect_tune.reporting.timeline_charts import timeline

@@ -23,8 +23,8 @@ from prefect_tune.core.journal_events import (
     Owner,
     StopAsked,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.reporting.facts import ReportInput, facts_of
 from prefect_tune.reporting.page import _cost, page_of
 from prefect_tune.reporting.render import as_html, as_markdown

@@ -11,8 +11,8 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.results import why_none
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after, write_search

@@ -14,7 +14,7 @@ from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet
 from prefect_tune.core.experiment.retention import retired
 from prefect_tune.core.experiment.summary import Scope, best_of, objective_in
 from prefect_tune.core.experiment.trial import Status
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.tasks.experiments import publish_results
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, TrialEnded, from_trial
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader, SupervisorConnection
 
 _NOW = timedelta(0)

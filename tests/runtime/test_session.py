@@ -18,7 +18,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StepDone, ToTrial
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.session import TrialSession, snapshot
 from prefect_tune.runtime.trainable import Trainable, TrialOver
 from tests.fakes.checkpoints import files_in, write

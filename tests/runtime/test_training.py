@@ -35,7 +35,7 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
 )
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, save_last_step
 from tests.fakes.trial_processes import start_of, untimed

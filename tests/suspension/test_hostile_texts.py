@@ -16,7 +16,7 @@ from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, Tune
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import Cause, CheckpointRef, QuarantinedCheckpoint, Question
-from prefect_tune.core.notifications.prefect_events import short
+from prefect_tune.core.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
 from prefect_tune.suspension import suspend_and_resume

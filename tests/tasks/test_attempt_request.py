@@ -43,10 +43,10 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.values import StepReport, Value
 from prefect_tune.journal_access import (
     JournalWriter,
     Opening,

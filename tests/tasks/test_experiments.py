@@ -16,9 +16,9 @@ from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter, Opening, open_journal
 from prefect_tune.tasks.experiments import check_target, open_experiment, write_entry
 from tests.attempt.direct_tasks import DirectTasks

@@ -14,7 +14,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from tests.flows.training import experiment_at
 from tests.runtime.test_training import _trained
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 from prefect_tune.terminal.formatting import (
     borderless_table,
     error_of,

@@ -25,9 +25,9 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.terminal.progress_view import Note, ProgressState, cells_of, frame, line
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import first_generation

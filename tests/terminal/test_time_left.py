@@ -22,11 +22,11 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.values import StepReport
 from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.tracked_progress import TrackedProgress

@@ -24,10 +24,10 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import digest_of
 from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import digest_of
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.journal.journal import append, load
 from prefect_tune.core.journal_events import Absorbed, Cause, Decided, Entry, Opened, Owner, TrialAdded
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.left_experiments import differences_below

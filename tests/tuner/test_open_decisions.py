@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.values import StepReport
 from prefect_tune.tuner.search_policy import SearchPolicy, open_decision
 
 LOSS = Objective(metrics=("loss",), modes=("min",))

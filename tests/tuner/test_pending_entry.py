@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy

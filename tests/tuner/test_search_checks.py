@@ -25,9 +25,9 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of

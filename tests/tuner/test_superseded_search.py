@@ -21,8 +21,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import (
     JournalWriter,

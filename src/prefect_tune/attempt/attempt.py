@@ -47,9 +47,9 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import Start
-from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import plural, visible
+from prefect_tune.core.values import StepReport
 from prefect_tune.journal_access import (
     JournalWriter,
     Opening,

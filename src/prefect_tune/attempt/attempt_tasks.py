@@ -14,8 +14,8 @@ from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import CheckpointRef, Event
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import Stamp
 
 
 @dataclass(frozen=True, slots=True)

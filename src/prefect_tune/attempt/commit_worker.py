@@ -49,13 +49,13 @@ from prefect_tune.core.journal_events import (
     Retired,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.models import Stamp, StepReport, flat, plural, shown_size
 from prefect_tune.core.operations.checkpoint_gc import leftover
-from prefect_tune.core.recovery import checkpoints_with
+from prefect_tune.core.restore import checkpoints_with
+from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
 from prefect_tune.core.usage_records import AttemptUse
+from prefect_tune.core.values import Stamp, StepReport, flat
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.stores.local.staging import transfer_pool

@@ -15,9 +15,8 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finished, Paused, Question
 from prefect_tune.core.messages.process_messages import EndOfAttempt
-from prefect_tune.core.models import first_line
+from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.texts import visible
 from prefect_tune.terminal.formatting import error_of
 
 

@@ -14,7 +14,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.journal_access import new_write_id
 
 Answer: TypeAlias = Proceed | Leave

@@ -41,7 +41,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.models import first_line
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline

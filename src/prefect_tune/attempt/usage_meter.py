@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
-from prefect_tune.core.models import shown_size
+from prefect_tune.core.shown_text import shown_size
 from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.journal_access import new_write_id
 

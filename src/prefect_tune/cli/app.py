@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, JournalCorrupt, TuneError
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 
 # Errors of a flow that a command runs in this process, each printed as one line.
 

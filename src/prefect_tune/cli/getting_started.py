@@ -13,7 +13,7 @@ import typer
 
 from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 
 if TYPE_CHECKING:
     from prefect_tune.drills.plan import DrillPlan

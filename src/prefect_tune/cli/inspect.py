@@ -30,7 +30,6 @@ from prefect_tune.cli.open_target import (
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, UnknownVersion
 from prefect_tune.core.experiment.cost import AttemptCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.experiment.summary import (
     Exploited,
     best_first,
@@ -45,11 +44,11 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
 from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.messages.live_status import ExperimentView, view_of
-from prefect_tune.core.models import first_line, metric_in, shown_size
+from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
+from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
+from prefect_tune.core.values import metric_in
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
 from prefect_tune.reporting.history import history_of
 from prefect_tune.reporting.page import page_of

@@ -16,11 +16,11 @@ from prefect_tune.core.experiment.summary import trial_named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, live_keys, with_report
 from prefect_tune.core.journal.journal import load, next_entry, trial_today
 from prefect_tune.core.messages.live_status import ExperimentView, view_of
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.values import StepReport
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.open_location import LocalFolder, local_folder
 from prefect_tune.terminal.freshness import freshness_of

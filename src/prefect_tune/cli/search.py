@@ -30,7 +30,7 @@ from prefect_tune.cli.search_options import (
     values_from,
 )
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 from prefect_tune.deploy.deployment_specs import (
     DeploymentSchedule,
     DeploymentSpec,

@@ -27,8 +27,8 @@ from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.messages.live_status import ExperimentView
-from prefect_tune.core.models import valid_name
-from prefect_tune.core.texts import did_you_mean, visible
+from prefect_tune.core.shown_text import did_you_mean, visible
+from prefect_tune.core.values import valid_name
 from prefect_tune.parameters.options import Flag, Panel, flags_of
 from prefect_tune.parameters.search_plan import SearchPlan
 

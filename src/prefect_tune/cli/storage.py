@@ -28,14 +28,13 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Dama
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined
-from prefect_tune.core.models import plural, shown_size
 from prefect_tune.core.operations.scrub import DailyShare, inspect_one, read_one, reinstate, share_of
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
-from prefect_tune.core.recovery import current_trial, is_live_now, read_manifest
+from prefect_tune.core.restore import current_trial, is_live_now, read_manifest
+from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.texts import visible
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
     borderless_table,

@@ -5,7 +5,7 @@ A message says what, where, what was expected, what was found, and the next move
 
 from __future__ import annotations
 
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 
 __all__ = [
     "AlreadyCommitted",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NewType
 
-from prefect_tune.core.models import flat
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
+from prefect_tune.core.values import flat
 
 __all__ = [
     "Html",

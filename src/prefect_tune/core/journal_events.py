@@ -11,12 +11,12 @@ from pydantic import Field
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, shown
-from prefect_tune.core.models import Digest, ExperimentName, Message, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision
+from prefect_tune.core.shown_text import is_unicode
 from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, JournalKey
-from prefect_tune.core.texts import is_unicode
 from prefect_tune.core.usage_records import Phases, Seconds, Use
+from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
 
 # Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
 
@@ -439,7 +439,6 @@ OneTrialsEvent: TypeAlias = (
 
 
 # The events of an experiment.
-
 
 Writer: TypeAlias = Literal["owner", "guest"]
 """The writer of an entry: the journal's owner, or a guest, which writes `GuestEvent` and does not become the owner."""

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import TypeGuard
 
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.texts import is_unicode
+from prefect_tune.core.shown_text import is_unicode
 
 __all__ = [
     "is_finite",

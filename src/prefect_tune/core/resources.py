@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, shown
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.shown_text import did_you_mean
 
 __all__ = ["Machine", "Resources", "resources_of", "slots_on"]
 

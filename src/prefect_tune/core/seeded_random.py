@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from blake3 import blake3
 
-from prefect_tune.core.models import canonical_json, digest_of
+from prefect_tune.core.values import canonical_json, digest_of
 
 __all__ = ["integer", "normal", "seed_named", "uniform"]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.models import Message, Value, parse_time
+from prefect_tune.core.values import Message, Value, parse_time
 
 __all__ = [
     "AttemptRecord",

@@ -1,7 +1,7 @@
 """The automations of this package, as values: the trigger and the actions of each.
 
 Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
-others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`), and on Prefect's of
+others are alerts on this package's events (`prefect_tune.core.prefect_events`), and on Prefect's of
 failed runs; the user gives their actions at installation.
 """
 
@@ -30,7 +30,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.notifications.prefect_events import (
+from prefect_tune.core.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
     SyncLagged,

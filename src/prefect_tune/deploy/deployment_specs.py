@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import valid_name
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.shown_text import did_you_mean
+from prefect_tune.core.values import valid_name
 
 TAG = "prefect-tune"
 """The tag of every deployment and of its runs, by which automations match them."""

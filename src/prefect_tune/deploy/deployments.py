@@ -30,9 +30,9 @@ from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.models import valid_name
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.values import valid_name
 from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.forms import GroupedFlow, flattened, form_of

@@ -13,10 +13,10 @@ from typing import Any
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Committed, Reported
-from prefect_tune.core.models import leaves
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import leaves
 from prefect_tune.drills.file_contents import FileDifference, compare_files, difference
 from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.stores.local.download import fetch_committed

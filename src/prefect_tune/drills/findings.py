@@ -10,7 +10,7 @@ from math import sqrt
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
-from prefect_tune.core.models import plural, shown_size
+from prefect_tune.core.shown_text import plural, shown_size
 from prefect_tune.drills.evidence import Difference, DrillRun, Kill, Record
 from prefect_tune.drills.plan import DrillPlan
 

@@ -30,9 +30,9 @@ from rich.text import Text
 
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
 from prefect_tune.drills.evidence import DrillRun, changing_places, compare, kills_in, read_records, read_run
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.plan import DrillPlan

@@ -18,12 +18,11 @@ from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepRep
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Entry, Opened, Reported, Started
-from prefect_tune.core.messages.live_status import LiveStatus, newest_live_status
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, answer, take_back
+from prefect_tune.core.messages.target_messages import UNASKED, answer, take_back
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink

@@ -23,10 +23,10 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavaila
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import Event, Started
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, read_answer
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.live_status import LiveStatusPublisher
 from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.runtime.trainable import Reuse

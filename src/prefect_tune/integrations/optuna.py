@@ -36,13 +36,13 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.models import StepReport, TrialId
 from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.domains import Domain, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
 from prefect_tune.core.search.space import fixed_by, holds, is_same, resolve, valid_points, valid_space
+from prefect_tune.core.values import StepReport, TrialId
 from prefect_tune.integrations.optuna_study import (
     Parameters,
     SeededSampler,

@@ -27,12 +27,12 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import Metrics
 from prefect_tune.core.search.domains import Choice, Domain, Float, Grid, Integer, Normal, SampleFrom
 from prefect_tune.core.search.objective import Mode, Objective
 from prefect_tune.core.search.space import Found, Misfit, below, option, read
 from prefect_tune.core.seeded_random import integer
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.shown_text import did_you_mean
+from prefect_tune.core.values import Metrics
 
 # Convert domains to Optuna's distributions, and values between the two.
 #

@@ -16,7 +16,7 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport, flat
+from prefect_tune.core.values import StepReport, flat
 
 # The base class of loggers that write files into a local folder for each trial.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport, flat
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.loggers.csv_json_loggers import require_package
 
 if TYPE_CHECKING:

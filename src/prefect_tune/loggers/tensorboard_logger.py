@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport, flat
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.loggers.csv_json_loggers import DEFAULT_DIRECTORY, FolderLogger, require_package
 
 _MOST_OPEN = 64

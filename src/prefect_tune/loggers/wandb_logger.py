@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.loggers.csv_json_loggers import DEFAULT_DIRECTORY, FolderLogger, JSONRows, require_package
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from prefect.assets import Asset
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Committed
-from prefect_tune.core.notifications.prefect_events import BestImproved, abbreviated, payload_of
+from prefect_tune.core.prefect_events import BestImproved, abbreviated, payload_of
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, as_related, asset_of, materialized, referenced
 

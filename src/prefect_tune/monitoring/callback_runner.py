@@ -19,6 +19,13 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.callback_delivery import (
+    CallbackState,
+    Delivered,
+    DeliveryTracker,
+    keep_state,
+    newest_state,
+)
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -33,16 +40,9 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import valid_name
-from prefect_tune.core.notifications.callback_delivery import (
-    CallbackState,
-    Delivered,
-    DeliveryTracker,
-    keep_state,
-    newest_state,
-)
+from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.values import valid_name
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named

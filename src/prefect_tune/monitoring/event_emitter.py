@@ -2,7 +2,7 @@
 
 Delivery is best effort, since the journal is the truth: if the Prefect API is unavailable for long, or a process dies,
 some events are never emitted. The run that owns the experiment emits each event once, and none for entries journaled
-before it began. `prefect_tune.core.notifications.prefect_events` defines the events.
+before it began. `prefect_tune.core.prefect_events` defines the events.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ from prefect_tune.core.journal_events import (
     TrialEvent,
     events_in,
 )
-from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
-from prefect_tune.core.notifications.prefect_events import (
+from prefect_tune.core.prefect_events import (
+    Allowance,
     BestImproved,
     BestSoFar,
+    Budget,
     ExperimentEnded,
     ExperimentEvent,
     ExperimentStarted,
+    HealthMonitor,
+    HealthThresholds,
     emitted_in,
     event_name,
     labels_of,

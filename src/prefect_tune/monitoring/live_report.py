@@ -28,13 +28,13 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningAttempts, RunningAttemptsView
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.models import StepReport, digest_of
+from prefect_tune.core.messages.live_status import RunningAttempts, RunningAttemptsView
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import StepReport, digest_of
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of

@@ -14,8 +14,13 @@ from typing import Self
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningAttempts, RunningTrial
-from prefect_tune.core.messages.live_status import LiveStatus, delete_live_status, write_live_status
+from prefect_tune.core.messages.live_status import (
+    LiveStatus,
+    RunningAttempts,
+    RunningTrial,
+    delete_live_status,
+    write_live_status,
+)
 from prefect_tune.journal_access import new_write_id
 
 _REQUEST = timedelta(seconds=30)

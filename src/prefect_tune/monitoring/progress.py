@@ -21,7 +21,6 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
@@ -39,11 +38,12 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     events_in,
 )
-from prefect_tune.core.models import first_line, metric_in, parse_time
+from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.core.schedulers.base import shown
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
-from prefect_tune.core.texts import visible
+from prefect_tune.core.values import metric_in, parse_time
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here

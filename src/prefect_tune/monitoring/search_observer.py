@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.live_status import RunningAttempts
+from prefect_tune.core.values import StepReport
 from prefect_tune.journal_access import new_write_id
 
 

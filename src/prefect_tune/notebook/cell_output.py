@@ -17,7 +17,7 @@ from typing import TextIO, TypeAlias
 from rich.console import Console
 
 from prefect_tune.core.html_tables import Html, cell_html, paragraph, soft
-from prefect_tune.core.models import first_line
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.terminal.live_display import console_handlers
 
 _PERIOD = timedelta(seconds=1)

@@ -16,8 +16,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph, rows_table, soft
-from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import first_line, plural
+from prefect_tune.core.values import metric_in
 from prefect_tune.notebook.cell_output import Ending
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
 from prefect_tune.reporting.history import HistoryView, Series, numbers_in

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import digest_of, valid_name
 from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice
 from prefect_tune.runtime.trainable import require_trainable

@@ -14,11 +14,11 @@ from typing import Any, cast
 import prefect_tune
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import AnyOf, Stopper
-from prefect_tune.core.models import canonical_json
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.shown_text import did_you_mean
+from prefect_tune.core.values import canonical_json
 from prefect_tune.registry import BUILT_IN
 from prefect_tune.runtime.load_named import import_path_of, load_named
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import Value
+from prefect_tune.core.values import Value
 
 
 class Stored(Enum):

@@ -12,7 +12,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.models import canonical_json, metric_in, plural
+from prefect_tune.core.shown_text import plural
+from prefect_tune.core.values import canonical_json, metric_in
 from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.parameters.argument_checks import name_of
 from prefect_tune.parameters.search_plan import OPTIONS, Resuming, SearchPlan, only_in_code

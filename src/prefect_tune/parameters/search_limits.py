@@ -18,12 +18,12 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import leaves
 from prefect_tune.parameters.argument_checks import existing_limits
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code

@@ -24,7 +24,6 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import MetricsFrom
-from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.resources import Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
@@ -34,6 +33,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
+from prefect_tune.core.values import Value, canonical_json
 from prefect_tune.parameters.argument_checks import code_of, experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
 from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, first_cause, options_of

@@ -23,8 +23,8 @@ from pydantic_core import ErrorDetails, to_json
 
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import valid_name
-from prefect_tune.core.texts import did_you_mean, did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has
+from prefect_tune.core.values import valid_name
 
 _CALLS = frozenset({"return_state", "wait_for"})
 """Keyword arguments that Prefect consumes itself."""

@@ -23,11 +23,11 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key, with_report
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import StepReport, flat
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, HistoryView, OwnershipPeriod
 from prefect_tune.terminal.cost_view import cost_fields, cost_sentence
 

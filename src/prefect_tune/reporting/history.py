@@ -29,8 +29,8 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.metrics import is_number
-from prefect_tune.core.models import StepReport, leaves, parse_time
 from prefect_tune.core.usage_records import GroupSeconds, GroupUse, RankEnd, Use
+from prefect_tune.core.values import StepReport, leaves, parse_time
 
 # A learning curve with a bounded number of points.
 

@@ -8,8 +8,9 @@ from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial import Status, status_label, wasted_words
-from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
+from prefect_tune.core.shown_text import first_line, plural, shown_size
 from prefect_tune.core.storage.layout import below
+from prefect_tune.core.values import flat, metric_in
 from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
 from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.timeline_charts import cost_bar, timeline

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.texts import visible, visible_line
+from prefect_tune.core.shown_text import visible, visible_line
 from prefect_tune.reporting.svg import data_uri
 
 

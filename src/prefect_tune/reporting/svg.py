@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from prefect_tune.core.texts import visible_line
+from prefect_tune.core.shown_text import visible_line
 from prefect_tune.terminal.formatting import format_number
 
 Point = tuple[float, float]

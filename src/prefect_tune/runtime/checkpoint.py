@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, place_of
+from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, checkpoint_html, place_of
 from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -200,8 +200,6 @@ class Checkpoint(metaclass=_Advising):
 
     def _repr_html_(self) -> str:
         """Return its location, step, size, metrics and time for a notebook, and how to open it."""
-        from prefect_tune.stores.checkpoint_html import checkpoint_html
-
         return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:
@@ -218,7 +216,79 @@ class Checkpoint(metaclass=_Advising):
             raise _no_attribute(name)
 
 
-def _no_attribute(name: str) -> AttributeError:
-    from prefect_tune.core.ray_checkpoint_hints import former_attribute
+# Hints for attributes of Ray's older checkpoint APIs: what replaces each, with an example to copy.
 
-    return AttributeError(former_attribute(name) or f"'Checkpoint' has no attribute {name!r}", name=name)
+_SAVE_A_VALUE = """\
+import json, tempfile
+import prefect_tune as pt
+
+with tempfile.TemporaryDirectory() as directory:
+    with open(f"{directory}/state.json", "w") as file:
+        json.dump({"epoch": 3}, file)
+    pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
+"""
+_READ_A_VALUE = """\
+import json
+import prefect_tune as pt
+
+if checkpoint := pt.get_checkpoint():
+    with checkpoint.as_directory() as directory, open(f"{directory}/state.json") as file:
+        state = json.load(file)
+"""
+_SAVE_BYTES = """\
+import pathlib, tempfile
+import prefect_tune as pt
+
+with tempfile.TemporaryDirectory() as directory:
+    pathlib.Path(directory, "model.bin").write_bytes(data)
+    pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
+"""
+_READ_BYTES = """\
+import pathlib
+
+with checkpoint.as_directory() as directory:
+    data = pathlib.Path(directory, "model.bin").read_bytes()
+"""
+_OPEN_A_URI = """\
+import prefect_tune as pt
+
+checkpoint = pt.Checkpoint("s3://bucket/folder")
+with checkpoint.as_directory() as directory:
+    ...
+"""
+_SEND_TO_A_TARGET = """\
+import prefect_tune as pt
+
+pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))  # committed on the trial's target
+"""
+_SHOW_WHERE = """\
+print(checkpoint)  # Checkpoint(filesystem=s3, path=bucket/folder)
+checkpoint.path, checkpoint.filesystem
+"""
+_SAY_A_PREPROCESSOR = """\
+checkpoint.set_metadata({"preprocessor": {"mean": 0.13, "deviation": 0.31}})
+"""
+_READ_A_PREPROCESSOR = """\
+preprocessor = checkpoint.get_metadata()["preprocessor"]
+"""
+
+_INSTEAD: Mapping[str, tuple[str, str]] = {
+    "from_dict": ("a checkpoint is a directory: save the values as a file in it", _SAVE_A_VALUE),
+    "to_dict": ("a checkpoint is a directory: read the values from a file in it", _READ_A_VALUE),
+    "from_bytes": ("a checkpoint is a directory: save the bytes as a file in it", _SAVE_BYTES),
+    "to_bytes": ("a checkpoint is a directory: read the bytes from a file in it", _READ_BYTES),
+    "get_internal_representation": ("a checkpoint is a directory, and nothing else: open it", _READ_BYTES),
+    "from_uri": ("the constructor takes URIs", _OPEN_A_URI),
+    "to_uri": ("a reported checkpoint is uploaded to the target", _SEND_TO_A_TARGET),
+    "uri": ("its path and its file system name the location", _SHOW_WHERE),
+    "get_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _READ_A_PREPROCESSOR),
+    "set_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _SAY_A_PREPROCESSOR),
+}
+
+
+def _no_attribute(name: str) -> AttributeError:
+    """Return the error for `checkpoint.<name>`; for a name of an older API, with what to write instead."""
+    if name not in _INSTEAD:
+        return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
+    why, example = _INSTEAD[name]
+    return AttributeError(f"pt.Checkpoint has no {name!r}: {why}. Write instead:\n\n{example}", name=name)

@@ -226,7 +226,7 @@ def _raised_at(error: BaseException) -> str:
 
 def _lacks(owner: object, name: str) -> str:
     """Return that `owner` has no `name`, and what it has."""
-    from prefect_tune.core.texts import did_you_mean_or_has, nearest
+    from prefect_tune.core.shown_text import did_you_mean_or_has, nearest
 
     public = [each for each in dir(owner) if not each.startswith("_")]
     defined = [each for each in public if _is_defined_in(owner, each)]

@@ -34,8 +34,8 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.usage_records import PhaseSeconds
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
 

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal_events import Question
 from prefect_tune.core.messages.process_messages import TrialEnded
-from prefect_tune.core.texts import other_signature
+from prefect_tune.core.shown_text import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def _reporting_session(caller: str) -> TrialSession:
 
 
 def _session(caller: str) -> TrialSession:
-    from prefect_tune.runtime.launched_ranks import joined_session
+    from prefect_tune.runtime.group_session import joined_session
 
     if (joined := joined_session(caller)) is not None:
         return joined

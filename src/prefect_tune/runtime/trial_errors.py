@@ -10,7 +10,7 @@ import traceback
 from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
-from prefect_tune.core.models import shown_size
+from prefect_tune.core.shown_text import shown_size
 from prefect_tune.runtime.message_stream import MalformedMessage
 
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")

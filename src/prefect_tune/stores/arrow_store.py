@@ -22,8 +22,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
-from prefect_tune.stores.create_lock import one_at_a_time
-from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.deadline import Deadline, one_at_a_time
 from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning
 from prefect_tune.stores.posix_files import as_store_error
 
@@ -54,7 +53,7 @@ def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailab
     An error that is not known to be permanent counts as transient: retries are bounded, but an error that is
     wrongly called permanent ends the work.
     """
-    row, said = _documented(error), _said(error)
+    row, said = _documented(error), str(error).partition("\n")[0] or type(error).__name__
     if row is not None:
         kind = StoreUnavailable if row.meaning in _PASSES else StoreRefused
         return kind(f"{what}: {row.advice} ({said})" if row.advice else f"{what}: {said}")
@@ -76,10 +75,6 @@ def _documented(error: BaseException | None) -> ErrorCode | None:
             return found
         error = error.__cause__
     return None
-
-
-def _said(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 _LEFTOVER_AFTER = timedelta(days=1)

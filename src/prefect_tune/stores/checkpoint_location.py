@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, TuneError
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import (
     Client,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.checkpoints.manifest import Manifest
+    from prefect_tune.core.html_tables import Html
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.node_cache import DirectoryCopy, NodeCopies
@@ -152,8 +153,8 @@ class LocalPlace:
         yield self.path
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.directories import copy_directory, seal_of
         from prefect_tune.stores.local.node_cache import DirectoryCopy
+        from prefect_tune.stores.local.staging import copy_directory, seal_of
 
         self.require_there()
         here = f"{self.path} as {seal_of(Path(self.path))}"
@@ -170,10 +171,10 @@ class LocalPlace:
         import json
 
         from prefect_tune.core.checkpoints.metadata import plain_metadata
-        from prefect_tune.stores.local.directories import replace_file
         from prefect_tune.stores.local.download import METADATA_FILE
         from prefect_tune.stores.local.file_lock import FileLock, Share
         from prefect_tune.stores.local.node_cache import node_folder
+        from prefect_tune.stores.local.staging import replace_file
 
         self.require_there()
         locks = node_folder() / "metadata"
@@ -275,7 +276,7 @@ class TargetPlace:
             CheckpointNotFound: it is neither.
             CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
         """
-        from prefect_tune.core.recovery import read_manifest
+        from prefect_tune.core.restore import read_manifest
 
         key = self._key()
         if key is None:
@@ -359,3 +360,48 @@ def _copies() -> NodeCopies:
     folder = node_folder() / "copies"
     folder.mkdir(mode=0o700, exist_ok=True)
     return NodeCopies(folder)
+
+
+# A checkpoint as a notebook shows it: its location, what its manifest says, and how to open it.
+
+_OPENS = "with checkpoint.as_directory() as directory: ..."
+
+
+def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html:
+    """Return the checkpoint at `place`. Its manifest is read; an error of the target is shown, and not raised."""
+    from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph
+
+    found: Manifest | None = None
+    problem = Html("")
+    try:
+        there = place.now()
+        if isinstance(there, LocalPlace):
+            there.require_there()
+        else:
+            with there.open(timeout=timeout) as store:
+                found = there.manifest(store)
+    except TuneError as error:
+        problem = Html(f'<span class="pt-bad">{escaped(f"{type(error).__name__}: {error}")}</span>')
+    facts = {
+        "location": Html(f"<code>{escaped(place.name, 1000)}</code>"),
+        **(_facts_of(found) if found else {}),
+        "problem": problem,
+        "open": Html(f"<code>{escaped(_OPENS)}</code>"),
+    }
+    title = f"Checkpoint of step {found.step}, trial {found.trial} of {found.experiment}" if found else "Checkpoint"
+    return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
+
+
+def _facts_of(found: Manifest) -> dict[str, Html]:
+    from prefect_tune.core.html_tables import escaped, facts_table, format_html_value, soft
+    from prefect_tune.core.shown_text import plural, shown_size
+    from prefect_tune.core.values import flat
+
+    size_bytes = sum(each.size_bytes for each in found.files)
+    metrics = {name: format_html_value(value) for name, value in flat(found.about.metrics).items()}
+    return {
+        "step": escaped(f"{found.step:,}"),
+        "size": escaped(f"{shown_size(size_bytes)} in {plural(len(found.files), 'file', 'files')}"),
+        "metrics": facts_table(metrics) if metrics else soft("none"),
+        "saved": escaped(f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
+    }

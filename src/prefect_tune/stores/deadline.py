@@ -1,11 +1,15 @@
-"""The point in time by which all operations of an open store must have ended."""
+"""The point in time by which all operations of an open store must have ended, and a lock that is awaited until then."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 from prefect_tune.core.errors import DeadlineExceeded
 
@@ -44,3 +48,28 @@ class Deadline:
     def exceeded(self, doing: str) -> DeadlineExceeded:
         """Return the error to raise when `doing` did not end in time."""
         return DeadlineExceeded(f"{doing}: not done within {self.timeout.total_seconds():g} s; the work was ended")
+
+
+# A lock by name among the threads of this process, for creates on a target without conditional create.
+#
+# It does not exclude other processes: such a target is safe for one writer process only.
+
+_locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+_guard = threading.Lock()
+
+
+@contextmanager
+def one_at_a_time(place: str, what: str, deadline: Deadline) -> Iterator[None]:
+    """Hold the lock named `place`, which one thread of this process can hold at a time.
+
+    Raises:
+        DeadlineExceeded: other threads still held it at the deadline; `what` was not begun.
+    """
+    with _guard:
+        lock = _locks.setdefault(place, threading.Lock())
+    if not lock.acquire(timeout=min(deadline.remaining_seconds, threading.TIMEOUT_MAX)):
+        raise deadline.exceeded(what)
+    try:
+        yield
+    finally:
+        lock.release()

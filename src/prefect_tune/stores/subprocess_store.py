@@ -21,8 +21,7 @@ import cloudpickle
 from prefect_tune.core import errors
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
-from prefect_tune.stores.create_lock import one_at_a_time
-from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.deadline import Deadline, one_at_a_time
 
 # The protocol between an `IsolatedStore` and its child: frames of one JSON object and raw bytes.
 

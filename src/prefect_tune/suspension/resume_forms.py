@@ -34,8 +34,8 @@ from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Answered, Question, answer_to, default_of, valid_fields
-from prefect_tune.core.models import digest_of, metric_in
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import digest_of, metric_in
 from prefect_tune.parameters.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json
 from prefect_tune.prefect_api.api_client import is_temporary

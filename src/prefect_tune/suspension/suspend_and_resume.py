@@ -37,12 +37,11 @@ from prefect_tune.core.journal_events import (
     answer_to,
     default_of,
 )
-from prefect_tune.core.models import plural
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
+from prefect_tune.core.shown_text import plural, visible
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
 from prefect_tune.parameters import search_limits

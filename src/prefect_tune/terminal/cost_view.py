@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
-from prefect_tune.core.models import plural, shown_size
+from prefect_tune.core.shown_text import plural, shown_size
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
 

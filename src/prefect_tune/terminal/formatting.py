@@ -16,8 +16,8 @@ from rich.text import Text
 from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.metrics import shown
-from prefect_tune.core.models import flat
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
+from prefect_tune.core.values import flat
 
 _LEAST_RANGE = 4
 """The shortest run of steps that is written as a range."""

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import ExperimentView
-from prefect_tune.core.models import parse_time
+from prefect_tune.core.values import parse_time
 from prefect_tune.terminal.formatting import format_duration
 
 _MISSED = 2

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import AttemptTimes, RunningAttempts
 from prefect_tune.core.experiment.summary import best_label, named, ranked
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint, with_report
@@ -29,10 +28,11 @@ from prefect_tune.core.journal_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.models import StepReport, first_line, flat, metric_in
+from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import first_line, visible
+from prefect_tune.core.values import StepReport, flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_counts, format_duration, format_value, plain_cells
 from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
 

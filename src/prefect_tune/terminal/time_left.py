@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 
-from prefect_tune.core.experiment.running_attempts import AttemptTimes
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
-from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.messages.live_status import AttemptTimes
+from prefect_tune.core.schedulers.asha import ASHA, ladder
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.rungs import ladder
 from prefect_tune.core.search.objective import Objective
 
 _MANY = 50

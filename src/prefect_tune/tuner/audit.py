@@ -13,9 +13,9 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment, after_event, apply, nothing_yet
 from prefect_tune.core.journal.journal import each_entry
 from prefect_tune.core.journal_events import Entry, Event, Writer
-from prefect_tune.core.models import Digest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Digest
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.derivation import MEASURED, Derivation, Expected, Finding, Observed, Unknown, is_same
 

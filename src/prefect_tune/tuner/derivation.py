@@ -58,10 +58,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     WarmStart,
 )
-from prefect_tune.core.models import canonical_json
 from prefect_tune.core.schedulers.base import Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import canonical_json
 from prefect_tune.parameters.json_specs import scheduler_from
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_limits import with_default_samples

@@ -33,11 +33,11 @@ from prefect_tune.core.journal_events import (
     Writer,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import (
     AttemptExited,
     Message,

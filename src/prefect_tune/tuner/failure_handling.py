@@ -24,7 +24,7 @@ from prefect_tune.core.experiment.failure_policy import (
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Cause, Committed, GaveUp, Quarantined, Reported
 from prefect_tune.core.messages.process_messages import Leave
-from prefect_tune.core.models import first_line
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry

@@ -23,11 +23,10 @@ from prefect_tune.core.experiment.summary import Curves, best_label, best_of, co
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Configured, Event, WarmStart
-from prefect_tune.core.models import leaves, metric_in, plural
-from prefect_tune.core.schedulers.base import Schedule, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import plural, visible
+from prefect_tune.core.values import leaves, metric_in
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor

@@ -18,11 +18,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.models import first_line, plural
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.journal_access import JournalWriter, read_known

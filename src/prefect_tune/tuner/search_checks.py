@@ -27,10 +27,10 @@ from prefect_tune.core.journal_events import (
     events_in,
 )
 from prefect_tune.core.metrics import kind_unless_number, shown
-from prefect_tune.core.models import StepReport, leaves, metric_in, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.texts import did_you_mean, nearest
+from prefect_tune.core.shown_text import did_you_mean, nearest, plural
+from prefect_tune.core.values import StepReport, leaves, metric_in
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.resume_compatibility import (
     KEEPS_CONFIGURATIONS,

@@ -15,9 +15,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import PriorTrial, Requeued
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
+from prefect_tune.core.values import StepReport
 
 ONLY_TRIAL = "trial"
 """The id of the trial of a single training."""

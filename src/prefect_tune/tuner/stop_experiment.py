@@ -25,9 +25,10 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, answer
-from prefect_tune.core.messages.stop_requests import (
+from prefect_tune.core.messages.target_messages import (
+    UNASKED,
     StopRequest,
+    answer,
     ask,
     delete_journaled,
     is_journaled,
@@ -35,10 +36,10 @@ from prefect_tune.core.messages.stop_requests import (
     read_request,
     stop_event,
 )
+from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.search_limits import SearchLimits

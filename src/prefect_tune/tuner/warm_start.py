@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Configured, PriorTrial, WarmStart
-from prefect_tune.core.models import canonical_json, valid_name
+from prefect_tune.core.values import canonical_json, valid_name
 from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.storage_retries import on_target

@@ -26,9 +26,9 @@ from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
+from prefect_tune.core.values import StepReport
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
 from tests.fakes.trial_processes import start_of, supervised_process
 

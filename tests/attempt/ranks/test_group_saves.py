@@ -13,7 +13,7 @@ from prefect_tune.attempt import group_saves
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 
 
 def done(step: int, directory: str = "/nowhere/0") -> StepDone:

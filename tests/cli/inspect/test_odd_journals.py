@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -21,9 +20,9 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.live_status import LiveStatus, write_live_status
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run

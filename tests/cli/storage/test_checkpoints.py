@@ -12,9 +12,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import Owner, Retired
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run

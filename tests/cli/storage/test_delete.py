@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal_events import Deletion, Owner, Started, TrialAdded
-from prefect_tune.core.messages.live_status import LiveStatus, write_live_status
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import search_of_three

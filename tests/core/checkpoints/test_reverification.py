@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Quarantined
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.posix_store import PosixStore

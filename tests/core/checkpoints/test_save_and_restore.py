@@ -21,9 +21,9 @@ from prefect_tune.core.errors import (
     StagedFilesChanged,
     StoreUnavailable,
 )
-from prefect_tune.core.models import digest_of
-from prefect_tune.core.recovery import read_manifest, verify
+from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore

@@ -14,8 +14,8 @@ from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, BlobRef, Manifes
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.models import canonical_json, digest_of
-from prefect_tune.core.recovery import read_manifest, restore
+from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.values import canonical_json, digest_of
 from prefect_tune.stores.local.staging import DirectorySink
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness

@@ -19,8 +19,8 @@ from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownV
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.journal_events import Entry, Owner, Started, TrialAdded
-from prefect_tune.core.models import Stamp, canonical_json, digest_of
 from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
+from prefect_tune.core.values import Stamp, canonical_json, digest_of
 from tests.core.driver import JOURNAL, NAME
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore

@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal import journal
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, Session, Witness

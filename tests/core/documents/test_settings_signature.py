@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_tune.core.models import canonical_json
-from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
+from prefect_tune.core.storage.documents import has_signature, is_signed, signed, unsigned
+from prefect_tune.core.values import canonical_json
 
 KEY = b"a secret key"
 SETTINGS: dict[str, Any] = {"trainable": "mine:Net", "space": {"x": [1, 2.5, None]}, "stop": {"step": 3}}

@@ -28,7 +28,6 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.usage_records import (
     AttemptUse,
@@ -41,6 +40,7 @@ from prefect_tune.core.usage_records import (
     ended_after,
     seen,
 )
+from prefect_tune.core.values import StepReport
 
 KEY = JournalKey(experiment="e", generation=1)
 BEGIN = datetime(2026, 11, 26, 3, tzinfo=UTC)

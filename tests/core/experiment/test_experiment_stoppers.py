@@ -23,8 +23,8 @@ from prefect_tune.core.experiment.stoppers import (
     of_experiment,
     of_trials,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 

@@ -17,9 +17,9 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Started
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]

@@ -47,8 +47,8 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import StepReport
 
 # ------------------------------------------------------------------------------------------- retention
 

@@ -43,9 +43,9 @@ from prefect_tune.core.journal_events import (
     SlotFreed,
     Started,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.values import StepReport
 
 PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)

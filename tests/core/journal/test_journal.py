@@ -33,11 +33,11 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore

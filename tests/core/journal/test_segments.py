@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
-from prefect_tune.core.experiment.segment_levels import begin_of, boundaries, is_boundary
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.journal.segments import (
@@ -23,10 +22,10 @@ from prefect_tune.core.journal.segments import (
     write_due_segment,
 )
 from prefect_tune.core.journal_events import Configured
-from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.layout import JournalKey, begin_of, boundaries, is_boundary
 from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.values import digest_of
 from tests.core.driver import JOURNAL
 from tests.core.histories import base, fold, next_state, opened, stamp
 from tests.fakes.stores.memory_store import MemoryStore
@@ -150,7 +149,6 @@ def test_a_trials_own_journal_has_segments_of_its_own() -> None:
 
 
 # --------------------------------------------------------------------------------------------- bad segments
-
 
 DAMAGES = [
     pytest.param(lambda _: b"", id="empty"),

@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
     to_trial,
 )
-from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.values import StepReport, Value
 
 REPORT = StepReport(step=3, metrics={"loss": 0.1, "note": "é\n"}, trained_seconds=1.5)
 START = Start(

@@ -11,7 +11,7 @@ from prefect_tune.core.checkpoints.commit import Reusable, sent
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.checkpoints.parts import PartsOfSave, refuse_part, send_part, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
-from prefect_tune.core.messages.node_messages import node_messages_up_to
+from prefect_tune.core.messages.target_messages import node_messages_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
@@ -28,7 +29,6 @@ from prefect_tune.core.journal_events import (
     Reported,
 )
 from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
-from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from tests.core.driver import KEY, Session, Witness

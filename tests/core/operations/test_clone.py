@@ -12,7 +12,7 @@ from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.journal import journal
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations import clone as cloning
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import JournalKey
 from tests.core.protocol.meetings import (
     Act,

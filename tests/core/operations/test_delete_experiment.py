@@ -17,13 +17,13 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.journal.journal import LoadedJournal, load, read, take_over
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone, newest_of, settle
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, fork, past_of
 from prefect_tune.core.storage.generations import current_generation
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.driver import retried
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable

@@ -14,12 +14,12 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import load, read, take_over
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.operations import delete_experiment
 from prefect_tune.core.operations import fork_experiment as forking
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.operations.test_delete_experiment import below, cut_at_a_manifest, left, removed
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.matrix import Explored

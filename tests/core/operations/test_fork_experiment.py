@@ -13,10 +13,10 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import as_of, load
 from prefect_tune.core.journal_events import Forked, Owner, StopAsked
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from tests.core.driver import retried
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation

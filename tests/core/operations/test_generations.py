@@ -14,7 +14,6 @@ from prefect_tune.core.journal import journal as journals
 from prefect_tune.core.journal.journal import append_as_guest, load, take_over
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Claim, Claimed, Event, Owner, TrialAdded
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone, delete_experiment
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits
@@ -31,6 +30,7 @@ from prefect_tune.core.storage.generations import (
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.driver import JOURNAL
 from tests.core.histories import next_state
 from tests.core.operations.test_delete_experiment import Meanwhile, below, left, removed

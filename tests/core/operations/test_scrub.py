@@ -19,21 +19,21 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_first, best_of, shown_settings
 from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.journal_events import Deletion, Finished, Retired
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import (
     EVERYTHING,
     DailyShare,
     ScrubLimits,
+    Unreadable,
     inspect,
     inspect_one,
     share_of,
 )
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.small_search import SmallSearch
 from tests.fakes.checkpoints import first_generation

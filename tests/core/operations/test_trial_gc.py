@@ -21,11 +21,11 @@ from prefect_tune.core.journal_events import (
     Retired,
 )
 from prefect_tune.core.messages.process_messages import Proceed
-from prefect_tune.core.messages.remote_replies import answer
+from prefect_tune.core.messages.target_messages import answer
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, retried

@@ -21,7 +21,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from tests.core.happenings import AFTER, happening
 from tests.core.protocol.cut import cut_small

@@ -12,9 +12,9 @@ from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import Committed, Entry, Opened, Quarantined, Retired
-from prefect_tune.core.messages.node_messages import node_messages_up_to
+from prefect_tune.core.messages.target_messages import node_messages_up_to
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness, run_to

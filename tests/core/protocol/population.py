@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
@@ -34,12 +35,12 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery import adopt, current_trial, read_manifest
+from prefect_tune.core.restore import current_trial, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 

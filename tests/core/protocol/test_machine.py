@@ -35,7 +35,7 @@ from prefect_tune.core.journal_events import (
     Retired,
     Writer,
 )
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Files, Session, Witness
 from tests.core.happenings import AFTER, happening

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from prefect_tune.core import recovery
+from prefect_tune.core import adoption
 from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import TrialMap
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.operations import checkpoint_gc
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
@@ -226,7 +226,7 @@ MUTANTS = {
         {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt, {recovery._find: {"manifest.about.attempt == trial.attempt": "True"}}
+        every_crash_of_a_second_attempt, {adoption._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}

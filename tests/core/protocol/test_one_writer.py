@@ -10,13 +10,13 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import begin_fork, past_of
 from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits, inspect, quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended
 from tests.core.protocol.meetings import Scene
 from tests.core.protocol.population import newest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Schedule, Scheduler, TrialReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 SCORE = Objective(metrics=("score",), modes=("max",))

@@ -9,8 +9,7 @@ from statistics import mean, median
 import pytest
 
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from tests.core.schedulers.asking import LOSS

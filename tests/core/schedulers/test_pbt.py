@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.schedulers.base import Exploit, Pause, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
 from tests.core.schedulers.asking import SCORE, Asked

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Schedule, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT

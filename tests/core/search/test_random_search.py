@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed
 from prefect_tune.core.search.domains import choice, grid_search, randint, sample_from, uniform
 from prefect_tune.core.search.random_search import (
@@ -22,6 +21,7 @@ from prefect_tune.core.search.random_search import (
     points_of,
 )
 from prefect_tune.core.search.space import is_same, resolve, valid_space
+from prefect_tune.core.values import StepReport
 from tests.fakes.searches.spaces import spaces
 
 Config = Mapping[str, Any]

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import StepReport
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Repeated, Search, Space, Suggestion
 from prefect_tune.core.search.domains import grid_search, uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.repeated import Repeated
+from prefect_tune.core.values import StepReport
 
 SPACE = {"lr": uniform(0, 1)}
 

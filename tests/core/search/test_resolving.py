@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import canonical_json
 from prefect_tune.core.search.domains import (
     Choice,
     Domain,
@@ -41,6 +40,7 @@ from prefect_tune.core.search.space import (
     resolve,
     valid_space,
 )
+from prefect_tune.core.values import canonical_json
 from tests.fakes.searches.spaces import QUANTILES, spaces
 
 

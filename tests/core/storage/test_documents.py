@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, ObjectNotFound
-from prefect_tune.core.models import canonical_json, digest_of
 from prefect_tune.core.storage import documents
 from prefect_tune.core.storage.documents import Document, read_sealed, seal, seal_and_read_back, unseal
+from prefect_tune.core.values import canonical_json, digest_of
 from tests.fakes.stores.memory_store import MemoryStore
 
 SAYABLE = st.recursive(

@@ -23,10 +23,10 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 

@@ -21,9 +21,9 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, read_answer
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.journal_access import (
     JournalWriter,

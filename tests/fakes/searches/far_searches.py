@@ -11,9 +11,8 @@ from unittest.mock import patch
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.messages.stop_requests import StopRequest
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.messages.target_messages import StopRequest
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.generations import current_journal

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Proposed, Search
 from prefect_tune.core.search.domains import Float, uniform
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 Config = Mapping[str, Any]
 _LOSS = Objective(metrics=("loss",), modes=("min",))

@@ -21,9 +21,9 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
 
 

@@ -30,9 +30,9 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, report_input_of
 from prefect_tune.reporting.history import ExperimentHistory
 from tests.fakes.checkpoints import first_generation

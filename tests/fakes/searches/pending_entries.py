@@ -8,10 +8,10 @@ from datetime import timedelta
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events import Event
-from prefect_tune.core.models import Stamp
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry

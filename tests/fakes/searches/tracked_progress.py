@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.journal_events import Event
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.messages.live_status import RunningAttempts
+from prefect_tune.core.values import StepReport
 from prefect_tune.terminal.progress_view import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Schedule, Stop, TrialReport
+from prefect_tune.core.values import StepReport
 
 Config = Mapping[str, object]
 State = object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.checkpoints.manifest import FileStat, Manifest, Piece
-from prefect_tune.core.recovery import restore
+from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 

@@ -31,7 +31,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Quarantined
-from prefect_tune.core.notifications.prefect_events import labels_of, payload_of
+from prefect_tune.core.prefect_events import labels_of, payload_of
 from prefect_tune.deploy import automations
 from prefect_tune.deploy.automations import automation_names, install_automations, shipped, uninstall_automations
 from prefect_tune.prefect_api.local_server import start_prefect_server

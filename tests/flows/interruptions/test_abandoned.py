@@ -14,9 +14,9 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Event, Finished, Started, TrialAdded
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.simulated_search import NAME, SimulatedSearch

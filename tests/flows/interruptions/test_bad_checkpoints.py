@@ -12,7 +12,7 @@ from prefect_tune.core.errors import ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble

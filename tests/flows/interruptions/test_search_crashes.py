@@ -17,8 +17,7 @@ import pytest
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.domains import randint
 from tests.flows.driver import Driver, Drivers, Write, until
 from tests.flows.training import experiment_at

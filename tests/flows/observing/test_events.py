@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import Event
-from prefect_tune.core.notifications.prefect_events import VERSION, ExperimentEvent
+from prefect_tune.core.prefect_events import VERSION, ExperimentEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 

@@ -20,14 +20,13 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Exploit, Pause, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.fakes.searches.limits import limits_of

@@ -22,13 +22,13 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.base import Proposals, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.checkpoints import first_generation
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor

@@ -16,8 +16,8 @@ from prefect_tune.core.experiment.stoppers import ExperimentPlateau, MaxFailures
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events import Cause, StopAsked
-from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.messages.target_messages import StopRequest, ask, read_request
+from prefect_tune.core.values import Stamp
 from prefect_tune.tuner.stop_experiment import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.failed_searches import results_of_failed

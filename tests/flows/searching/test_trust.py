@@ -19,10 +19,10 @@ from prefect_tune.core.errors import UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
-from prefect_tune.core.settings_signature import signed
+from prefect_tune.core.storage.documents import signed
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.flows.resume import resume
 from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
 from prefect_tune.tuner.warm_start import new_warm_starts

@@ -14,7 +14,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Cause, Configured, Decided, Event, GaveUp, TrialAdded
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.resume_compatibility import (
     CODE_TRAINS,
     KEEPS_CONFIGURATIONS,

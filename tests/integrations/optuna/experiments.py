@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search
 from prefect_tune.core.search.domains import Choice
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 
 Config = Mapping[str, Any]
 LOSS = Objective(metrics=("loss",), modes=("min",))

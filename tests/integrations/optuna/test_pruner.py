@@ -12,9 +12,9 @@ import pytest
 from optuna import pruners
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Schedule, Stop, TrialReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner
 
 ACCURACY = Objective(metrics=("accuracy",), modes=("max",))

@@ -20,7 +20,6 @@ from optuna import samplers
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed
 from prefect_tune.core.search.domains import (
     choice,
@@ -36,6 +35,7 @@ from prefect_tune.core.search.domains import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
 from prefect_tune.core.search.space import Found, read
+from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment

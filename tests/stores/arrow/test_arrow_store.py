@@ -19,8 +19,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.arrow_store import ArrowStore, open_fsspec
-from prefect_tune.stores.create_lock import one_at_a_time
-from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.deadline import Deadline, one_at_a_time
 from tests.fakes.servers.s3_sink import Fault, S3Sink
 from tests.fakes.stores.racers import winners
 from tests.stores.contract import StoreContract

@@ -17,7 +17,7 @@ import pytest
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, About, Manifest, Piece
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
-from prefect_tune.core.recovery import restore
+from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.runtime.session import snapshot
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool

@@ -15,11 +15,11 @@ from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
 from prefect_tune.core.journal_events import Owner, TrialAdded
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.generations import current_generation, current_journal
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import read_undamaged
 from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in, first_generation

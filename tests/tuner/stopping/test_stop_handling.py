@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.journal_events import TrialAdded
-from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.tuner.stop_experiment import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.limits import limits_of

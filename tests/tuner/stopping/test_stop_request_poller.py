@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.messages.stop_requests import StopRequest, ask
+from prefect_tune.core.messages.target_messages import StopRequest, ask
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner import stop_experiment
 from prefect_tune.tuner.stop_experiment import StopRequestPoller

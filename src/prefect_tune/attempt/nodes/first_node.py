@@ -33,7 +33,8 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
-from prefect_tune.core.messages.node_messages import (
+from prefect_tune.core.messages.process_messages import Start, to_trial
+from prefect_tune.core.messages.target_messages import (
     Arrived,
     Begin,
     FromRank,
@@ -45,8 +46,7 @@ from prefect_tune.core.messages.node_messages import (
     ToRank,
     node_messages_up_to,
 )
-from prefect_tune.core.messages.process_messages import Start, to_trial
-from prefect_tune.core.models import plural
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.runtime.message_stream import MessageReader

@@ -17,7 +17,7 @@ from datetime import timedelta
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.messages.node_messages import NodeMessage, NodeMessages, read_messages, write_messages
+from prefect_tune.core.messages.target_messages import NodeMessage, NodeMessages, read_messages, write_messages
 from prefect_tune.core.storage.layout import NodesKey, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import new_write_id

@@ -30,7 +30,8 @@ from prefect_tune.core.checkpoints.commit import reusable
 from prefect_tune.core.checkpoints.parts import refuse_part, send_part
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
-from prefect_tune.core.messages.node_messages import (
+from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
+from prefect_tune.core.messages.target_messages import (
     Arrived,
     Begin,
     FromRank,
@@ -42,8 +43,7 @@ from prefect_tune.core.messages.node_messages import (
     ToRank,
     newest_attempt,
 )
-from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
-from prefect_tune.core.recovery import manifest_if_readable
+from prefect_tune.core.restore import manifest_if_readable
 from prefect_tune.core.storage.layout import NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import read_experiment

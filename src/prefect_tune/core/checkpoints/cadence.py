@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from prefect_tune.core.models import Value
+from prefect_tune.core.values import Value
 
 
 class Cadence(Value):

@@ -52,10 +52,10 @@ from prefect_tune.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from prefect_tune.core.models import Digest, digest_of
 from prefect_tune.core.storage.documents import as_read_back, read_document
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
+from prefect_tune.core.values import Digest, digest_of
 
 
 @dataclass(frozen=True, slots=True)

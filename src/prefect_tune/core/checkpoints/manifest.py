@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Protocol, Self
 from pydantic import Field, model_validator
 
 from prefect_tune.core.errors import CheckpointCorrupt
-from prefect_tune.core.models import Digest, ExperimentName, StepReport, Value, digest_of
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, PortablePath, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.values import Digest, ExperimentName, StepReport, Value, digest_of
 
 # A directory's bytes as chunks and blobs: large files split, small files packed together.
 #

@@ -147,7 +147,9 @@ def _joined(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
         whole = dict(manifest) | {  # without a copy of all that is in it
             "blobs": tuple(blobs),
             "files": tuple(files[path][1] for path in sorted(files)),
-            "empty_directories": tuple(sorted(each for each in empty if not _is_filled(each, files))),
+            "empty_directories": tuple(
+                sorted(each for each in empty if not any(path.startswith(f"{each}/") for path in files))
+            ),
         }
         return Manifest.model_validate(whole)
     except ValidationError as impossible:
@@ -171,7 +173,3 @@ def _placed(file: FileRef, part: StoredPart, blobs: dict[BlobRef, int]) -> FileR
 
 def _bytes_of(file: FileRef) -> Sequence[tuple[int, str]]:
     return [(chunk.length, chunk.digest) for chunk in file.chunks]
-
-
-def _is_filled(directory: str, files: Mapping[str, object]) -> bool:
-    return any(path.startswith(f"{directory}/") for path in files)

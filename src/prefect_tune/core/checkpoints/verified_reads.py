@@ -8,8 +8,8 @@ from typing import Protocol
 
 from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, ChunkRef, Manifest, Piece, Source
 from prefect_tune.core.errors import CheckpointCorrupt, ObjectNotFound
-from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import digest_of
 
 __all__ = [
     "has_same_files",

@@ -20,8 +20,8 @@ from typing import Self
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
-from prefect_tune.core.models import parse_time
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
+from prefect_tune.core.values import parse_time
 
 __all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of"]
 

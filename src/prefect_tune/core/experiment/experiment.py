@@ -12,7 +12,6 @@ from pydantic_core import CoreSchema, core_schema
 from rpds import HashTrieMap, HashTrieSet
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
-from prefect_tune.core.experiment.segment_levels import boundaries, is_boundary, level_of
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     PastEvent,
@@ -49,10 +48,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     Writer,
 )
-from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, boundaries, is_boundary, level_of
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
+from prefect_tune.core.values import Digest, StepReport, TrialId, Value
 
 __all__ = [
     "Experiment",
@@ -214,7 +213,7 @@ class Experiment(Value):
     runs: tuple[RunRecord, ...] = ()
     """When each run owned the experiment, the first one first; see `cost.cost_of`."""
     segment_digests: tuple[tuple[int, Digest], ...] = ()
-    """The digests of the entries that end the segments of its history; see `segment_levels.boundaries`."""
+    """The digests of the entries that end the segments of its history; see `boundaries`."""
     trials: TrialMap = Field(default_factory=TrialMap.of)
     """The trials by name, in the order in which they were added."""
 

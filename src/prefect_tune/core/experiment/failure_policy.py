@@ -10,7 +10,8 @@ from pydantic import Field
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.models import Value, first_line
+from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.values import Value
 
 __all__ = [
     "OWNER_VANISHED",

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import Value
+from prefect_tune.core.values import Value
 
 __all__ = ["ResumeChoice", "ResumeLimits", "Way", "choice_of", "ignored_numbers", "stop_extended"]
 

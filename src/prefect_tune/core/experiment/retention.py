@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from prefect_tune.core.experiment.summary import best_saved
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
-from prefect_tune.core.models import Value
 from prefect_tune.core.search.objective import objective_of
+from prefect_tune.core.values import Value
 
 __all__ = ["Retention", "retired", "retired_by_commit", "retired_quarantined"]
 

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.experiment.summary import losses_in
 from prefect_tune.core.metrics import is_number, shown
-from prefect_tune.core.models import StepReport, TrialId, leaves, metric_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.texts import did_you_mean, other_signature
+from prefect_tune.core.shown_text import did_you_mean, other_signature
+from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 
 __all__ = [
     "RAYS_NAMES",

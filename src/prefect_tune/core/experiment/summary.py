@@ -12,8 +12,8 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded, events_in
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.values import StepReport
 
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef

@@ -22,10 +22,11 @@ from prefect_tune.core.html_tables import (
     soft,
 )
 from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
-from prefect_tune.core.models import StepReport, TrialId, Value, first_line, flat, plural, shown_size
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.shown_text import first_line, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord
+from prefect_tune.core.values import StepReport, TrialId, Value, flat
 
 __all__ = [
     "ENDED",

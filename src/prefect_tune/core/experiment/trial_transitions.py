@@ -53,9 +53,9 @@ from prefect_tune.core.journal_events import (
     Started,
     Writer,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds, slot_freed
+from prefect_tune.core.values import StepReport
 
 __all__ = [
     "ENDED",

@@ -43,7 +43,6 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.experiment.experiment import Experiment, apply, following, nothing_yet
-from prefect_tune.core.experiment.segment_levels import begin_of, boundaries
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.segments import (
     Segment,
@@ -65,10 +64,9 @@ from prefect_tune.core.journal_events import (
     Owner,
     Writer,
 )
-from prefect_tune.core.models import Digest, Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
 from prefect_tune.core.storage.generations import require_not_deleted
-from prefect_tune.core.storage.layout import JournalKey, number_in
+from prefect_tune.core.storage.layout import JournalKey, begin_of, boundaries, number_in
 from prefect_tune.core.storage.object_store import (
     Buffer,
     ObjectStore,
@@ -76,6 +74,7 @@ from prefect_tune.core.storage.object_store import (
     create_or_recognize,
     require_conditional_create,
 )
+from prefect_tune.core.values import Digest, Stamp, digest_of
 
 __all__ = [
     "LoadedJournal",

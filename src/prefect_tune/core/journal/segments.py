@@ -1,7 +1,7 @@
 """Segments: snapshots of the trials that changed in a range of journal entries, read in place of those entries.
 
 The first line of a segment is JSON that names the range and holds the experiment without its trials; then comes
-one line for each trial that changed. The ranges are decimal (`segment_levels`), so that few objects are read:
+one line for each trial that changed. The ranges are decimal (`core/storage/layout.py`), so that few objects are read:
 
     entries   1 ……………………………………………………………… 40000 …… 48000 … 48200 … 48260 · 48261 · 48262 · 48263
     read      [ segment at 40000                 ][ 48000 ][ 48200 ][ 48260 ] and three entries
@@ -24,12 +24,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
-from prefect_tune.core.experiment.segment_levels import begin_of, is_boundary
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import Digest, canonical_json, digest_of, parse
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, Document, read_document, seal, upgraded, verified
-from prefect_tune.core.storage.layout import JournalKey, number_in
+from prefect_tune.core.storage.layout import JournalKey, begin_of, is_boundary, number_in
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Digest, canonical_json, digest_of, parse
 
 __all__ = [
     "Segment",

@@ -9,8 +9,8 @@ from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.journal_events import Cause, Question
-from prefect_tune.core.models import Message, PathName, StepReport, Value
 from prefect_tune.core.usage_records import PhaseSeconds
+from prefect_tune.core.values import Message, PathName, StepReport, Value
 
 __all__ = [
     "FORK",

@@ -14,7 +14,7 @@ from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live
 from prefect_tune.core.journal_events import QuarantinedCheckpoint
-from prefect_tune.core.recovery import OutdatedStateError, read_manifest, require_still_needed
+from prefect_tune.core.restore import OutdatedStateError, read_manifest, require_still_needed
 from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
 

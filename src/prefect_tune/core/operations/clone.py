@@ -44,12 +44,12 @@ from prefect_tune.core.journal_events import (
     Claimed,
     GuestEvent,
 )
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
-from prefect_tune.core.recovery import journal_of, read_manifest, ref_of, trial_in
+from prefect_tune.core.restore import journal_of, read_manifest, ref_of, trial_in
 from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp
 
 
 def newest_of(
@@ -195,7 +195,7 @@ def settle(
     side_by_side: ParallelMap,
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
-    found = _trial_now(store, trial, side_by_side)
+    found = _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
     over = claims_over(store, found, checkpoints, side_by_side=side_by_side)
     if not over:
         return found
@@ -281,10 +281,6 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
     if state.term == claim.term:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
     return state.term > claim.term  # a journal of an earlier term is stale, and proves nothing
-
-
-def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:
-    return _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
 
 
 def _still_there(state: Experiment, trial: TrialKey) -> Trial:

@@ -32,9 +32,8 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, earlier_owners, load, read, take_over
 from prefect_tune.core.journal_events import Claim, Deletion, Event, Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import (
     current_journal,
     delete_objects_before,
@@ -44,6 +43,7 @@ from prefect_tune.core.storage.generations import (
 )
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp
 
 _ROUNDS = 16
 _PARTS_OF_A_TRIALS_ENTRY = 6

@@ -36,10 +36,10 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     WarmStart,
 )
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, require_conditional_create
+from prefect_tune.core.values import Stamp
 
 # A stop request that was not carried out by then was meant for the origin.
 _NOT_OF_THE_PAST = Opened | Adopted | Configured | StopAsked | Deletion

@@ -8,17 +8,28 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from typing import TypeVar
 
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, InvalidInput
+from prefect_tune.core.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CommitUnknown,
+    DeadlineExceeded,
+    InvalidInput,
+    JournalCorrupt,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+    UnknownVersion,
+)
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live, is_quarantined, live_keys
-from prefect_tune.core.journal.journal import append_as_guest, trial_today
-from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
+from prefect_tune.core.journal.journal import append_as_guest, load, trial_today
 from prefect_tune.core.journal_events import GuestEvent, Quarantined
-from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery import is_live_now, journal_of, read_manifest, trial_in, verify
+from prefect_tune.core.restore import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp, digest_of
 
 # Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
 #
@@ -274,3 +285,55 @@ def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMa
     except (CheckpointCorrupt, CheckpointNotFound) as damage:
         return Inspected(key, damage=str(damage))
     return Inspected(key, manifest.size_bytes, len(manifest.files))
+
+
+# Turn a failure to read one object into a result, so that maintenance continues with the others.
+
+_Result = TypeVar("_Result")
+_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """An object that could not be read, and the reason."""
+
+    folder: str
+    """Its folder on the target."""
+    why: str
+    trial: str | None = None
+    is_damage: bool = False
+    """Whether it is a journal that was read and is corrupt."""
+
+
+def unless_unreadable(
+    store: ObjectStore, place: JournalKey, folder: str, act: Callable[[], _Result]
+) -> _Result | Unreadable:
+    """Return `act()`, or, if it cannot read the objects in `folder` (of the journal `place`), an `Unreadable`.
+
+    After a failure of the store `act` is called a second time.
+
+    Raises:
+        StoreUnavailable, StoreRefused: other objects of the target cannot be read either, or the time is up.
+    """
+    why = ""
+    for _ in range(_TRIES):
+        try:
+            return act()
+        except (JournalCorrupt, UnknownVersion) as error:
+            is_damage = isinstance(error, JournalCorrupt) and _is_there(store, place.of_experiment)
+            return Unreadable(folder, str(error), place.trial, is_damage=is_damage)
+        except DeadlineExceeded:
+            raise
+        except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+            why = f"{type(error).__name__}: {error}"
+            store.size(place.of_experiment.entry_path(1))  # raises if the target is unavailable
+    return Unreadable(folder, why, place.trial)
+
+
+def _is_there(store: ObjectStore, experiment: JournalKey) -> bool:
+    """Return whether the experiment exists and is not being deleted: a journal being deleted is not damaged."""
+    try:
+        state = load(store, experiment, side_by_side=map)
+    except (JournalCorrupt, Superseded):
+        return False
+    return state.number > 0 and not state.is_removed

@@ -29,14 +29,13 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_q
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events import Claim, Retired
-from prefect_tune.core.messages.node_messages import node_messages_up_to
-from prefect_tune.core.messages.remote_replies import answers_up_to
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.messages.target_messages import answers_up_to, node_messages_up_to
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import claims_over, clear, settle
-from prefect_tune.core.recovery import OutdatedStateError, journal_of
+from prefect_tune.core.restore import OutdatedStateError, journal_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp
 
 _WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
 

@@ -1,4 +1,7 @@
-"""The interface of a scheduler: it decides on trials at milestones, deterministically for the same history."""
+"""The interface of a scheduler: it decides on trials at milestones, deterministically for the same history.
+
+`FIFO` is the scheduler that decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core import metrics
-from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport, TrialId, Value
 
 __all__ = [
+    "FIFO",
     "Continue",
     "Decision",
     "Exploit",
@@ -181,6 +185,33 @@ class Schedule(ABC):
     @abstractmethod
     def ended(self, trial: TrialId) -> None:
         """Record that a trial has ended: stopped, finished or given up. Called once for each end."""
+
+
+@dataclass(frozen=True, slots=True)
+class FIFO(Scheduler):
+    """First in, first out: trials start in the order in which they are proposed, and none is stopped or paused."""
+
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        del objective, seed
+        return _FifoSchedule()
+
+
+class _FifoSchedule(Schedule):
+    """A schedule without state."""
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        del trial, config
+
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        del trial, step
+        return None
+
+    def decide(self, report: TrialReport) -> Decision:
+        del report
+        return Continue()
+
+    def ended(self, trial: TrialId) -> None:
+        del trial
 
 
 # Helpers of all schedulers: a report's loss, its display, and checks of arguments.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import TrialId, plural
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -23,6 +22,8 @@ from prefect_tune.core.schedulers.base import (
     shown,
 )
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import plural
+from prefect_tune.core.values import TrialId
 
 __all__ = [
     "Bracket",

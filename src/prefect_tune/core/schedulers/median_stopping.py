@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import TrialId
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -24,6 +23,7 @@ from prefect_tune.core.schedulers.base import (
     shown,
 )
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import TrialId
 
 __all__ = ["MedianStopping"]
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeAlias
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number
-from prefect_tune.core.models import TrialId
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -30,7 +29,8 @@ from prefect_tune.core.schedulers.base import (
 )
 from prefect_tune.core.search.domains import Branch, Choice, Float, Grid, Integer, Normal, Range, SampleFrom, frozen
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.values import TrialId
 
 __all__ = [
     "PBT",

@@ -1,16 +1,22 @@
-"""The interface of a search: it proposes configurations, and receives the reports and ends of their trials."""
+"""The interface of a search: it proposes configurations, and receives the reports and ends of their trials.
+
+`Repeated` proposes each configuration of another search several times.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, TypeAlias
 
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import is_number
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport, leaves
 
-__all__ = ["Exhausted", "Proposals", "Proposed", "Search", "Suggestion", "Wait"]
+__all__ = ["Exhausted", "Proposals", "Proposed", "Repeated", "Search", "Suggestion", "Wait"]
 
 Space: TypeAlias = Mapping[str, object]
 """A configuration in which some values are drawn: `{"lr": pt.loguniform(1e-4, 1), "model": {"depth": 3}}`."""
@@ -98,3 +104,86 @@ class Proposals(ABC):
         """
         del config, last, stopped
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated(Search):
+    """Proposes each configuration of `search` `times` times in a row: separate trials, which count as one for `search`.
+
+    When all have ended, `search` gets the mean of each metric that all trials that did not fail have reported. It gets
+    no reports of running trials.
+    """
+
+    search: Search
+    times: int
+    index_as: str | None = None
+    """A parameter that gets the number of the repetition, from 0, such as a seed; None for none."""
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
+
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+        """Begin the search that is repeated; raises as its `begin` does.
+
+        Raises:
+            InvalidInput: the space has a parameter of the name `index_as`.
+        """
+        if self.index_as in space:
+            raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space: it counts the repetitions")
+        return _RepeatedProposals(self.search.begin(space, objective, seed), self)
+
+    def trial_count(self, space: Space) -> int | None:
+        count = self.search.trial_count(space)
+        return None if count is None else count * self.times
+
+
+class _RepeatedProposals(Proposals):
+    """Trial `number` is repetition `number % times` of the search's trial `number // times`."""
+
+    def __init__(self, search: Proposals, repeated: Repeated) -> None:
+        self._search = search
+        self._times = repeated.times
+        self._index_as = repeated.index_as
+        self._config: dict[str, object] = {}
+        self._ended: dict[int, dict[int, StepReport | None]] = {}
+
+    def suggest(self, number: int) -> Suggestion:
+        group, repetition = divmod(number, self._times)
+        if repetition == 0:
+            suggestion = self._search.suggest(group)
+            if not isinstance(suggestion, Proposed):
+                return suggestion
+            self._config = dict(suggestion.config)
+        index = {} if self._index_as is None else {self._index_as: repetition}
+        return Proposed({**self._config, **index})
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        group, repetition = divmod(number, self._times)
+        self._config = {key: value for key, value in config.items() if key != self._index_as}
+        if repetition == 0:
+            self._search.recall(group, self._config)
+
+    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+        group = self._ended.setdefault(number // self._times, {})
+        group[number] = None if failed else last
+        if len(group) == self._times:
+            reports = [report for _, report in sorted(group.items()) if report is not None]
+            self._search.ended(number // self._times, _mean(reports), failed=not reports)
+
+    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+        plain = {key: value for key, value in config.items() if key != self._index_as}
+        return self._search.learn(plain, last, stopped=stopped)
+
+
+def _mean(reports: Sequence[StepReport]) -> StepReport | None:
+    if not reports:
+        return None
+    flat = [dict(leaves(each.metrics)) for each in reports]
+    names = set.intersection(*map(set, flat))
+    columns = {name: [value for metrics in flat if is_number(value := metrics[name])] for name in sorted(names)}
+    return StepReport(
+        step=max(each.step for each in reports),
+        metrics={name: fmean(values) for name, values in columns.items() if len(values) == len(reports)},
+        trained_seconds=fmean(each.trained_seconds for each in reports),
+    )

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, shown
-from prefect_tune.core.texts import is_unicode, other_signature
+from prefect_tune.core.shown_text import is_unicode, other_signature
 
 __all__ = [
     "Branch",

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.metrics import is_finite, shown
-from prefect_tune.core.models import Value, metric_in
+from prefect_tune.core.values import Value, metric_in
 
 __all__ = ["UNNAMED", "Mode", "Objective", "objective_of", "usual_mode"]
 

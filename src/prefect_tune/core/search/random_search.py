@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import plural
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.domains import Grid, domains_in, has_grid
 from prefect_tune.core.search.objective import Objective
@@ -24,6 +23,7 @@ from prefect_tune.core.search.space import (
     valid_points,
     valid_space,
 )
+from prefect_tune.core.shown_text import plural
 
 __all__ = [
     "DEFAULT_SAMPLES",

@@ -16,10 +16,10 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
-from prefect_tune.core.models import Json
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, frozen
 from prefect_tune.core.search.space import below, option, valid_space
+from prefect_tune.core.values import Json
 
 __all__ = ["FunctionLoader", "space_from_json", "space_to_json"]
 

@@ -6,13 +6,15 @@ digest was checked; the stored document is not rewritten.
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
-from prefect_tune.core.models import Value, canonical_json, digest_of, parse, shown_size
+from prefect_tune.core.shown_text import shown_size
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
 DOCUMENT_BYTES = 512 * 1024 * 1024
 """No larger document is written; one that is found is damaged or foreign, and is not read."""
@@ -214,3 +216,39 @@ def _rewritten(body: dict[str, object]) -> tuple[bytes, bytes]:
 
 def _joined(*parts: bytes) -> bytes:
     return b"{" + b",".join(filter(None, parts)) + b"}"
+
+
+# Sign settings and verify them: a valid signature proves that a holder of the key wrote them.
+#
+# Write access to the target is not enough for that. The signature is an HMAC over all settings and the experiment's
+# name, so that settings signed for one experiment are not valid for another. It is stored among the settings it signs.
+
+_SIGNATURE = "signature"
+_FORMAT = "hmac-sha256-v1"
+
+
+def signed(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
+    """Return `settings` with their signature by `key` for `experiment`."""
+    return {**unsigned(settings), _SIGNATURE: _signature(settings, experiment, key)}
+
+
+def unsigned(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return `settings` without a signature."""
+    return {name: value for name, value in settings.items() if name != _SIGNATURE}
+
+
+def has_signature(settings: Mapping[str, object]) -> bool:
+    """Return whether `settings` have a signature, valid or not."""
+    return _SIGNATURE in settings
+
+
+def is_signed(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
+    """Return whether `settings` have a valid signature by `key` for `experiment`."""
+    found = settings.get(_SIGNATURE)
+    expected = _signature(settings, experiment, key).encode()
+    return isinstance(found, str) and hmac.compare_digest(found.encode(), expected)
+
+
+def _signature(settings: Mapping[str, object], experiment: str, key: bytes) -> str:
+    document = canonical_json({"format": _FORMAT, "experiment": experiment, "settings": unsigned(settings)})
+    return f"{_FORMAT}:{hmac.digest(key, document, 'sha256').hex()}"

@@ -35,11 +35,11 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.models import valid_name
+from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import Generation, JournalKey, number_in, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.texts import did_you_mean
+from prefect_tune.core.values import valid_name
 
 
 class GenerationMarker(Document):

@@ -26,12 +26,13 @@ and paths come from keys. The paths of callback states are built in `callback_de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from prefect_tune.core.models import Digest, Value, valid_name
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
+from prefect_tune.core.values import Digest, Value, valid_name
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -307,3 +308,42 @@ def delete_older_results(store: ObjectStore, experiment: JournalKey, rows: Rows,
 
 def _folder(experiment: JournalKey, rows: Rows) -> str:
     return f"{experiment.folder}/results/{rows}"
+
+
+# The range of journal entries that each segment holds: decimal levels, so that few segments cover all entries.
+#
+# The segment at entry 48,260 holds the changes since 48,200: the number with its last non-zero digit set to zero.
+# So the first 48,263 entries are the segments at 40,000, 48,000, 48,200 and 48,260 and three entries: at most nine
+# objects for the digits before the last (a number has ten), and nine for that one, however many entries there are.
+
+_SEGMENT_BASE = 10
+
+
+def is_boundary(number: int) -> bool:
+    """Return whether a segment ends with entry `number`."""
+    return number > 0 and number % _SEGMENT_BASE == 0
+
+
+def level_of(number: int) -> int:
+    """Return how many zeros the number of a boundary ends with."""
+    level = 0
+    while number % _SEGMENT_BASE == 0:
+        number //= _SEGMENT_BASE
+        level += 1
+    return level
+
+
+def begin_of(number: int) -> int:
+    """Return the number of the last entry before those that the segment at `number` holds."""
+    wider: int = _SEGMENT_BASE ** (level_of(number) + 1)
+    return number // wider * wider
+
+
+def boundaries(number: int) -> Sequence[int]:
+    """Return the last entries of the segments that cover the first `number` entries, except the last 0 to 9."""
+    found: list[int] = []
+    end = number // _SEGMENT_BASE * _SEGMENT_BASE
+    while end:
+        found.insert(0, end)
+        end = begin_of(end)
+    return found

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
-from prefect_tune.core.models import first_line, plural
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.runtime.load_named import load_trainable
-from prefect_tune.runtime.processes.group_signals import handlers_in_fork
 from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
 from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
-from prefect_tune.runtime.processes.trial_process import forks_end, remember_source
+from prefect_tune.runtime.processes.trial_process import forks_end, handlers_in_fork, remember_source
 from prefect_tune.runtime.trial_errors import text_of
 
 # Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
@@ -93,7 +91,8 @@ class _State:
         maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
         shared = frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s")
         blocked = frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        return cls(_handlers(), blocked, _processes_left(), _has_gpu_context(), descriptors, shared)
+        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+        return cls(handlers, blocked, _processes_left(), _has_gpu_context(), descriptors, shared)
 
     def added_since(self, before: Self) -> list[str]:
         """Return the names of what is open now, and was not."""
@@ -167,10 +166,6 @@ def _answer(writing: int, before: _State, generations: int) -> NoReturn:
         os.write(writing, done.encode("utf-8", "replace")[:_ANSWER_BYTES] or _NOTHING)
     finally:
         os._exit(0)
-
-
-def _handlers() -> Mapping[int, Any]:
-    return {int(number): signal.getsignal(number) for number in signal.valid_signals()}
 
 
 def _processes_left() -> frozenset[int]:

@@ -42,7 +42,6 @@ from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, Imp
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.load_named import names_for_spawned
 from prefect_tune.runtime.processes.fork_safety import import_before_forking, running_threads
-from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
     children_of,
@@ -57,7 +56,7 @@ from prefect_tune.runtime.processes.linux import (
     while_alive,
 )
 from prefect_tune.runtime.processes.process_reset import flush_output, settle_in
-from prefect_tune.runtime.processes.trial_process import rehearse, serve
+from prefect_tune.runtime.processes.trial_process import ignore_group_signals, rehearse, serve
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from prefect_tune.core.checkpoints.artifact_index import (
+from prefect_tune.core.checkpoints.artifacts import (
     ArtifactFile,
     ArtifactIndex,
     ArtifactPart,
     beyond_use,
     files_folder,
+    is_excluded,
     joined,
     newest_index,
     part_path,
     publish_index,
 )
-from prefect_tune.core.checkpoints.exclude_patterns import is_excluded
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
@@ -32,8 +32,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.models import Digest, digest_of
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, is_inside
+from prefect_tune.core.values import Digest, digest_of
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, ChunkRef, FileRef, Manifest
 from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
-from prefect_tune.core.models import digest_of
-from prefect_tune.core.recovery import restore
+from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
-from prefect_tune.stores.local.directories import fresh_directory
-from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
+from prefect_tune.core.values import digest_of
+from prefect_tune.stores.local.staging import DirectorySink, fresh_directory, transfer_pool
 
 METADATA_FILE = ".metadata.json"
 """The metadata file of a plain directory; Ray's checkpoints use the same name."""

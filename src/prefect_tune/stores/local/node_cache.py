@@ -24,10 +24,10 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.directories import Seal, replace_file, seal_of
 from prefect_tune.stores.local.download import METADATA_FILE
 from prefect_tune.stores.local.file_lock import FileLock, Share, tries
 from prefect_tune.stores.local.scratch import user_folder
+from prefect_tune.stores.local.staging import Seal, replace_file, seal_of
 
 # Fill a directory that the caller names, once, even if many processes request it at the same time.
 

@@ -13,14 +13,14 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Stor
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect_one
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, NAME, Session
 from tests.core.protocol.invariants import violations

@@ -1,4 +1,4 @@
-"""Fields of questions to a user, and valid answers."""
+"""Values in events of the journal: which of two owners was started first; fields of questions, and valid answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,29 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events import answer_to, default_of, valid_fields
+from prefect_tune.core.journal_events import Owner, answer_to, default_of, valid_fields
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "behind"),
+    [
+        ((1, 2), (1, 2), False),
+        ((1, 2), (1, 3), True),
+        ((1, 3), (1, 2), False),
+        ((1, 3), (2, 1), True),
+        ((2, 1), (1, 3), False),
+        ((1, 1), (0, 0), False),  # an owner without a request
+        ((0, 0), (1, 1), False),
+    ],
+)
+def test_whose_orders_are_older_is_behind_where_both_had_any(
+    mine: tuple[int, int], theirs: tuple[int, int], *, behind: bool
+) -> None:
+    one, other = (
+        Owner(name="n", host="h", pid=1, search_term=term, attempt=attempt) for term, attempt in (mine, theirs)
+    )
+    assert one.is_behind(other) is behind
+
 
 FIELDS: dict[str, Any] = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
 

@@ -1,12 +1,11 @@
-"""A retried trial is added and ends again; for a scheduler that equals a single end."""
+"""Without early stopping no trial is stopped; to each scheduler a retried trial that ends again ends once."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Continue, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
@@ -58,3 +57,14 @@ def test_to_hyperband_a_trial_that_is_tried_again_is_one_more_in_the_bracket_tha
         asked.add(*(filling := [f"new {number}" for number in range(9)]))
         sizes.append(sum(asked.schedule.milestone(trial, 0) == 1 for trial in filling))
     assert sizes == [5, 3]
+
+
+def test_nobody_is_ever_asked_paused_or_stopped() -> None:
+    asked = Asked(FIFO())
+    asked.add("a", "b")
+    assert asked.schedule.milestone("a", 0) is None
+    assert asked.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
+    asked.schedule.resumed("a")
+    asked.schedule.exhausted()
+    asked.end("a")
+    assert (asked.resume_all(), asked.stop_all(), asked.schedule.is_waiting()) == ([], [], False)

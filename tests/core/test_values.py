@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import Stamp, canonical_json, digest_of, metric_in, parse, shown_size, valid_name
+from prefect_tune.core.shown_text import shown_size
 from prefect_tune.core.storage.documents import Document, as_read_back, seal, unseal
 from prefect_tune.core.storage.layout import (
     CheckpointKey,
@@ -23,6 +23,7 @@ from prefect_tune.core.storage.layout import (
     number_in,
     numbered,
 )
+from prefect_tune.core.values import Stamp, canonical_json, digest_of, metric_in, parse, valid_name
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")

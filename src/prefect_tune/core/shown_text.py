@@ -1,4 +1,4 @@
-"""Text from outside: sanitize it, suggest the nearest known name, and refuse functions with other arguments.
+"""Text that people read: made safe to show, counts and sizes, the name that was meant, a function's other signature.
 
 `readable` is for what is stored: JSON, the journal, Prefect's database. `visible` is for what is shown: each terminal,
 page, notebook, artifact, log line and error message passes text of a target through it.
@@ -14,10 +14,13 @@ from difflib import get_close_matches
 __all__ = [
     "did_you_mean",
     "did_you_mean_or_has",
+    "first_line",
     "is_unicode",
     "nearest",
     "other_signature",
+    "plural",
     "readable",
+    "shown_size",
     "visible",
     "visible_line",
 ]
@@ -42,6 +45,11 @@ def visible_line(text: str) -> str:
     return visible(" ".join(text.splitlines()))
 
 
+def first_line(text: str) -> str:
+    """Return the first line of a text that is not blank, for people: `visible`."""
+    return visible(text.strip().partition("\n")[0])
+
+
 def is_unicode(text: str) -> bool:
     """Return whether UTF-8 can encode `text`; it cannot encode a lone surrogate, as in some file names."""
     try:
@@ -62,6 +70,24 @@ def readable(text: str) -> str:
     escaped = text if is_unicode(text) else text.encode(errors="backslashreplace").decode()
     escaped = escaped.replace("\0", "\\x00")
     return escaped if len(escaped) <= _LONGEST else readable(escaped)
+
+
+# Counts and sizes.
+
+
+def plural(count: int, one: str, many: str) -> str:
+    """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def shown_size(size_bytes: int) -> str:
+    """Return a size as people read it, in binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 # Suggest the nearest known name for an unknown one, at the end of an error message.

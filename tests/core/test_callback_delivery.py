@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prefect_tune.core.callback_delivery import Delivered, DeliveryTracker
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -15,8 +16,7 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.callback_delivery import Delivered, DeliveryTracker
+from prefect_tune.core.values import StepReport
 
 BEGUN = Started(trial="a", attempt=1, from_step=0)
 

@@ -16,12 +16,12 @@ from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
 from prefect_tune.core.metrics import is_finite, is_number, shown
-from prefect_tune.core.models import StepReport, canonical_json
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.texts import readable
+from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has, readable
+from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.reporting.history import numbers_in
 
 HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
@@ -154,3 +154,21 @@ def test_a_path_goes_through_a_message_whatever_its_bytes(path: str) -> None:
     done = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
     received = from_trial.validate_json(done.model_dump_json())
     assert received == done
+
+
+KNOWN = ("cpu", "gpu", "OptunaSearch")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("gpus", "gpu"), ("num_gpus", "gpu"), ("CPU", "cpu"), ("optuna", "OptunaSearch"), ("OPTUNASERCH", "OptunaSearch")],
+)
+def test_the_nearest_name_is_meant_in_any_case(given: str, meant: str) -> None:
+    assert did_you_mean(given, KNOWN) == f"; did you mean {meant!r}?"
+    assert did_you_mean_or_has(given, iter(KNOWN)) == f"did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize("given", ["memory", "", "gpu"])
+def test_where_none_is_near_or_it_is_right_already_no_name_is_meant(given: str) -> None:
+    assert did_you_mean(given, KNOWN) == ""
+    assert did_you_mean_or_has(given, iter(KNOWN)) == "it has cpu, gpu, OptunaSearch"

@@ -1,3 +1,5 @@
+"""The stores of the tests: one that dies at an operation, and one in memory."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.stores.contract import StoreContract
 
 
 @pytest.mark.parametrize(("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)])
@@ -68,3 +71,18 @@ def test_only_the_named_methods_are_points() -> None:
     store.put("b", b"1")
     assert store.total == 3
     assert store.operations == {"put": 3, "size": 1}
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+
+def test_operations_and_bytes_are_counted() -> None:
+    store = MemoryStore()
+    store.put("a", b"12345")
+    store.read("a", offset=1, length=2)
+    store.size("a")
+    assert store.operations == {"put": 1, "read": 1, "size": 1}
+    assert (store.bytes_in, store.bytes_out) == (5, 2)

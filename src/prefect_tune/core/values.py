@@ -1,4 +1,4 @@
-"""The base class of the core's values (frozen, refuses unknown fields, JSON), and helpers for JSON and names."""
+"""The values of the core: their base class (frozen, refuses unknown fields), and their JSON, names and digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.texts import readable, visible
+from prefect_tune.core.shown_text import readable
 
 __all__ = [
     "Digest",
@@ -37,14 +37,11 @@ __all__ = [
     "Value",
     "canonical_json",
     "digest_of",
-    "first_line",
     "flat",
     "leaves",
     "metric_in",
     "parse",
     "parse_time",
-    "plural",
-    "shown_size",
     "valid_name",
 ]
 
@@ -128,11 +125,6 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
     return Digest(blake3(data).hexdigest())
 
 
-def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank, for people: `visible`."""
-    return visible(text.strip().partition("\n")[0])
-
-
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested `values` as one level, with names like `model/depth`; a list becomes its JSON."""
     return {
@@ -157,21 +149,6 @@ def metric_in(metrics: Metrics, name: str) -> object:
     for part in name.split("/"):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
-
-
-def plural(count: int, one: str, many: str) -> str:
-    """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
-    return f"{count:,} {one if count == 1 else many}"
-
-
-def shown_size(size_bytes: int) -> str:
-    """Return a size as people read it, in binary units."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
 
 
 def canonical_json(value: object) -> bytes:

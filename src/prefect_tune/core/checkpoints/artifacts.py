@@ -11,17 +11,18 @@ after that of a later attempt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from prefect_tune.core.checkpoints.manifest import BLOB_BYTES
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
-from prefect_tune.core.models import Digest, Value
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import PortablePath, in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.values import Digest, Value
 
 _INDEXES_KEPT = 8
 _Count = Annotated[int, Field(ge=0)]
@@ -148,3 +149,39 @@ def _path(folder: str, number: int) -> str:
 def joined(folder: str, name: str) -> str:
     """Return the path of `name` in the artifacts' folder, which may be the root of the target."""
     return f"{folder}/{name}" if folder else name
+
+
+# Patterns for files of a trial's directory that are not uploaded.
+#
+# A pattern is a shell pattern (`*`, `?`, `[...]`; `*` matches slashes too) for a file or folder; everything below
+# an excluded folder is excluded too:
+#
+# - a pattern with a slash is matched with the path from the top of the directory (`logs/*.tmp`);
+#   a leading `./` means the same: `./rank_*` matches at the top only;
+# - a pattern without a slash is matched with names at any depth (`*.tmp`, `__pycache__`).
+
+NEVER_ARTIFACTS = (
+    "./checkpoint_-00001*",
+    "./checkpoint_tmp*",
+    "./save_to_object*",
+    "./rank_*",
+    "./.lazy_checkpoint_marker",
+)
+"""Files that trainables of older APIs leave at the top of their directory, and that were never artifacts."""
+
+
+def is_excluded(path: str, patterns: Sequence[str]) -> bool:
+    """Return whether the file at `path` (relative, with slashes) matches one of the patterns."""
+    return any(_matches(part, name, pattern) for part, name in _with_parents(path) for pattern in patterns)
+
+
+def _matches(path: str, name: str, pattern: str) -> bool:
+    bare = pattern.removesuffix("/")
+    return fnmatchcase(path, bare.removeprefix("./")) if "/" in bare else fnmatchcase(name, bare)
+
+
+def _with_parents(path: str) -> Iterator[tuple[str, str]]:
+    while path:
+        above, _, name = path.rpartition("/")
+        yield path, name
+        path = above

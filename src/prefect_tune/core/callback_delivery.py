@@ -28,10 +28,10 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import StepReport, Value, valid_name
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.values import StepReport, Value, valid_name
 
 Delivered = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""

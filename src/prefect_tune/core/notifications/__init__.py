@@ -1,1 +1,0 @@
-"""Public lifecycle events, health rules, and the position of each subscriber."""
