@@ -343,7 +343,7 @@ class SearchPlan(ValidatedParameters):
         Processes,
         BeforeValidator(valid_processes),
         Option(_DATA, at_resume=True),
-        Flag("N", "Processes of a trial, such as 4 or 1-8. Default: 1.", _WHERE, kind=str),
+        Flag("N", "Processes: 4, or 1-8. Default: 1.", _WHERE, kind=str),
     ] = 1
     nodes_per_trial: Annotated[
         int,
