@@ -85,7 +85,7 @@ def durable_trainable(
     failures: FailurePolicy | None = None,
     sync: SyncField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: int = 1,
+    processes_per_trial: int | tuple[int, int] = 1,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -113,7 +113,8 @@ def durable_trainable(
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         isolation: `process` trains in a child process; `thread` in this one, for debuggers.
         processes_per_trial: how many processes train together, each with the whole trainable and a rank, as
-            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number.
+            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each
+            attempt as many as there are GPUs, or processors where there are none, at least 1 and at most 8.
         metrics_from: the metrics of a step of several processes: those of `rank 0`, or the `mean` over all ranks of
             each number that every rank reports.
         grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.

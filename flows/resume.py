@@ -60,7 +60,7 @@ def resume(
     max_concurrent_trials: int | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
-    processes_per_trial: int | None = None,
+    processes_per_trial: int | tuple[int, int] | None = None,
     nodes_per_trial: int | None = None,
     min_nodes: int | None = None,
     metrics_from: Literal["rank 0", "mean"] | None = None,

@@ -69,7 +69,7 @@ def tune(
     sync: SyncField = None,
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: int = 1,
+    processes_per_trial: int | tuple[int, int] = 1,
     nodes_per_trial: int = 1,
     min_nodes: int | None = None,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
@@ -140,7 +140,8 @@ def tune(
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
-            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number.
+            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each
+            attempt as many as it has GPUs, or processors where there are none, and at least 1 and at most 8.
         nodes_per_trial: with `trials="deployment"`, how many flow runs train a trial together, each with
             `processes_per_trial` ranks; they share the target only.
         min_nodes: with how many of them an attempt begins if the others have not begun 2 minutes later. Default: all.

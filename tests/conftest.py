@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import certifi
@@ -37,7 +37,7 @@ os.environ |= {
     # As a script's own server has it: a transaction for each state of a task run is a fifth of what a server computes.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    # What no test is about: an idle server takes 1.5 CPU seconds a minute, and 1.9 with them.
+    # What no test is about: an idle server, one for each worker, takes 1.5 CPU seconds a minute, and 1.9 with them.
     **{
         f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false"
         for service in ("CLEANUP_RECONCILER", "FOREMAN", "LATE_RUNS", "PAUSE_EXPIRATIONS", "REPOSSESSOR")
@@ -67,31 +67,16 @@ _TOGETHER = frozenset(
 )
 """Modules whose tests share an expensive fixture: one worker runs them all."""
 
-_BROWSER = ("tests/browser/",)
+_BROWSER = "tests/browser/"
 """All modules there share a Prefect server with its UI, a process worker and deployments."""
-
-_DEPLOYED = (
-    "tests/cli/search/test_deploy.py",
-    "tests/flows/deployments/",
-    "tests/flows/resuming/test_suspension.py",
-    "tests/flows/resuming/test_ways_back.py",
-    "tests/test_docs.py::test_the_page_on_automations",
-    "tests/test_docs.py::test_the_page_on_deployments",
-)
-"""They change what is one for all on a Prefect server: deployments, work pools and automations.
-
-One worker begins with them, so that its Prefect server is its own.
-"""
-_running = ""
 
 
 class _Scheduling(LoadScopeScheduling):
     """xdist's own groups do nothing with pytest 9.2: it does not see them any more in the names of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
-        for together in (_BROWSER, _DEPLOYED):
-            if nodeid.startswith(together):
-                return together[0]
+        if nodeid.startswith(_BROWSER):
+            return _BROWSER
         module = nodeid.partition("::")[0]
         return module if module in _TOGETHER else nodeid
 
@@ -104,13 +89,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the tests that need a Prefect server time, and begin with those that take longest.
 
-    The first that needs a server waits for it to start; and a long one at the end has all other workers wait. Before
-    these come the tests that need a Prefect server of their own.
+    The first that needs a server waits for it to start; and a long one at the end has all other workers wait.
     """
     for item in items:
         if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
-    items.sort(key=lambda item: (item.nodeid.startswith(_DEPLOYED), _patience(item)), reverse=True)
+    items.sort(key=_patience, reverse=True)
 
 
 def _patience(item: pytest.Item) -> float:
@@ -126,7 +110,8 @@ def pytest_configure_node(node: WorkerController) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Import all tests, in one worker before the others do: on a clean clone it compiles them, and all of Prefect."""
-    with _first_alone(_shared_folder(session.config)):
+    given: dict[str, str] = getattr(session.config, "workerinput", {"shared_folder": str(_HOME)})
+    with _first_alone(Path(given["shared_folder"])):
         gc.disable()  # what is imported and collected stays: to look through it for garbage takes a third of the time
         try:
             return (yield)
@@ -147,21 +132,6 @@ def _first_alone(shared: Path) -> Iterator[None]:
         done.touch()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Offer the Prefect server of this run to all of its workers."""
-    from tests.fakes.servers.shared_prefect_server import SharedPrefectServer
-
-    if not hasattr(config, "workerinput"):
-        server = SharedPrefectServer(config, _HOME)
-        config.add_cleanup(server.close)
-
-
-def _shared_folder(config: pytest.Config) -> Path:
-    """Return the folder that is the same for all workers of a run."""
-    given: dict[str, str] = getattr(config, "workerinput", {"shared_folder": str(_HOME)})
-    return Path(given["shared_folder"])
-
-
 def pytest_unconfigure() -> None:
     """Leave no folder behind."""
     shutil.rmtree(_HOME, ignore_errors=True)
@@ -180,33 +150,22 @@ def _audited(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Return the API address of a Prefect server on a database that was empty, shared by the session's tests.
+    """Return the API address of a Prefect server on an empty database, shared by the session's tests.
 
-    Started when first asked for. All workers of a run share one, except the worker that began with the tests that
-    change what is one for all: it has its own. Flows and tasks called in the test use it by default; give the
+    Started when first asked for. Flows and tasks called in the test use it by default; give the
     address as `PREFECT_API_URL` to child processes.
     """
-    from prefect import context
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import get_current_settings
+    from prefect.testing import utilities
 
-    from tests.fakes.servers.shared_prefect_server import SharedPrefectServer, url_of_shared_server
+    from tests.fakes.servers.prefect_database import IN_MEMORY, migrated_database
 
-    with ExitStack() as stack:
-        folder = _shared_folder(pytestconfig)
-        if _running.startswith(_DEPLOYED):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.enter_context(closing(SharedPrefectServer(pytestconfig, folder)))
-        url = url_of_shared_server(folder)
-        stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
-        if of_all_contexts := getattr(context, "_temporary_global_settings_context", None):  # Prefect 3.9
-            stack.enter_context(of_all_contexts(context.get_settings_context()))  # for threads, as in its own harness
-        yield url
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note which test asks for a Prefect server."""
-    global _running  # noqa: PLW0603  a fixture of the session does not know its first test
-    _running = item.nodeid
+    folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
+    shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "mkdtemp", lambda: folder)
+        with utilities.prefect_test_harness(server_startup_timeout=180):
+            yield str(get_current_settings().api.url)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

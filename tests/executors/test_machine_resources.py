@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in
+from prefect_tune.attempt import machine_limits
+from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in, processes_here
 from prefect_tune.executors.trial_slots import machine_here
 
 
@@ -89,3 +92,21 @@ def test_a_container_has_the_processors_of_its_quota(
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(f"{text}\n")
     assert cpu_count_here(groups, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "expected"),
+    [
+        (2, {"LOCAL_WORLD_SIZE": "7"}, 2),
+        ((1, 8), {"LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": "0"}, 3),
+        ((1, 8), {"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ((4, 8), {"CUDA_VISIBLE_DEVICES": "0,1"}, 4),
+        ((1, 8), {"CUDA_VISIBLE_DEVICES": ""}, 5),
+        ((1, 4), {"CUDA_VISIBLE_DEVICES": ""}, 4),
+    ],
+)
+def test_of_a_range_an_attempt_takes_as_many_processes_as_there_are_devices(
+    wanted: Any, environment: Mapping[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_limits, "cpu_count_here", lambda: 5)
+    assert processes_here(wanted, environment) == expected

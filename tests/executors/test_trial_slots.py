@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +98,33 @@ def test_trials_that_request_no_resources_share_the_processors(
     assert {each.get("OMP_NUM_THREADS", "") for each in slots.environments or [{}]} == {threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert not any(slots_here(plan).environments), "what the user has set stays set"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"resources_per_trial": {"cpu": 4, "gpu": 2}}, [{"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}] * 2),
+        ({"resources_per_trial": {"cpu": 4}}, [{"LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}] * 2),
+        ({"resources_per_trial": {"cpu": 0, "gpu": 0.5}}, [{"LOCAL_WORLD_SIZE": "1"}] * 8),
+        ({"max_concurrent_trials": 1}, [{"LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "2"}]),
+        ({"max_concurrent_trials": 2}, [{"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}] * 2),
+        ({"max_concurrent_trials": 4, "gpus": ""}, [{"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}] * 4),
+        ({"processes_per_trial": 2, "max_concurrent_trials": 4}, [{"OMP_NUM_THREADS": "1"}] * 4),
+    ],
+    ids=str,
+)
+def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
+    options: dict[str, Any], expected: Sequence[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", options.get("gpus", "0,1,2,3"))
+    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 8)
+    options = {name: each for name, each in options.items() if name != "gpus"}
+    plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **{"processes_per_trial": (1, 3), **options})
+    found = [{**each} for each in slots_here(plan).environments]
+    assert [{name: value for name, value in each.items() if name != "CUDA_VISIBLE_DEVICES"} for each in found] == [
+        *expected
+    ]
 
 
 def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import UserDict
 from dataclasses import dataclass
@@ -88,8 +89,36 @@ def test_each_parameter_has_its_line_in_the_docstring_which_is_its_help_in_the_f
 
 
 def test_a_number_that_is_too_small_is_refused_in_plain_words() -> None:
-    with pytest.raises(pt.InvalidInput, match=r"^processes_per_trial: expected 1 or more, found 0$"):
-        SearchPlan(trainable=print, target="./nowhere", processes_per_trial=0)
+    with pytest.raises(pt.InvalidInput, match=r"^nodes_per_trial: expected 1 or more, found 0$"):
+        SearchPlan(trainable=print, target="./nowhere", nodes_per_trial=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(4, 4), ("4", 4), ((1, 8), (1, 8)), ([2, 2], (2, 2)), ("1-8", (1, 8))],
+)
+def test_processes_are_a_number_or_the_fewest_and_the_most(given: Any, expected: object) -> None:
+    plan = SearchPlan(trainable=print, target="./nowhere", processes_per_trial=given)
+    assert plan.processes_per_trial == expected
+    assert json.loads(plan.model_dump_json(include={"processes_per_trial"})) == {
+        "processes_per_trial": [*expected] if isinstance(expected, tuple) else expected
+    }
+
+
+@pytest.mark.parametrize("given", [0, 1025, True, 2.0, "", "x", "1-", "-1", (8, 1), (0, 2), (1, 2, 3), (), None, ["a"]])
+def test_what_is_no_number_of_processes_is_refused(given: Any) -> None:
+    with pytest.raises(pt.InvalidInput, match=r"^processes_per_trial: expected a number from 1 to 1024, or the fewest"):
+        SearchPlan(trainable=print, target="./nowhere", processes_per_trial=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"isolation": "thread"}, "isolation='process'"), ({"nodes_per_trial": 2, "trials": "deployment"}, "one number")],
+    ids=["threads", "nodes"],
+)
+def test_a_range_of_processes_needs_processes_of_one_machine(options: Any, why: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=why):
+        SearchPlan(trainable=print, target="./nowhere", processes_per_trial=(1, 8), **options)
 
 
 class _NeverSaved(pt.Trainable):

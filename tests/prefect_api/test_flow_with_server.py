@@ -123,7 +123,7 @@ def test_help_begins_with_the_types_that_a_person_writes() -> None:
     assert repr(pt.tune) == "<flow 'tune'>"
     lines = str(signature(pt.tune)).splitlines()
     assert lines[:3] == ["(", "    trainable: type[Trainable] | Callable[[Any], object] | str,", lines[2]]
-    assert "    processes_per_trial: int = 1," in lines
+    assert "    nodes_per_trial: int = 1," in lines
     assert lines[-1] == ") -> Results"
     assert "Annotated" not in "".join(lines)
 

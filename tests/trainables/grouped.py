@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,22 @@ class Sharded(pt.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.at, self.number = json.loads(Path(checkpoint_dir, f"rank-{self.rank}.json").read_text())
+
+
+def elastic(config: dict[str, Any]) -> None:
+    """Any number of ranks trains it; its checkpoint has the number of ranks of each step. It dies once."""
+    trial, sizes = pt.get_trial(), []
+    if (checkpoint := pt.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as restored:
+            sizes = json.loads(Path(restored, "sizes.json").read_text())
+    with tempfile.TemporaryDirectory() as directory:
+        while True:
+            sizes.append(trial.world_size)
+            if len(sizes) == config["dies_at"] and trial.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            Path(directory, "sizes.json").write_text(json.dumps(sizes))
+            saved = pt.Checkpoint.from_directory(directory) if len(sizes) % 2 == 0 else None
+            pt.report({"loss": 1 / len(sizes)}, checkpoint=saved)
 
 
 def sharded(config: dict[str, Any]) -> None:

@@ -56,11 +56,14 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     [
         (1, 2, "slots: 2 trials at once on this machine"),
         (2, 4, "slots: 2 trials at once on this machine, each of 2 processes"),
+        ((1, 8), 4, "slots: 2 trials at once on this machine, each of 1 to 8 processes"),
         (2, None, "slots: 2 trials at once on this machine, each of 2 processes"),
         (4, 2, "slots: 2 trials at once on this machine, each of 4 processes; 8 processes share 2 processors"),
     ],
 )
-def test_processes_that_share_processors_are_named(processes: int, cpu_count: int | None, said: str) -> None:
+def test_processes_that_share_processors_are_named(
+    processes: int | tuple[int, int], cpu_count: int | None, said: str
+) -> None:
     store, recorder = MemoryStore(), LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
     log_opening(plan, opened(store), Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.machine_limits import processes_here
 from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, Yielded, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
@@ -151,7 +152,10 @@ class Attempt:
     def _ranks(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
         """Open the processes of the attempt, those on other nodes too. Raises NodesMissing."""
         if nodes is None:
-            with rank_group(start, Placement(self.spec.processes_per_trial), self._process) as group:
+            processes = processes_here(self.spec.processes_per_trial, self.request.environment)
+            if processes != self.spec.processes_per_trial:
+                self.log.info("this attempt trains with %s", plural(processes, "process", "processes"))
+            with rank_group(start, Placement(processes), self._process) as group:
                 yield group
             return
         with nodes:

@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from prefect_tune.core.resources import Processes, processes_on
+
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+PROCESSES = "LOCAL_WORLD_SIZE"
+"""The variable of a slot with the number of processes of its trials, under torchrun's name."""
 _PATIENCE_SECONDS = 30  # the driver wakes every card up
 
 
@@ -25,6 +29,18 @@ def gpus_in(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
     return _listed_by_driver()
+
+
+def processes_here(wanted: Processes, environment: Mapping[str, str]) -> int:
+    """Return how many processes train a trial in a slot with this environment.
+
+    Of a range it is as many as the slot says (`LOCAL_WORLD_SIZE`); else as many as there are GPUs, or processors
+    where there are none.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    said = environment.get(PROCESSES)
+    return processes_on(wanted, int(said) if said else len(gpus_in({**os.environ, **environment})) or cpu_count_here())
 
 
 def visible_gpus(visible: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events import Quarantined
 from prefect_tune.core.messages.process_messages import MetricsFrom
+from prefect_tune.core.resources import Processes
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.runtime.load_named import pickled
@@ -48,8 +49,8 @@ class TrialSpec:
     """The trainable's name: another trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
-    processes_per_trial: int = 1
-    """How many processes train it together, each a rank; on several nodes, on each node."""
+    processes_per_trial: Processes = 1
+    """How many processes train it together, each a rank; on several nodes, on each node, and then no range."""
     nodes_per_trial: int = 1
     """How many nodes train it together, each a flow run."""
     min_nodes: int | None = None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, shown
 from prefect_tune.core.shown_text import did_you_mean
 
-__all__ = ["Machine", "Resources", "resources_of", "slots_on"]
+__all__ = ["Machine", "Processes", "Resources", "processes_on", "resources_of", "slots_on"]
+
+Processes: TypeAlias = int | tuple[int, int]
+"""How many processes train a trial; or the fewest and the most: each attempt has as many as there are devices."""
 
 _KINDS = ("cpu", "gpu")
 
@@ -49,6 +53,14 @@ def _amount(amount: object, where: str) -> float:
     if amount > 1 and amount != int(amount):
         raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
     return amount
+
+
+def processes_on(wanted: Processes, devices: int) -> int:
+    """Return how many processes train a trial that has `devices` GPUs, or processors where there are none."""
+    if isinstance(wanted, int):
+        return wanted
+    fewest, most = wanted
+    return min(most, max(fewest, devices))
 
 
 def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequence[tuple[str, ...]]:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in
+from prefect_tune.attempt.machine_limits import PROCESSES, cpu_count_here, gpus_in
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.resources import Machine, resources_of, slots_on
+from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
 from prefect_tune.parameters.search_plan import SearchPlan
 
 
@@ -56,7 +56,7 @@ def _slots_here(plan: SearchPlan, bound: int | None, cpu_count: int) -> Slots:
     slots = slots_on(_machine(plan.resources_total), needed, bound)
     if plan.isolation == "thread":
         return Slots(len(slots))
-    return Slots(len(slots), [{**_threads(needed.cpu / plan.processes_per_trial), **_devices(gpus)} for gpus in slots])
+    return Slots(len(slots), [{**_share(plan, needed.cpu, len(gpus)), **_devices(gpus)} for gpus in slots])
 
 
 def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
@@ -64,13 +64,19 @@ def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
 
     The trials that train at a time share the CPUs: those of all slots, or of the whole search if they are fewer.
     """
-    count = bound or max(1, cpu_count // plan.processes_per_trial)
+    count = bound or max(1, cpu_count // processes_on(plan.processes_per_trial, 1))
     trial_count = None if plan.samples_per_run else plan.trial_count  # with it the total is known only to the journal
     share = max(1, cpu_count // min(count, trial_count or count))
     has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
-    return Slots(
-        count, [] if has_all or plan.isolation == "thread" else [_threads(share / plan.processes_per_trial)] * count
-    )
+    gpus = 0 if isinstance(plan.processes_per_trial, int) else len(gpus_in(os.environ)) // count
+    return Slots(count, [] if has_all or plan.isolation == "thread" else [_share(plan, share, gpus)] * count)
+
+
+def _share(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[str, str]:
+    """Return the variables of a slot with these processors and GPUs: the threads and the number of its processes."""
+    processes = processes_on(plan.processes_per_trial, gpu_count or int(cpu_count))
+    named = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES: str(processes)}
+    return {**_threads(cpu_count / processes), **named}
 
 
 def _machine(total: Mapping[str, float] | None) -> Machine:

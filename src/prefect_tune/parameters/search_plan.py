@@ -24,7 +24,8 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import MetricsFrom
-from prefect_tune.core.resources import Resources, resources_of
+from prefect_tune.core.metrics import shown
+from prefect_tune.core.resources import Processes, Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import SampleFrom, as_dicts, domains_in
@@ -113,6 +114,23 @@ def _require_possible_nodes(nodes: int, least: int | None, trials: str) -> None:
         )
     if least is not None and least > nodes:
         raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {nodes}")
+
+
+def valid_processes(given: object) -> object:
+    """Return a number of processes, or the fewest and the most of them; a text such as `1-8` is a range.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    parts: Sequence[object] = [*given] if isinstance(given, list | tuple) else str(given).split("-")
+    numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
+    possible = isinstance(given, int | str | list | tuple) and len(numbers) == len(parts) in (1, 2)
+    if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
+        raise InvalidInput(
+            f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, or the fewest and the most, such as "
+            f"(1, 8), found {shown(given)}"
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def valid_bound(bound: int) -> int:
@@ -322,10 +340,10 @@ class SearchPlan(ValidatedParameters):
         Flag("WHAT", "process (default): one for each trial; thread: for debuggers.", _WHERE),
     ] = "process"
     processes_per_trial: Annotated[
-        int,
-        Field(ge=1, le=MOST_PROCESSES),
+        Processes,
+        BeforeValidator(valid_processes),
         Option(_DATA, at_resume=True),
-        Flag("N", "Processes of a trial. Default: 1.", _WHERE, at_least=1),
+        Flag("N", "Processes: 4, or 1-8. Default: 1.", _WHERE, kind=str),
     ] = 1
     nodes_per_trial: Annotated[
         int,
@@ -356,7 +374,13 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
-        if self.processes_per_trial > 1 and self.isolation == "thread":
+        is_range = not isinstance(self.processes_per_trial, int)
+        if is_range and self.nodes_per_trial > 1:
+            raise InvalidInput(
+                f"processes_per_trial={self.processes_per_trial}: expected one number with nodes_per_trial, since all "
+                "nodes have equally many ranks"
+            )
+        if (is_range or self.processes_per_trial != 1) and self.isolation == "thread":
             raise InvalidInput(
                 f"processes_per_trial={self.processes_per_trial}: expected isolation='process', since each rank is a "
                 "process; with isolation='thread' pass processes_per_trial=1"

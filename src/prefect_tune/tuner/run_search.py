@@ -161,6 +161,8 @@ def _of_processes(plan: SearchPlan, slots: Slots) -> str:
     """Return of how many processes each trial is, and whether there are as many processors."""
     if (each := plan.processes_per_trial) == 1:
         return ""
+    if not isinstance(each, int):
+        return f", each of {each[0]} to {each[1]} processes"
     count = slots.count * each
     are_few = slots.cpu_count is not None and count > slots.cpu_count
     share = f"; {count} processes share {plural(slots.cpu_count or 0, 'processor', 'processors')}" if are_few else ""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.attempt import machine_limits
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.testing import without_server
@@ -25,6 +26,7 @@ from tests.trainables.grouped import (
     SlowSetup,
     SlowToWrite,
     differs,
+    elastic,
     lagging,
     late_at_last,
     launches,
@@ -56,8 +58,7 @@ def trained(target: Path, trainable: Any, config: dict[str, Any] | None = None, 
         experiment="e",
         stop={"step": STEPS},
         checkpoint=pt.Cadence(every_steps=2),
-        processes_per_trial=2,
-        **options,
+        **{"processes_per_trial": 2, **options},
     )
 
 
@@ -91,6 +92,22 @@ def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
     assert f"rank {rank}'s process ended by SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 9)])
+def test_each_attempt_has_as_many_ranks_as_there_are_devices(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = iter([before, after])
+    monkeypatch.setattr(machine_limits, "cpu_count_here", lambda: next(devices))
+    monkeypatch.setattr(machine_limits, "gpus_in", lambda _: ())
+    with caplog.at_level(logging.INFO):
+        result = trained(tmp_path, elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        assert json.loads((Path(directory) / "sizes.json").read_text()) == [before] * 4 + [min(after, 3)] * 2
+    assert f"this attempt trains with {before} process" in caplog.text
 
 
 def test_the_error_of_a_rank_ends_the_trial_for_all_within_seconds(tmp_path: Path) -> None:

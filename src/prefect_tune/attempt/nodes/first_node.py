@@ -46,6 +46,7 @@ from prefect_tune.core.messages.target_messages import (
     ToRank,
     node_messages_up_to,
 )
+from prefect_tune.core.resources import processes_on
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -90,7 +91,7 @@ class OtherNodes:
         self._readers: dict[int, NodeReader] = {}
         self.stop: Callable[[], None] = lambda: None
         """Called when the infrastructure asks a node to stop."""
-        self.placement = Placement(processes=spec.processes_per_trial)
+        self.placement = Placement(processes=processes_on(spec.processes_per_trial, 1))
 
     def begin(self, stop: threading.Event) -> Sequence[TrialChannel]:
         """Wait for the nodes, and begin; return the channels to their ranks.
@@ -110,7 +111,7 @@ class OtherNodes:
             self._readers.pop(absent).close()
             self._writer.read_up_to.pop(absent, None)
         address, port = address_here(), free_port()
-        self.placement = Placement(spec.processes_per_trial, 1 + len(present), 0, (address, port))
+        self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
         nodes = self._present = (0, *present)
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
         self._writer.send(
@@ -198,7 +199,7 @@ class OtherNodes:
                 )
 
     def _ranks_of(self, nodes: Sequence[int]) -> Sequence[tuple[int, int]]:
-        each_has = self._spec.processes_per_trial
+        each_has = self.placement.processes
         return [(node, place * each_has + local) for place, node in enumerate(nodes, 1) for local in range(each_has)]
 
     def _channel(self, node: int, rank: int) -> TrialChannel:

@@ -43,6 +43,7 @@ from prefect_tune.core.messages.target_messages import (
     ToRank,
     newest_attempt,
 )
+from prefect_tune.core.resources import processes_on
 from prefect_tune.core.restore import manifest_if_readable
 from prefect_tune.core.storage.layout import NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -155,7 +156,7 @@ class _OtherNode:
             self._writer.send(NodeStopping())
 
     def _train(self, begin: Begin) -> None:
-        place, processes = begin.nodes.index(self._node), self._spec.processes_per_trial
+        place, processes = begin.nodes.index(self._node), processes_on(self._spec.processes_per_trial, 1)
         placement = Placement(processes, len(begin.nodes), place, (begin.address, begin.port))
         self._first_rank, self._term = placement.first_rank, begin.term
         ranks = range(self._first_rank, self._first_rank + processes)
