@@ -27,6 +27,7 @@ from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.messages.live_status import ExperimentView
+from prefect_tune.core.resources import valid_processes
 from prefect_tune.core.shown_text import did_you_mean, visible
 from prefect_tune.core.values import valid_name
 from prefect_tune.parameters.options import Flag, Panel, flags_of
@@ -277,6 +278,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "resource": lambda given: numbers_from(given, "--resource"),
     "job_variable": lambda given: values_from(given, "--job-variable"),
     "checkpoint_every": lambda steps: Cadence(every_steps=steps),
+    "processes_per_trial": lambda text: valid_processes(text, "--processes-per-trial", "1-8"),
     "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
     "only_errored": lambda _: "only",
 }

@@ -10,11 +10,22 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, shown
 from prefect_tune.core.shown_text import did_you_mean
 
-__all__ = ["Machine", "Processes", "Resources", "processes_on", "resources_of", "slots_on"]
+__all__ = [
+    "MOST_PROCESSES",
+    "Machine",
+    "Processes",
+    "Resources",
+    "processes_on",
+    "resources_of",
+    "slots_on",
+    "valid_processes",
+]
 
 Processes: TypeAlias = int | tuple[int, int]
 """How many processes train a trial; or the fewest and the most: each attempt has as many as there are devices."""
 
+MOST_PROCESSES = 1024
+"""The most ranks of one trial on one machine."""
 _KINDS = ("cpu", "gpu")
 
 
@@ -53,6 +64,23 @@ def _amount(amount: object, where: str) -> float:
     if amount > 1 and amount != int(amount):
         raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
     return amount
+
+
+def valid_processes(given: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
+    """Return a number of processes, or the fewest and the most of them; a text such as `1-8` is a range.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    parts: Sequence[object] = [*given] if isinstance(given, list | tuple) else str(given).split("-")
+    numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
+    possible = isinstance(given, int | str | list | tuple) and len(numbers) == len(parts) in (1, 2)
+    if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
+        raise InvalidInput(
+            f"{where}: expected a number from 1 to {MOST_PROCESSES}, or the fewest and the most, such as {example}, "
+            f"found {shown(given)}"
+        )
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def processes_on(wanted: Processes, devices: int) -> int:

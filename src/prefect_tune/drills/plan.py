@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.resources import MOST_PROCESSES
 from prefect_tune.drills.probe import Victim
 from prefect_tune.parameters.argument_checks import storable_config
-from prefect_tune.parameters.search_plan import MOST_PROCESSES
 
 _VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
 _OF_SEVERAL_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)

@@ -24,8 +24,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import MetricsFrom
-from prefect_tune.core.metrics import shown
-from prefect_tune.core.resources import Processes, Resources, resources_of
+from prefect_tune.core.resources import Processes, Resources, resources_of, valid_processes
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import SampleFrom, as_dicts, domains_in
@@ -100,8 +99,6 @@ _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, 
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
-MOST_PROCESSES = 1024
-"""The most ranks of one trial on one machine."""
 MOST_NODES = 1024
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
@@ -114,23 +111,6 @@ def _require_possible_nodes(nodes: int, least: int | None, trials: str) -> None:
         )
     if least is not None and least > nodes:
         raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {nodes}")
-
-
-def valid_processes(given: object) -> object:
-    """Return a number of processes, or the fewest and the most of them; a text such as `1-8` is a range.
-
-    Raises:
-        InvalidInput: it is neither.
-    """
-    parts: Sequence[object] = [*given] if isinstance(given, list | tuple) else str(given).split("-")
-    numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
-    possible = isinstance(given, int | str | list | tuple) and len(numbers) == len(parts) in (1, 2)
-    if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
-        raise InvalidInput(
-            f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, or the fewest and the most, such as "
-            f"(1, 8), found {shown(given)}"
-        )
-    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def valid_bound(bound: int) -> int:

@@ -69,6 +69,7 @@ _EXPECTED = {
     "int": "a whole number",
     "list": "a list",
     "string": "text",
+    "tuple": "a tuple",
 }
 _TELLING = {"extra_forbidden": "there is no such field", "missing": "missing", "value_error": "", "unknown_field": ""}
 """Messages for pydantic error types other than a wrong value type; empty: use pydantic's own message."""

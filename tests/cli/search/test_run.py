@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.cli import search_options
 from prefect_tune.cli.search_options import parameters_from, space_from, with_flags
 from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
@@ -113,6 +114,13 @@ def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[s
     with pytest.raises(InvalidInput, match=r"--keep-best: .* --metric NAME"):
         parameters_from({"keep_best": 2, "metric": []})
     assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
+
+
+def test_processes_of_a_trial_are_a_number_or_a_range() -> None:
+    read = search_options._BY_NAME["processes_per_trial"].read
+    assert (read("4"), read("1-8")) == (4, (1, 8))
+    with pytest.raises(InvalidInput, match=r"^--processes-per-trial: expected .*, such as 1-8, found '4-2'$"):
+        read("4-2")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
