@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from tests.fakes.forked_programs import preloaded
 from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
 from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
@@ -68,9 +68,7 @@ def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watch
     """Train a trial that starts processes; fail if one of them outlives the block."""
     folder.mkdir(exist_ok=True)
     ours = Family()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.flows.preloaded"])
-    supervisor = context.Process(target=_supervise, args=(str(folder), way, stubborn, ours.variable))
+    supervisor = preloaded().Process(target=_supervise, args=(str(folder), way, stubborn, ours.variable))
     supervisor.start()
     try:
         made = Watched(supervisor, folder, ours)

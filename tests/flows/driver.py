@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
+from tests.fakes.forked_programs import in_own_session, preloaded
 from tests.fakes.task_runners import dask, ray
 from tests.fakes.trial_processes import file_of
 
@@ -123,8 +123,7 @@ class Drivers:
         self._api_url = api_url
         self._folder = folder
         self._started: list[Driver] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.flows.preloaded"])
+        self._context = preloaded()
 
     def start(
         self,
@@ -166,13 +165,10 @@ def _drive(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> None:
-    os.setsid()
+    in_own_session(Path(folder, "log"))
     os.chdir(folder)
     os.environ[_MARK] = mark
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     writes = _counted_writes(dies_at)

@@ -22,6 +22,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks
+from tests.fakes.forked_programs import in_own_session
 
 STEPS = 6
 
@@ -59,11 +60,8 @@ def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], opti
 
 def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, options: Any) -> None:
     """Run a node, as a machine of its own would; all output goes to `log`."""
-    os.setsid()
+    in_own_session(log)
     os.environ["OF_TEST"] = str(folder)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=options.pop("silence", 60)), timedelta(seconds=1)

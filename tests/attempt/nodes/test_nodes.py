@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.attempt.nodes.node_process import STEPS, run_process
+from tests.fakes.forked_programs import preloaded
 from tests.fakes.searches.far_attempts import require_experiment
 
 _JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
@@ -31,20 +31,17 @@ _MINUTE = timedelta(minutes=1)
 class Cluster:
     """Starts the nodes of attempts, each with its own session, as machines have."""
 
-    _context = multiprocessing.get_context("forkserver")
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = LocalTarget(path=str(folder / "target"))
         require_experiment(self.target, _JOURNAL.of_experiment)
         self.nodes: list[BaseProcess] = []
-        self._context.set_forkserver_preload(["tests.flows.preloaded"])
 
     def start(self, node: int, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> Path:
         """Start a node; return the file with its output."""
         log = self.folder / f"node-{node}-{attempt}.log"
         call = (log, self.folder, node, attempt, config or {}, options)
-        process = self._context.Process(target=run_process, args=call, daemon=False)
+        process = preloaded().Process(target=run_process, args=call, daemon=False)
         process.start()
         self.nodes.append(process)
         return log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import resource
@@ -30,6 +29,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
+from tests.fakes.forked_programs import preloaded
 from tests.fakes.trial_processes import start_of, supervised_process
 
 LIMIT_BYTES = 1 << 30
@@ -205,9 +205,7 @@ def _supervised_in(group: str, folder: str) -> None:
 def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_process(
     control_group: Path, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.flows.preloaded"])
-    supervisor = context.Process(target=_supervised_in, args=(str(control_group), str(tmp_path)))
+    supervisor = preloaded().Process(target=_supervised_in, args=(str(control_group), str(tmp_path)))
     supervisor.start()
     supervisor.join(120)
     said = (tmp_path / "outcome").read_text()
