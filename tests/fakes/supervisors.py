@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from tests.fakes.forked_programs import preloaded
 from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
+from tests.flows.forked_programs import preloaded
 from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-from tests.fakes.forked_programs import in_own_session, preloaded
 from tests.fakes.task_runners import dask, ray
 from tests.fakes.trial_processes import file_of
+from tests.flows.forked_programs import in_own_session, preloaded
 
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
 

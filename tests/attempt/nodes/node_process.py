@@ -22,7 +22,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks
-from tests.fakes.forked_programs import in_own_session
+from tests.flows.forked_programs import in_own_session
 
 STEPS = 6
 

@@ -21,8 +21,8 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.attempt.nodes.node_process import STEPS, run_process
-from tests.fakes.forked_programs import preloaded
 from tests.fakes.searches.far_attempts import require_experiment
+from tests.flows.forked_programs import preloaded
 
 _JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
 _MINUTE = timedelta(minutes=1)

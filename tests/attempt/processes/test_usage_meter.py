@@ -29,8 +29,8 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
-from tests.fakes.forked_programs import preloaded
 from tests.fakes.trial_processes import start_of, supervised_process
+from tests.flows.forked_programs import preloaded
 
 LIMIT_BYTES = 1 << 30
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
