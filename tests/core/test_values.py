@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.shown_text import shown_size
+from prefect_tune.core.shown_text import shown_amount, shown_size
 from prefect_tune.core.storage.documents import Document, as_read_back, seal, unseal
 from prefect_tune.core.storage.layout import (
     CheckpointKey,
@@ -93,10 +93,29 @@ def test_a_digest_is_blake3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"), [(0, "0 B"), (1023, "1.02e+03 B"), (1536, "1.5 KiB"), (3 << 20, "3 MiB"), (5 << 30, "5 GiB")]
+    ("size", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1023, "1,023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 20, "3 MiB"),
+        (1023 << 20, "1,023 MiB"),
+        ((1 << 30) - 1, "1,024 MiB"),
+        (5 << 30, "5 GiB"),
+        (3 << 41, "6 TiB"),
+        (1 << 52, "4,096 TiB"),
+    ],
 )
 def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
     assert shown_size(size) == shown
+
+
+def test_an_amount_shows_its_whole_part_in_full() -> None:
+    assert [shown_amount(each) for each in (0.53125, 12.46, 999.4, 999.5, 12_345)] == [
+        *("0.531", "12.5", "999", "1,000", "12,345")
+    ]
+    assert shown_amount(128, digits=2) == "128"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from prefect_tune.terminal.formatting import (
     error_of,
     facts_table,
     format_cell,
-    format_count,
     format_duration,
     format_metrics,
     format_number,
@@ -163,7 +162,6 @@ def test_a_whole_number_is_said_in_full_and_other_values_as_they_are(value: obje
 
 
 def test_counts_metrics_and_durations_are_of_the_same_style() -> None:
-    assert format_count(12_345) == "12,345"
     assert format_metrics({"loss": 1 / 3, "n": 1000}) == "loss 0.3333, n 1,000"
     assert [format_span(each) for each in (0.0, 0.5312, 8.149, 12.4, 205, 7_500, 8.64e18)] == [
         *("0 s", "0.531 s", "8.15 s", "12 s", "3 min 25 s", "2 h 5 min", "100000000000000 d")

@@ -83,11 +83,16 @@ def plural(count: int, one: str, many: str) -> str:
 def shown_size(size_bytes: int) -> str:
     """Return a size as people read it, in binary units."""
     size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
         size /= 1024
-    return f"{size:.3g} GiB"
+    return f"{shown_amount(size)} {unit}"
+
+
+def shown_amount(amount: float, digits: int = 3) -> str:
+    """Return an amount of at least 0.0001, to `digits` digits or all of its whole part: `0.531`, `12.5`, `1,023`."""
+    return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 
 # Suggest the nearest known name for an unknown one, at the end of an error message.

@@ -34,6 +34,7 @@ from prefect_tune.terminal.progress_view import (
     common_metrics,
     config_cells,
     head_facts,
+    pace,
     time_left,
 )
 
@@ -142,10 +143,7 @@ def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
 
 def _pace(state: ProgressState) -> Iterator[str]:
     yield f"running for {format_duration(state.elapsed)}"
-    if left := time_left(state):
-        yield left
-    if state.reports_per_second:
-        yield f"{state.reports_per_second:.3g} reports/s"
+    yield from filter(None, (time_left(state), pace(state)))
 
 
 def _link(address: str) -> Html:

@@ -24,7 +24,6 @@ from prefect_tune.terminal.cost_view import LEAST_SECONDS
 from prefect_tune.terminal.formatting import (
     error_of,
     format_cell,
-    format_count,
     format_counts,
     format_metrics,
     format_span,
@@ -110,14 +109,14 @@ def _headline(facts: Facts) -> str:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
         trial = facts.trials[0]
-        parts.append(f"{trial.status} at step {format_count(trial.step)}")
+        parts.append(f"{trial.status} at step {trial.step:,}")
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(facts.expected_trial_count or 0, facts.trial_count)  # an earlier run may have asked for more
-    parts.append(f"{format_count(facts.ended_count)} of {format_count(expected)} trials done")
+    parts.append(f"{facts.ended_count:,} of {expected:,} trials done")
     counts = facts.trials_by_status.items()
-    parts += [f"{format_count(count)} {name}" for name, count in counts if name not in _UNREMARKABLE]
+    parts += [f"{count:,} {name}" for name, count in counts if name not in _UNREMARKABLE]
     return " · ".join(parts)
 
 
@@ -132,7 +131,7 @@ def _best(facts: Facts) -> Iterator[Block]:
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
         ("metrics", _clipped(format_metrics(best.metrics), 300)),
-        ("step", f"{format_count(best.step)}, {_effort(best)}"),
+        ("step", f"{best.step:,}, {_effort(best)}"),
     ]
     if best.host:
         rows.append(("host", best.host))
@@ -148,7 +147,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         more = f" and {len(constants) - _CONFIG} more" if len(constants) > _CONFIG else ""
         yield Text([f"The same in every trial: {', '.join(constants[:_CONFIG])}{more}."])
     if best.checkpoint:
-        at = f"Its newest checkpoint, of step {format_count(best.checkpoint_step or 0)}"
+        at = f"Its newest checkpoint, of step {best.checkpoint_step or 0:,}"
         yield Text([f"{at}, and the command that downloads it:"])
         yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
 
@@ -214,7 +213,7 @@ def _columns(facts: Facts) -> Sequence[tuple[str, Sequence[Cell]]]:
     columns: list[tuple[str, Sequence[Cell]]] = [
         ("trial", [_linked(each.trial, each.run) for each in trials]),
         ("status", [status_label(each.status, each.step) for each in trials]),
-        ("step", [format_count(each.step) for each in trials]),
+        ("step", [f"{each.step:,}" for each in trials]),
     ]
     if len(facts.metric) > 1:
         columns.append(("Pareto front", ["yes" if each.trial in on_front else "no" for each in trials]))
@@ -225,10 +224,10 @@ def _columns(facts: Facts) -> Sequence[tuple[str, Sequence[Cell]]]:
         columns.append((name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]))
     place = len(columns)
     if any(each.attempts > 1 for each in trials):
-        columns.append(("attempts", [format_count(each.attempts) for each in trials]))
+        columns.append(("attempts", [f"{each.attempts:,}" for each in trials]))
     columns.append(("trained", [_span(each.trained_seconds) for each in trials]))
     saved = [each.checkpoint_step for each in trials]
-    columns.append(("checkpoint", ["" if step is None else f"step {format_count(step)}" for step in saved]))
+    columns.append(("checkpoint", ["" if step is None else f"step {step:,}" for step in saved]))
     columns[place:place] = _parameters(facts, _ROOM - sum(map(_width, columns)))
     return columns
 
@@ -272,12 +271,12 @@ def _errors(facts: Facts) -> Iterator[Block]:
     yield from _without_repetition(
         [
             ("trial", [_linked(each.trial, each.run) for each in facts.errors]),
-            ("step", [format_count(each.step) for each in facts.errors]),
+            ("step", [f"{each.step:,}" for each in facts.errors]),
             ("reason", [_clipped(cause, 200) for cause in _causes(facts.errors)]),
         ]
     )
     if count > len(facts.errors):
-        yield Text([f"And {format_count(count - len(facts.errors))} more."])
+        yield Text([f"And {count - len(facts.errors):,} more."])
     if "\n" in (reason := (first := facts.errors[0]).reason.strip()):
         yield Text([f"Trial {first.trial}:"])
         yield Code(reason[-_TRACEBACK:], language="text")
@@ -329,7 +328,7 @@ def _setting(value: object) -> Cell:
 def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
     runs = facts.runs
-    yield "owner", [_linked(format_count(each.term), each.link) for each in runs]
+    yield "owner", [_linked(f"{each.term:,}", each.link) for each in runs]
     yield "run", [each.owner for each in runs]
     yield "began", [_time(each.began_at) for each in runs]
     yield "last entry", [_time(each.last_entry_at) for each in runs]
@@ -337,16 +336,16 @@ def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     if any(each.samples_asked for each in runs):
         yield (
             "samples requested",
-            [f"+{format_count(each.samples_asked)}" if each.samples_asked else "" for each in runs],
+            [f"+{each.samples_asked:,}" if each.samples_asked else "" for each in runs],
         )
-    yield "trials added", [format_count(each.trials_added) for each in runs]
-    yield "attempts", [format_count(each.attempts) for each in runs]
+    yield "trials added", [f"{each.trials_added:,}" for each in runs]
+    yield "attempts", [f"{each.attempts:,}" for each in runs]
 
 
 def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
-    bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
+    bad = "".join(f", {count:,} {how}" for how, count in ends.items() if count)
     attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.useful_seconds
     rows: list[tuple[str, Cell]] = [
         ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
@@ -354,7 +353,7 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:
-        rows.append(("checkpoints", f"{format_count(cost.checkpoints_committed)} committed, {size} in all"))
+        rows.append(("checkpoints", f"{cost.checkpoints_committed:,} committed, {size} in all"))
     if cost.measured_bytes:
         share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
         rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
-from prefect_tune.core.shown_text import plural, shown_size
+from prefect_tune.core.shown_text import plural, shown_amount, shown_size
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
 
@@ -138,7 +138,7 @@ def _processors(cost: AttemptCost) -> str:
     if cost.use.cpu_seconds is None:
         return "-"
     seconds = cost.use.seconds
-    return f"{cost.use.cpu_seconds / max(0.01, seconds.total - seconds.start):.2g}"
+    return shown_amount(cost.use.cpu_seconds / max(0.01, seconds.total - seconds.start), digits=2)
 
 
 def _memory(cost: AttemptCost) -> str:

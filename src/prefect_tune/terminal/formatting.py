@@ -171,11 +171,6 @@ def format_number(value: float) -> str:
     return _trimmed(f"{value:,.{max(0, places)}f}")
 
 
-def format_count(count: int) -> str:
-    """Return a whole number in full: `27`, `12,346`."""
-    return f"{count:,}"
-
-
 def format_span(seconds: float) -> str:
     """Return a duration: `0.53 s`, `8.2 s`, `3 min 20 s`."""
     if seconds >= 10:
@@ -189,7 +184,7 @@ def format_cell(value: object) -> str:
         case bool():
             return str(value)
         case int():
-            return format_count(value) if abs(value) < _LONGEST_INT else shown(value)
+            return f"{value:,}" if abs(value) < _LONGEST_INT else shown(value)
         case float():
             return format_number(value)
         case None:

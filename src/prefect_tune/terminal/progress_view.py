@@ -31,7 +31,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, visible
+from prefect_tune.core.shown_text import first_line, shown_amount, visible
 from prefect_tune.core.values import StepReport, flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_counts, format_duration, format_value, plain_cells
 from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
@@ -396,14 +396,15 @@ def _of_training(state: ProgressState) -> Iterator[str]:
     metrics = f", {facts['metrics']}" if "metrics" in facts else ""
     yield f"step {facts['step']}{metrics} after {format_duration(state.elapsed)}"
     if state.running:
-        yield from filter(None, (_pace(state), time_left(state)))
+        yield from filter(None, (pace(state), time_left(state)))
     if "saved" in facts:
         yield f"saved: {facts['saved']}"
 
 
-def _pace(state: ProgressState) -> str:
+def pace(state: ProgressState) -> str:
+    """Return how fast steps, or reports of all trials, come; empty before the first."""
     unit = "steps/s" if state.outlook.is_training else "reports/s"
-    return f"{state.reports_per_second:.3g} {unit}" if state.reports_per_second else ""
+    return f"{shown_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 
 def time_left(state: ProgressState) -> str:
@@ -420,8 +421,8 @@ def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := time_left(state):
         title.append(visible(f", {left}"))
-    if pace := _pace(state):
-        title.append(f"  {pace}", "dim")
+    if found := pace(state):
+        title.append(f"  {found}", "dim")
     return title
 
 

@@ -209,7 +209,10 @@ def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_pr
     supervisor.start()
     supervisor.join(120)
     said = (tmp_path / "outcome").read_text()
-    assert re.match(r"out-of-memory out of memory: peak (9\d\d MiB|1 GiB) of limit 1 GiB \(process \d+, \d+ MiB", said)
+    assert re.match(
+        r"out-of-memory out of memory: peak (9\d\d MiB|1,0\d\d MiB|1 GiB) of limit 1 GiB \(process \d+, [\d,]+ MiB",
+        said,
+    )
     assert "in its last sample); the trial's process ended by SIGKILL" in said
 
 

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
+from prefect_tune.core.experiment.cost import AttemptCost, ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal import journal
@@ -63,6 +64,7 @@ SHARE = 0.01
 HEARTBEAT = timedelta(seconds=5)
 MOMENT = timedelta(seconds=1)
 """What a busy machine may take between the end of the last attempt and the last entry."""
+_Span = tuple[datetime, datetime]
 
 
 def require_booked_seconds(folder: Path) -> int:
@@ -98,7 +100,7 @@ def _is_running(experiment: Experiment) -> bool:
 
 def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) -> int:
     cost, runs = cost_of(experiment, until), list(_runs(entries, until))
-    said = f"{experiment.name}: {cost.seconds}, runs {cost.runs}, by entries {runs}"
+    said = f"{experiment.name}: {cost.seconds}, runs {cost.runs}, by entries {[end - begin for begin, end in runs]}"
     assert all(found >= 0 for found in cost.seconds.values()), said
     assert all(found >= -1e-6 for each in cost.attempts for found in each.seconds.values()), said
     if any(each.slots is None for each in cost.runs) or len(runs) != len(cost.runs):
@@ -108,15 +110,23 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
     return len(runs)
 
 
-def _require_sum(cost: ExperimentCost, runs: Sequence[timedelta], said: str, *, unseen: timedelta) -> None:
+def _require_sum(cost: ExperimentCost, runs: Sequence[_Span], said: str, *, unseen: timedelta) -> None:
     slots = [each.slots or 0 for each in cost.runs]
-    expected = sum(each.total_seconds() * count for each, count in zip(runs, slots, strict=True))
+    expected = sum((end - begin).total_seconds() * count for (begin, end), count in zip(runs, slots, strict=True))
+    expected += sum(_between(runs, each) for each in cost.attempts if each.use is not None)  # it outlived its search
     tolerance = max(SHARE * expected, max(slots, default=0) * (MOMENT * len(runs) + unseen).total_seconds())
     assert abs(sum(cost.seconds.values()) - expected) <= tolerance, said
 
 
-def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[timedelta]:
-    """Yield the time between the first and the last entry of each owner, or the last that was seen of a killed one."""
+def _between(runs: Sequence[_Span], attempt: AttemptCost) -> float:
+    """Return for how many seconds an attempt had its slot between two runs."""
+    begin, end = attempt.began_at, attempt.began_at + timedelta(seconds=attempt.total_seconds)
+    overlaps = (min(end, after) - max(begin, before) for (_, before), (after, _) in pairwise(runs))
+    return sum(max(0.0, each.total_seconds()) for each in overlaps)
+
+
+def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[_Span]:
+    """Yield the first and the last entry of each owner, or the last sign of life that was seen of a killed one."""
     terms = sorted({each.term for each in entries})
     seen = {
         terms[terms.index(each.term) - 1]: datetime.fromisoformat(event.seen_at)
@@ -127,4 +137,4 @@ def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[timedelta]:
     for term in terms:
         mine = [datetime.fromisoformat(each.at) for each in entries if each.term == term and each.writer == "owner"]
         assert any(isinstance(event, Opened) for each in entries if each.term == term for event in each.events)
-        yield max(mine[-1], until if term == terms[-1] else seen.get(term, mine[-1])) - mine[0]
+        yield mine[0], max(mine[-1], until if term == terms[-1] else seen.get(term, mine[-1]))
