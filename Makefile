@@ -2,7 +2,7 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
-WORKERS ?= 5  # for two cores: the tests wait for other processes much of the time
+WORKERS ?= 4  # for two cores: the tests wait for other processes much of the time
 BIN := $(VENV)/bin
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -15,7 +15,7 @@ CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/nul
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # images set it; here it would have hundreds of processes compile all of Prefect anew
-.PHONY: FORCE help demo test test-all test-newer test-prefect on-prefect check lint house layers types docs screenshots deep integrations bench lock format clean
+.PHONY: FORCE help demo test test-all test-newer test-prefect on-prefect check lint house layers types docs screenshots long deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -91,9 +91,12 @@ docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, e
 	$(BIN)/python -m tools.docs_site
 
 screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
-	$(BIN)/python -m pytest -n 0 tests/browser
+	$(BIN)/python -m pytest -n 0 -m "not deep" tests/browser
 
-deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
+long: $(VENV)/.dev  ## what the normal suite proves by one case, by all of them; clicks in Chromium; pages of the documentation
+	$(BIN)/python -m pytest -n $(WORKERS) -m "long and not deep and not integrations"
+
+deep: $(VENV)/.dev  ## hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
 # A venv of its own: the tests of the frameworks that the lock does not hold.

@@ -117,6 +117,7 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set()) | untested
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
@@ -153,6 +154,7 @@ def without(lines: Collection[str], code: str) -> str:
     return "\n".join(line for line in code.splitlines() if line not in lines)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page",
@@ -190,6 +192,7 @@ def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefec
     assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
 
 
+@pytest.mark.long
 def test_the_page_on_audits_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     done = run_blocks(blocks_of(AUDIT), tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
@@ -213,6 +216,7 @@ def test_the_page_on_drills_works_from_top_to_bottom(prefect_server: str, tmp_pa
     assert [line for line in shown.splitlines() if " ".join(line.split()) not in seen] == []
 
 
+@pytest.mark.long
 def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     for name, block in zip(["conftest.py", "test_search.py"], blocks_of(TESTING), strict=True):
         (tmp_path / name).write_text(block.code)
@@ -232,6 +236,7 @@ def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     assert "Starting a Prefect server" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_page_on_automations_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     done = run_blocks(blocks_of(AUTOMATIONS), tmp_path, {"PREFECT_API_URL": prefect_server})
     uninstall_automations()
@@ -258,6 +263,7 @@ def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, t
     assert "created  maintain/daily" in done.stdout
 
 
+@pytest.mark.long
 def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(the_block(DEPLOYMENTS, "toml").code)
     (tmp_path / "my_project").mkdir()
@@ -269,6 +275,7 @@ def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path:
     assert "my_project/train.py" in ZipFile(wheel).namelist()
 
 
+@pytest.mark.long
 def test_the_page_on_resuming_works_and_its_trainable_asks_and_goes_on_as_it_is_answered(
     prefect_server: str, tmp_path: Path
 ) -> None:
@@ -326,6 +333,7 @@ def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_ser
     assert "step 40: 4.77 MiB in 2 files, whole" in done.stdout
 
 
+@pytest.mark.long
 def test_the_page_on_stopping_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     runs = [block for block in blocks_of(STOPPING) if block.language != "json"]
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server})

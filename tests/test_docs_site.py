@@ -19,6 +19,8 @@ from tools import docs_site
 from tools.docs_links import broken
 from tools.docs_site import ROOT, api_names, build, linked_to_api, public_names, stage_pages, unlisted
 
+pytestmark = pytest.mark.long  # it builds the site
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,6 +20,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.ownership import owner_after
 from tests.fakes.checkpoints import first_generation
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -65,13 +66,16 @@ def test_a_run_that_nothing_came_of_is_not_started_again_by_itself() -> None:
 
 @pytest.mark.parametrize(
     "states",
-    [
-        [Crashed(), _scheduled("AwaitingRetry", "Retry from the UI")],
-        [Crashed(), _scheduled("Scheduled", "Retried via CLI")],
-        [Failed(), _scheduled("AwaitingRetry", "in the words of another release")],
-        [Cancelled(), _scheduled("AwaitingRetry")],
-        [Suspended(), _scheduled("Resuming")],
-    ],
+    long_after(
+        2,
+        [
+            [Crashed(), _scheduled("AwaitingRetry", "Retry from the UI")],
+            [Crashed(), _scheduled("Scheduled", "Retried via CLI")],
+            [Failed(), _scheduled("AwaitingRetry", "in the words of another release")],
+            [Cancelled(), _scheduled("AwaitingRetry")],
+            [Suspended(), _scheduled("Resuming")],
+        ],
+    ),
     ids=lambda states: f"{states[0].name}, {states[1].message or states[1].name}",
 )
 def test_a_person_may_start_it_again_as_often_as_they_like(states: list[State[Any]]) -> None:

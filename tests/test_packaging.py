@@ -65,6 +65,7 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
     assert packages == set(SETUPTOOLS["packages"])
 
 
+@pytest.mark.long
 def test_the_rooms_are_found_from_any_directory_and_a_users_own_do_not_shadow_them(
     tmp_path: Path,
 ) -> None:
@@ -165,6 +166,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
@@ -173,6 +175,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> N
     assert {path.parts[0] for path in held} == {"prefect_tune", metadata}
 
 
+@pytest.mark.long
 def test_the_source_archive_holds_every_module_and_the_licence(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
     with tarfile.open(archive) as opened:

@@ -35,6 +35,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     return [block for block in blocks_of(page) if block.language in languages]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     stores, dask = RECIPES / "object-stores.md", RECIPES / "dask.md"

@@ -20,7 +20,10 @@ import pytest
 
 from tests.fakes.pages import PAGES, ROOT, blocks_of
 
-pytestmark = pytest.mark.timeout(900)  # so that it begins early: the checkers take a minute of CPU time
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]  # so that it begins early: the checkers take a minute of CPU time
 Problems: TypeAlias = Mapping[str, Mapping[int, str]]
 """Messages by the name of the script and the line."""
 

@@ -104,6 +104,7 @@ def test_an_option_that_is_none(tune_folder):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logging_plugin", [(), ("-p", "no:logging")], ids=["pytest's capture", "Prefect's handler"])
 def test_a_failing_test_shows_its_own_line_and_its_log_once(tmp_path: Path, logging_plugin: tuple[str, ...]) -> None:
     (tmp_path / "conftest.py").write_text("from prefect_tune.testing import tune_folder as tune_folder\n")

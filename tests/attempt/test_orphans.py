@@ -12,6 +12,7 @@ import pytest
 
 from tests.fakes.supervisors import PATIENCE_SECONDS, WAYS, Watched, watched
 from tests.fakes.trial_processes import children_of, until
+from tests.long_cases import long_after
 
 
 def require_nothing_living(seen: Watched) -> None:
@@ -19,7 +20,7 @@ def require_nothing_living(seen: Watched) -> None:
     until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
 
 
-@pytest.mark.parametrize("way", [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.deep)])
+@pytest.mark.parametrize("way", long_after(3, [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.deep)]))
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
 def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
     tmp_path: Path, way: str, killed: str, record_property: Callable[[str, object], None]
@@ -62,6 +63,7 @@ _GUARDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", _GUARDS, ids=" and ".join)
 @pytest.mark.parametrize("way", ["search", pytest.param("elsewhere", marks=pytest.mark.deep)])
 def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way: str, killed: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ from tests.fakes.trial_processes import (
     supervised_process,
     until,
 )
+from tests.long_cases import long_after
 from tests.trainables.processes import parallel
 from tests.trainables.witness import acts_of
 
@@ -97,6 +98,7 @@ def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_pa
     assert (found["codes"], found["blocked"]) == ([-signal.SIGTERM], 0)
 
 
+@pytest.mark.long
 def test_pools_are_opened_and_left_one_after_the_other(tmp_path: Path) -> None:
     assert found_by(supervised_process, parallel.pools, tmp_path, rounds=30) == {"rounds": 30}
 
@@ -105,7 +107,7 @@ def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path
     assert found_by(trial_in_place, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", long_after(2, [False, True]))
 def test_a_fork_that_leaves_the_trainable_says_nothing_of_the_trials_end(
     opened: Opened, tmp_path: Path, raises: bool
 ) -> None:
@@ -175,6 +177,7 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
     until(lambda: not left_in_shared_memory(pids, folder), what=lambda: str(left_in_shared_memory(pids, folder)))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
 @pytest.mark.parametrize("opens", [searches, pytest.param(trains_alone, marks=pytest.mark.deep)])
@@ -185,6 +188,10 @@ def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_s
         require_nothing_of(ours, ends, opened, tmp_path, _WAYS)
 
 
+def _resource_tracker(ours: Family) -> list[int]:
+    return [each for each in ours.pids() if b"resource_tracker" in file_of(each, "cmdline")]
+
+
 def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_shared_memory(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family() as ours, trains_alone() as opened:
@@ -192,8 +199,8 @@ def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_sh
         with opened(start, LOG) as channel:
             until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
             trial = acts_of(witness)[0].pid
-            (tracker,) = [each for each in ours.pids() if b"resource_tracker" in file_of(each, "cmdline")]
-            os.kill(tracker, signal.SIGSTOP)
+            until(tracker := lambda: _resource_tracker(ours), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
+            os.kill(tracker()[0], signal.SIGSTOP)
             os.kill(trial, signal.SIGKILL)
             until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
             os.kill(tracker, signal.SIGCONT)

@@ -19,12 +19,13 @@ from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, 
 from prefect_tune.loggers import CSVLogger
 from prefect_tune.runtime.load_named import load_named
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
+from tests.long_cases import long_after
 from tests.trainables.processes import reporters
 
 LOG = log_to(LogRecorder())
 
 
-@pytest.mark.parametrize("path", ["checkpoint", "../here/checkpoint", "latest"])
+@pytest.mark.parametrize("path", long_after(2, ["checkpoint", "../here/checkpoint", "latest"]))
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
     pool: TrialProcessPool, tmp_path: Path, path: str, overlap: bool

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import TrialEnded
 from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of, until
@@ -56,6 +58,7 @@ def test_what_an_earlier_trial_of_a_subreaper_has_started_does_not_outlive_it(tm
                 assert not set(left) & set(ours.pids())
 
 
+@pytest.mark.long
 def test_trials_that_follow_each_other_as_a_subreaper_leaves_all_have_one(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as made:
         pid_of_a_trial(made, tmp_path)

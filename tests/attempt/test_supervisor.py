@@ -48,6 +48,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.core.values import StepReport
 from prefect_tune.storage_retries import retrying_until
+from tests.long_cases import long_after
 
 LOADED = TrainableLoaded(pid=1, code="")
 KILLED = "ended by SIGKILL"
@@ -154,15 +155,18 @@ def outcome_of(
 
 @pytest.mark.parametrize(
     ("became", "cause", "at_start"),
-    [
-        (KILLED, Cause.MACHINE, False),
-        ("ended by SIGTERM", Cause.MACHINE, False),
-        ("ended by SIGSEGV", Cause.USER, True),
-        ("ended by SIGABRT\nlast output:\nterminate called", Cause.USER, True),
-        ("exited with code 0", Cause.USER, True),
-        (f"{KILLED}\nlast output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
-        ("exited with code 1\nlast output:\nmy worker was ended by SIGKILL", Cause.USER, True),
-    ],
+    long_after(
+        3,
+        [
+            (KILLED, Cause.MACHINE, False),
+            ("ended by SIGTERM", Cause.MACHINE, False),
+            ("ended by SIGSEGV", Cause.USER, True),
+            ("ended by SIGABRT\nlast output:\nterminate called", Cause.USER, True),
+            ("exited with code 0", Cause.USER, True),
+            (f"{KILLED}\nlast output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
+            ("exited with code 1\nlast output:\nmy worker was ended by SIGKILL", Cause.USER, True),
+        ],
+    ),
 )
 def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
     spec: TrialSpec, became: str, cause: Cause, at_start: bool
@@ -347,38 +351,45 @@ def broke(message: str) -> Broke:
 
 @pytest.mark.parametrize(
     ("ranks", "ends"),
-    [
-        (
-            [
-                FakeChannel([LOADED, broke("E: peer\nand more")]),
-                FakeChannel([], KILLED),
-                FakeChannel([broke("E: peer")]),
-            ],
-            [RankEnd(ranks=(1,), how=KILLED, is_cause=True), RankEnd(ranks=(0, 2), how="E: peer")],
-        ),
-        (
-            [FakeChannel([LOADED]), FakeChannel([TrialEnded(reason="", returned=True)]), FakeChannel([broke("E: x")])],
-            [RankEnd(ranks=(2,), how="E: x", is_cause=True), RankEnd(ranks=(1,), how="returned")],
-        ),
-        (
-            [
-                FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)]),
-                FakeChannel([TrialEnded(reason="", returned=True)]),
-                FakeChannel([], "exited with code 3"),
-            ],
-            [RankEnd(ranks=(2,), how="exited with code 3", is_cause=True), RankEnd(ranks=(0, 1), how="returned")],
-        ),
-        ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
-        ([FakeChannel([LOADED, broke("E: x")])], []),
-        (
-            [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
-            [RankEnd(ranks=(1, 2), how="did not add its part to a checkpoint", is_cause=True)],
-        ),
-        (
-            [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
-            [RankEnd(ranks=(1,), how="did not report a step", is_cause=True)],
-        ),
-    ],
+    long_after(
+        3,
+        [
+            (
+                [
+                    FakeChannel([LOADED, broke("E: peer\nand more")]),
+                    FakeChannel([], KILLED),
+                    FakeChannel([broke("E: peer")]),
+                ],
+                [RankEnd(ranks=(1,), how=KILLED, is_cause=True), RankEnd(ranks=(0, 2), how="E: peer")],
+            ),
+            (
+                [
+                    FakeChannel([LOADED]),
+                    FakeChannel([TrialEnded(reason="", returned=True)]),
+                    FakeChannel([broke("E: x")]),
+                ],
+                [RankEnd(ranks=(2,), how="E: x", is_cause=True), RankEnd(ranks=(1,), how="returned")],
+            ),
+            (
+                [
+                    FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)]),
+                    FakeChannel([TrialEnded(reason="", returned=True)]),
+                    FakeChannel([], "exited with code 3"),
+                ],
+                [RankEnd(ranks=(2,), how="exited with code 3", is_cause=True), RankEnd(ranks=(0, 1), how="returned")],
+            ),
+            ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
+            ([FakeChannel([LOADED, broke("E: x")])], []),
+            (
+                [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
+                [RankEnd(ranks=(1, 2), how="did not add its part to a checkpoint", is_cause=True)],
+            ),
+            (
+                [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
+                [RankEnd(ranks=(1,), how="did not report a step", is_cause=True)],
+            ),
+        ],
+    ),
     ids=[
         "a killed rank",
         "one returned",

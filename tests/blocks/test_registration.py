@@ -36,6 +36,7 @@ from prefect_tune.blocks import (
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import load, save
+from tests.long_cases import long_after
 
 KINDS: list[type[Block]] = [*TARGET_TYPES, SyncConfig]
 SECRET = "never-shown-to-anybody"
@@ -89,7 +90,7 @@ def test_the_form_in_the_ui_begins_with_what_must_be_filled_in() -> None:
     assert next(iter(S3Target.model_json_schema()["properties"])) == "bucket"
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: type(target).__name__)
+@pytest.mark.parametrize("target", long_after(1, TARGETS), ids=lambda target: type(target).__name__)
 @pytest.mark.usefixtures("prefect_server")
 def test_a_saved_target_comes_back_with_its_secrets(target: StorageTarget) -> None:
     name = f"saved-{target.get_block_type_slug()}"
@@ -110,6 +111,7 @@ def test_the_api_masks_secrets() -> None:
     assert shown["data"]["access_key_id"] == "id"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_saved_sync_config_keeps_its_target() -> None:
     target = S3.model_copy()
@@ -122,6 +124,7 @@ def test_a_saved_sync_config_keeps_its_target() -> None:
     assert target_reference(loaded.upload_dir) == "s3-target/within"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_sync_config_can_be_saved_with_a_target_that_is_not() -> None:
     config = SyncConfig(upload_dir=S3.model_copy())
@@ -157,6 +160,7 @@ def test_a_saved_block_of_another_age_says_what_does_not_fit() -> None:
         resolve_target("local-target/aged")
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_answer_is_no_missing_block() -> None:
     code = (
         "from prefect_tune.blocks import resolve_target\n"
@@ -171,6 +175,7 @@ def test_a_server_that_does_not_answer_is_no_missing_block() -> None:
     ), done.stderr
 
 
+@pytest.mark.long
 def test_the_command_registers_every_block_with_a_remote_server(prefect_server: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_tune.blocks"],
@@ -185,6 +190,7 @@ def test_the_command_registers_every_block_with_a_remote_server(prefect_server: 
         assert kind.get_block_type_name() in done.stdout
 
 
+@pytest.mark.long
 def test_the_collection_that_prefect_loads_registers_the_blocks_of_a_target_before_it(tmp_path: Path) -> None:
     (entry,) = entry_points(group="prefect.collections", name="prefect_tune")
     lines = [f"import prefect_tune.blocks, {entry.value}", "print(*get_registry_for_type(Block))"]
@@ -222,6 +228,7 @@ _CLIENTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("line", "imported"),
     [
@@ -239,6 +246,7 @@ def test_the_packages_of_credentials_are_imported_for_a_block_or_a_form_only(
     assert ast.literal_eval(shown) == imported
 
 
+@pytest.mark.long
 def test_a_form_refers_to_the_blocks_of_its_credentials(tmp_path: Path) -> None:
     shown = _with_fake_aws(
         tmp_path,

@@ -13,7 +13,7 @@ from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Form, Ui
 from tests.browser.searches import LINGERS_AT, SAVED_EVERY, STEPS, Search, until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 BOTH = {"rate": {"grid_search": [0.1, 0.4]}}
 SAVES = {"checkpoint": {"every_steps": SAVED_EVERY}}

@@ -48,6 +48,7 @@ def notebook(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> N
     return made
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_notebook_is_readable(notebook: NotebookNode, chromium: Browser, theme: str, tmp_path: Path) -> None:

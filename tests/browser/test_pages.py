@@ -13,7 +13,7 @@ from prefect_tune.deploy.automations import install_automations, uninstall_autom
 from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Ui
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 FIRST = [
     *("trainable", "target", "space (Optional)", "experiment (Optional)", "metric (Optional)", "mode (Optional)"),

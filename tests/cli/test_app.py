@@ -18,6 +18,7 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.plan import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
+from tests.long_cases import long_after
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 GROUPS = [["blocks", "register"], ["blocks", "check"]]
@@ -42,7 +43,7 @@ def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
     assert imported == set()
 
 
-@pytest.mark.parametrize("command", ["show", "checkpoints", "verify", "gc"])
+@pytest.mark.parametrize("command", long_after(2, ["show", "checkpoints", "verify", "gc"]))
 def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
     printed, imported = imported_by(command, target, "digits")
     assert re.search("6|nothing to collect", printed)
@@ -69,6 +70,7 @@ def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
     assert (done.code, done.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.long
 def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
     done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
     assert (done.code, done.err) == (0, "")

@@ -22,6 +22,7 @@ from prefect_tune.executors import trial_slots
 from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.driver import until
+from tests.long_cases import long_after
 from tests.trainables.moody import Moody
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -54,6 +55,7 @@ def values_of(results: pt.Results, metric: str) -> list[object]:
     return [each.metrics[metric] for each in results.trials.values()]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_gpus")
 def test_each_trial_has_a_gpu_of_its_own_and_a_process_stays_on_the_one_it_began_with(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 2, "gpu": 1})
@@ -127,6 +129,7 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
     ]
 
 
+@pytest.mark.long
 def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,11 +140,13 @@ def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     assert set(values_of(results, "threads")) == {"3"}
 
 
+@pytest.mark.long
 def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
     assert set(values_of(results, "gpus")) == {"any"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"max_concurrent_trials": 4}, {"resources_per_trial": {"cpu": 1}}], ids=str)
 def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -155,17 +160,20 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPU and 3 GPUs, but this process may use 8 CPUs and 2 GPUs"),
-        ({"resources_per_trial": {"cpu": 9}}, "needs 9 CPUs and 0 GPUs, but this process may use 8 CPUs"),
-        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs; if that is wrong"),
-        ({"resources_per_trial": {"gpus": 1}}, "expected 'cpu' or 'gpu', found 'gpus'; did you mean 'gpu'"),
-        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
-        ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
-        ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "pass trial_job_variables="),
-        ({"trial_job_variables": {"cpu": 1}}, "they require trials='deployment'"),
-        ({"concurrency_limits": ["none-such"]}, "Prefect has no global concurrency limit 'none-such'"),
-    ],
+    long_after(
+        3,
+        [
+            ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPU and 3 GPUs, but this process may use 8 CPUs and 2 GPUs"),
+            ({"resources_per_trial": {"cpu": 9}}, "needs 9 CPUs and 0 GPUs, but this process may use 8 CPUs"),
+            ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs; if that is wrong"),
+            ({"resources_per_trial": {"gpus": 1}}, "expected 'cpu' or 'gpu', found 'gpus'; did you mean 'gpu'"),
+            ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
+            ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
+            ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "pass trial_job_variables="),
+            ({"trial_job_variables": {"cpu": 1}}, "they require trials='deployment'"),
+            ({"concurrency_limits": ["none-such"]}, "Prefect has no global concurrency limit 'none-such'"),
+        ],
+    ),
 )
 def test_resources_that_are_not_there_are_refused_before_anything_is_written(
     options: dict[str, Any], said: str, tmp_path: Path

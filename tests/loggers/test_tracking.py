@@ -208,6 +208,7 @@ def _records(data: bytes) -> Iterator[bytes]:
             begun = b""
 
 
+@pytest.mark.long
 def test_wandb_has_one_run_for_each_trial_with_the_steps_that_count(
     wandb_logger: Callable[[], pt.WandbLogger], tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     assert artifacts("progress-watched")[0].data == 100.0
 
 
+@pytest.mark.long
 def test_one_training_has_the_same_report(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "alone", "isolation": "thread"}
     for steps in (4, 6):
@@ -267,6 +268,7 @@ def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactC
     return lambda: [ArtifactContent(key, "markdown", data(), "a page")]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("often")
 def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
     said = ["first"]
@@ -396,6 +398,7 @@ def test_a_key_tells_apart_names_that_look_alike() -> None:
     assert len({artifact_key("report", name) for name in ("a.b", "a_b", "A.b", "a-b")}) == 4
 
 
+@pytest.mark.long
 def test_a_history_that_is_too_long_to_be_read_is_said_to_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,7 @@ def searching(server: str, folder: Path, code: str = _SEARCH) -> tuple[subproces
     return process, master
 
 
+@pytest.mark.long
 def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_server: str, tmp_path: Path) -> None:
     process, master = searching(prefect_server, tmp_path)
     shown = _all_of(master)
@@ -201,6 +202,7 @@ print(pt.durable_trainable(DigitsTable, config, target=sys.argv[1], experiment="
 """
 
 
+@pytest.mark.long
 def test_a_single_training_in_a_terminal_has_a_live_display_too(prefect_server: str, tmp_path: Path) -> None:
     process, master = searching(prefect_server, tmp_path, _TRAINING)
     shown = _all_of(master)

@@ -10,6 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from tests.fakes.kernels import Kernel, Shown, kernel_in
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -98,7 +99,7 @@ def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> 
         assert "<script" not in html
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_a_class_that_a_cell_redefines_is_the_one_that_trains(kernel: Kernel, reuse: str) -> None:
     more = f"reuse={reuse!r}, max_concurrent_trials=1"
     kernel.run(NET)
@@ -117,7 +118,7 @@ def test_a_function_and_what_it_calls_are_those_of_the_last_cells(kernel: Kernel
     assert kernel.run(search("function-2", trainable="train") + said).streams == "{'loss': 2}\n"
 
 
-@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("isolation", long_after(1, ["process", "thread"]))
 def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
     kernel: Kernel, folder: Path, isolation: str
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
     assert kernel.run(search(f"{isolation}-2", more=more, trainable=name) + said).streams == "{'loss': 2.5}\n"
 
 
+@pytest.mark.long
 def test_a_finished_search_says_that_a_changed_class_has_nothing_to_train(kernel: Kernel) -> None:
     kernel.run(NET)
     kernel.run(search("finished"))
@@ -163,6 +165,7 @@ def test_a_wrong_argument_leaves_its_error_and_no_display_that_runs(kernel: Kern
     assert not any("starting" in each for each in shown.displays.values())
 
 
+@pytest.mark.long
 def test_an_interrupted_search_says_how_to_resume_it_and_resumes(kernel: Kernel, folder: Path) -> None:
     space = '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.5}'
     code = search("stopped", space, "checkpoint=pt.Cadence(every_steps=1)")

@@ -193,6 +193,7 @@ def test_a_checkpoint_that_is_gone_says_so_instead_of_raising(tmp_path: Path) ->
     assert "with checkpoint.as_directory()" in html
 
 
+@pytest.mark.long
 def test_only_a_kernel_has_cells_and_nothing_imports_ipython() -> None:
     assert not can_show_output({})
     code = "import sys, prefect_tune as pt; pt.tune; assert not {'IPython', 'ipykernel'} & {*sys.modules}"
@@ -264,6 +265,7 @@ def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypa
     assert console.getvalue().split() == ["one"]
 
 
+@pytest.mark.long
 def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     notebook = executed(shipped(), tmp_path, {"PREFECT_API_URL": prefect_server})
     outputs = [each["outputs"] for each in notebook.cells if each["cell_type"] == "code"]

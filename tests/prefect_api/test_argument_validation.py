@@ -194,6 +194,7 @@ def test_what_only_prefect_knows_the_length_of_is_measured_by_it() -> None:
         pt.tune(Model, target="./runs")
 
 
+@pytest.mark.long
 def test_what_is_small_is_not_measured_twice() -> None:
     """Prefect's own check imports FastAPI, which delays the start of a server."""
     code = """

@@ -27,6 +27,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_search_whose_log_nobody_reads_any_more_trains_to_its_end(prefect_server: str, tmp_path: Path) -> None:
     script, gate = tmp_path / "script.py", tmp_path / "gate"

@@ -83,6 +83,7 @@ def telemetry_sessions(database: Path) -> int:
     return int(count)
 
 
+@pytest.mark.long
 def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_it(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -156,6 +157,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.long
 def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT],
@@ -182,6 +184,7 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+@pytest.mark.long
 def test_a_server_that_is_down_is_one_error_with_what_to_do(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}/api"
     code = """

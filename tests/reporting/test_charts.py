@@ -374,6 +374,7 @@ def _contrast(ink: str, opacity: float, page: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("draw", CHARTS)
 def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Chart, page: str) -> None:

@@ -55,6 +55,7 @@ def count_in(checkpoint: pt.Checkpoint | None) -> str:
         return Path(directory, "count").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scope", "best"), [("last", B), ("all", A), ("avg", C), ("last-5-avg", C), ("last-10-avg", C)]
 )

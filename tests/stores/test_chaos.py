@@ -30,6 +30,7 @@ from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
 from tests.fakes.servers.s3_sink import Fault, SinkRequest
 from tests.fakes.stores.object_stores import object_store, until
+from tests.long_cases import long_after
 
 DATA = bytes(range(256)) * 64
 
@@ -308,6 +309,7 @@ def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(cha
 _DEEP = (Fault.RESET, Fault.LOSE_REPLY, Fault.REFUSE_403, Fault.EXPIRE_403)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [Fault.FAIL_503, Fault.NO_BUCKET, *(pytest.param(kind, marks=pytest.mark.deep) for kind in _DEEP)],
@@ -324,7 +326,7 @@ def test_an_isolated_client_tells_every_failure_as_it_is(chaos: ChaosS3, kind: F
         assert isinstance(error, allowed), f"{act}: {kind.name} was reported as {error!r}"
 
 
-@pytest.mark.parametrize("kind", [Fault.STORE_HALF, Fault.PRETEND], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", long_after(1, [Fault.STORE_HALF, Fault.PRETEND]), ids=lambda kind: kind.name)
 def test_an_isolated_client_that_reports_success_for_nothing_is_not_believed(chaos: ChaosS3, kind: Fault) -> None:
     def is_upload(request: SinkRequest) -> bool:
         return request.method == "PUT" or (request.method == "POST" and kind is Fault.PRETEND)

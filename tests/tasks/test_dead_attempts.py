@@ -134,6 +134,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
     until(lambda: states_of(client, alive) == crashed, seconds=60, what=lambda: str(states_of(client, alive)))
 
 
+@pytest.mark.long
 def test_a_lost_attempt_of_a_flow_run_that_runs_again_says_when_its_process_was_last_seen(
     client: SyncPrefectClient,
 ) -> None:

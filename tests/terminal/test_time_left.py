@@ -229,6 +229,7 @@ def test_trials_that_report_no_step_are_counted_by_their_time() -> None:
     assert search.left() == timedelta(seconds=10)
 
 
+@pytest.mark.long
 def test_many_waiting_trials_are_spread_over_the_slots() -> None:
     search = SimulatedSearch(slots=2, trials=1_000_000, steps=10, step_seconds=1)
     search.run(until=5)

@@ -26,6 +26,7 @@ from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.left_experiments import differences_below
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
+from tests.long_cases import long_after
 from tests.tuner.altered_journals import (
     Alteration,
     alterations_of,
@@ -76,7 +77,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalTa
     return target
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", long_after(4, SEARCHES))
 def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived_again(
     name: str, targets: Callable[[str], LocalTarget]
 ) -> None:

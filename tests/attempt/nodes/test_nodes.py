@@ -23,6 +23,7 @@ from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.attempt.nodes.node_process import STEPS, run_process
 from tests.fakes.searches.far_attempts import require_experiment
 from tests.flows.forked_programs import preloaded
+from tests.long_cases import long_after
 
 _JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
 _MINUTE = timedelta(minutes=1)
@@ -109,7 +110,7 @@ def undisturbed(ranks: int) -> dict[str, list[float]]:
     return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", long_after(1, [1, 2]))
 def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(processes: int, cluster: Cluster) -> None:
     first, second = cluster.train(processes_per_trial=processes)
     trial = cluster.trial()
@@ -123,6 +124,7 @@ def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(proce
     assert cluster.left() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_commit(
     rank: int, cluster: Cluster
@@ -137,7 +139,7 @@ def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_co
     assert cluster.state() == undisturbed(2)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", long_after(1, [0, 1]))
 def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continues(node: int, cluster: Cluster) -> None:
     config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
     logs = [cluster.start(each, config=config, silence=8) for each in range(2)]
@@ -156,12 +158,14 @@ def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continu
     assert cluster.left() == []
 
 
+@pytest.mark.long
 def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(cluster: Cluster) -> None:
     first, _ = cluster.train(nodes_per_trial=3, min_nodes=2)
     assert "2 of 3 nodes have arrived: the attempt begins with these" in first
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
 
 
+@pytest.mark.long
 def test_a_node_that_cannot_be_read_is_one_that_is_missing(cluster: Cluster) -> None:
     options: dict[str, Any] = {"nodes_per_trial": 3, "min_nodes": 2}
     logs = [cluster.start(0, **options), cluster.start(1, **options), cluster.start(2, secret="other", **options)]

@@ -78,6 +78,7 @@ IN_ITS_OWN_PROCESS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hazard", IN_ITS_OWN_PROCESS)
 def test_trials_train_in_a_process_of_their_own_and_the_reason_is_logged_once(
     hazard: str, trains: Trains, module: Module, recorder: LogRecorder

@@ -53,6 +53,7 @@ def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, r
     assert sorted(recorder.reasons) == ["beware", "hello"]
 
 
+@pytest.mark.long
 def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
     module.write("""
         import numpy, sklearn.linear_model
@@ -126,6 +127,7 @@ def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
     assert set(recorder.reasons) == {"x" * 30_000}
 
 
+@pytest.mark.long
 def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
     module.write("""
         import random, numpy
@@ -264,6 +266,7 @@ REASONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
 def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
     trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
@@ -407,6 +410,7 @@ def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: 
     assert [each["there"] for each in trains(3)] == [True] * 3
 
 
+@pytest.mark.long
 def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
     trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:

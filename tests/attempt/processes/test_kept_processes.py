@@ -40,6 +40,7 @@ from tests.fakes.trial_processes import (
     start_of,
     until,
 )
+from tests.long_cases import long_after
 from tests.trainables.processes.forked import AnotherKind, Resettable
 from tests.trainables.witness import acts_of
 
@@ -192,7 +193,7 @@ def test_without_a_fork_server_no_process_waits(alone: Callable[..., Any], tmp_p
     assert acts(witness) == ["setup 1", "cleanup 1"]
 
 
-@pytest.mark.parametrize("name", READ_ONCE)
+@pytest.mark.parametrize("name", long_after(5, READ_ONCE))
 def test_a_worker_whose_devices_change_trains_in_another_process(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

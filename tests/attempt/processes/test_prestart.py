@@ -48,6 +48,7 @@ def test_it_serves_one_search(module: Module, recorder: LogRecorder) -> None:
             assert len(module.imports) == imports
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slots", "reuse"), [(3, "auto"), (2, "never")])
 def test_one_that_does_not_fit_has_ended_before_the_search_trains(
     module: Module, recorder: LogRecorder, ours: Family, slots: int, reuse: Reuse

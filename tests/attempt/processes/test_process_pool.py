@@ -35,6 +35,7 @@ from tests.fakes.trial_processes import (
     start_of,
     until,
 )
+from tests.long_cases import long_after
 from tests.trainables.processes.forked import daemonizes, dies, looks_around, prints, waits
 from tests.trainables.witness import Act, acts_of
 
@@ -184,14 +185,17 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
 @pytest.mark.parametrize(
     ("how", "said"),
-    [
-        (0, "exited with code 0"),
-        (3, "exited with code 3"),
-        (-signal.SIGKILL, "ended by SIGKILL"),
-        (-signal.SIGABRT, "ended by SIGABRT"),
-        (-(signal.SIGRTMIN + 1), "ended by signal 35"),
-        ("segfault", "ended by SIGSEGV"),
-    ],
+    long_after(
+        5,
+        [
+            (0, "exited with code 0"),
+            (3, "exited with code 3"),
+            (-signal.SIGKILL, "ended by SIGKILL"),
+            (-signal.SIGABRT, "ended by SIGABRT"),
+            (-(signal.SIGRTMIN + 1), "ended by signal 35"),
+            ("segfault", "ended by SIGSEGV"),
+        ],
+    ),
 )
 def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
@@ -239,6 +243,7 @@ def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialP
 # ------------------------------------------------------------------------------------------------- no leftovers
 
 
+@pytest.mark.long
 def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -311,13 +316,14 @@ def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours
         assert channel.end() == "exited with code 0"
 
 
+@pytest.mark.long
 def test_a_fork_server_that_is_stopped_is_replaced(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_in(pool, tmp_path)
     stopped = ours.one("tune-forkserver")
     os.kill(stopped, signal.SIGSTOP)
-    monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
+    monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=15))
     found_in(pool, tmp_path)  # in a process that was forked ahead
     found_in(pool, tmp_path)
     assert ours.one("tune-forkserver") != stopped

@@ -73,6 +73,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_notebook", [False, True], ids=["script", "notebook"])
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reuse: str, is_notebook: bool) -> None:
@@ -103,6 +104,7 @@ class _FromElsewhere:
         return importlib.import_module, ("not_installed_here",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("left", "why"),
     [
@@ -135,6 +137,7 @@ def _debugs(_config: object) -> None:
     breakpoint()  # noqa: T100 - as a user has left it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("train", "advice"), [(_unpickles, "to a module"), (_debugs, "isolation='thread'")])
 def test_an_error_that_is_due_to_the_process_says_what_to_do(tmp_path: Path, train: object, advice: str) -> None:
     with supervised_process(start_of(train, tmp_path), log_to(LogRecorder())) as channel:

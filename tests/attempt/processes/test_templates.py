@@ -124,6 +124,7 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("process", "said"), [(1, "was forked within 3 s"), (2, "did not begin its trial within 3 s")])
 def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_its_own(
     module: Module,
@@ -161,6 +162,7 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
     assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [0, 1], ids=["in the trial's process", "in the template"])
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_an_import_that_takes_long_says_so_again_and_again(

@@ -216,6 +216,7 @@ def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_pr
     assert "in its last sample); the trial's process ended by SIGKILL" in said
 
 
+@pytest.mark.long
 def test_a_memory_error_says_the_limit_of_the_address_space(tmp_path: Path) -> None:
     found = outcome_of(runs_into_its_limit, tmp_path)
     assert isinstance(found, Failed)

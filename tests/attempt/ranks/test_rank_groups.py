@@ -20,6 +20,7 @@ from prefect_tune.attempt import machine_limits
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.testing import without_server
+from tests.long_cases import long_after
 from tests.trainables.grouped import (
     Different,
     Sharded,
@@ -83,7 +84,7 @@ def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all(trainable: A
     assert states(result) == undisturbed()
 
 
-@pytest.mark.parametrize(("trainable", "rank"), [(Sharded, 0), (Sharded, 1), (sharded, 0), (sharded, 1)])
+@pytest.mark.parametrize(("trainable", "rank"), long_after(1, [(Sharded, 0), (Sharded, 1), (sharded, 0), (sharded, 1)]))
 def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
     trainable: Any, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,7 +95,7 @@ def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
     assert f"rank {rank}'s process ended by SIGKILL" in caplog.text
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 9)])
+@pytest.mark.parametrize(("before", "after"), long_after(1, [(1, 2), (2, 1), (1, 9)]))
 def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> N
         trained(tmp_path, sharded, {"rank": 0, "does": "withhold"})
 
 
+@pytest.mark.long
 def test_a_slow_rank_fails_its_save_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,13 +232,16 @@ def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialRe
 
 @pytest.mark.parametrize(
     ("trainable", "config"),
-    [
-        (launches, {"by": "spawn"}),
-        (launches, {"by": "fork"}),
-        (launches, {"by": "fork", "rank": 0, "does": "join late"}),
-        (launches, {"by": "fork", "rank": 1, "does": "join late"}),
-        (runs_programs, {}),
-    ],
+    long_after(
+        2,
+        [
+            (launches, {"by": "spawn"}),
+            (launches, {"by": "fork"}),
+            (launches, {"by": "fork", "rank": 0, "does": "join late"}),
+            (launches, {"by": "fork", "rank": 1, "does": "join late"}),
+            (runs_programs, {}),
+        ],
+    ),
     ids=["spawned", "forked", "rank 0 comes last", "rank 1 comes last", "programs"],
 )
 def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
@@ -254,6 +259,7 @@ def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(ra
     assert states(result) == undisturbed()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainable", [launches, runs_programs])
 def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
@@ -265,12 +271,14 @@ def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
         launched(tmp_path, "tests.trainables.grouped:joins_twice", {})
 
 
+@pytest.mark.long
 def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
     result = pt.durable_trainable(lagging, {"rank": 1, "steps": 3000}, **options)
     assert (result.status, result.step, result.attempts) == ("completed", 3000, 1)
 
 
+@pytest.mark.long
 def test_a_last_checkpoint_that_a_rank_did_not_save_in_time_is_trained_and_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,11 +298,13 @@ def test_ranks_ask_a_person_with_their_checkpoint_whichever_writes_first(tmp_pat
     assert checkpoint.step == 3
 
 
+@pytest.mark.long
 def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
     result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
     assert (result.status, result.attempts) == ("completed", 1)
 
 
+@pytest.mark.long
 def test_a_long_path_of_temporary_files_holds_the_socket_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +316,8 @@ def test_a_long_path_of_temporary_files_holds_the_socket_of_ranks(
     assert states(result) == undisturbed()
 
 
-@pytest.mark.parametrize("trainable", [runs_workers, runs_one])
+@pytest.mark.long
+@pytest.mark.parametrize("trainable", long_after(1, [runs_workers, runs_one]))
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
     result = launched(tmp_path, trainable, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
@@ -349,6 +360,7 @@ def test_by_default_the_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
     assert (result.step, result.metrics) == (2, {"loss": 2.0, "last": True})
 
 
+@pytest.mark.long
 def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
@@ -361,6 +373,7 @@ def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, mo
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
 
 
+@pytest.mark.long
 def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
     result = pt.durable_trainable(launches, {"by": "fork"}, metrics_from="mean", **options)
@@ -368,6 +381,7 @@ def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
     assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)
 
 
+@pytest.mark.long
 def test_the_stored_settings_and_a_resume_have_whose_metrics_count(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "metric": "loss", "num_samples": 1}
     pt.tune(Different, stop={"step": 2}, processes_per_trial=2, metrics_from="mean", **options)

@@ -59,6 +59,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     return Search(target, "\n".join(lines.found), results)
 
 
+@pytest.mark.long
 def test_a_line_of_a_rank_begins_with_its_trial_and_its_rank(search: Search) -> None:
     assert "trial 00000: rank 0 is here" in search.log
     assert "trial 00000/rank 1: rank 1 is here" in search.log
@@ -75,6 +76,7 @@ def test_show_has_the_ranks_of_each_attempt_their_saves_and_the_one_that_was_kil
     assert re.fullmatch(r"2 +2 +0\.\d+ s \(rank 1\) +0\.\d+ s \(rank 0\) for rank 1 +[\d.]+ s", table[2].rstrip())
 
 
+@pytest.mark.long
 def test_the_json_has_the_seconds_of_saves_on_each_rank(run: Run, search: Search) -> None:
     first, second = json.loads(run("show", search.target, "e", "--trial", "00000", "--json").out)["cost"]
     assert first["ends"] == [{"ranks": [1], "how": "ended by SIGKILL", "is_cause": True}]
@@ -89,6 +91,7 @@ def test_the_json_has_the_seconds_of_saves_on_each_rank(run: Run, search: Search
         assert len(ranks["sending_seconds"]) == 1
 
 
+@pytest.mark.long
 def test_the_report_has_the_ends_of_ranks_and_what_saves_waited_for_the_slowest(run: Run, search: Search) -> None:
     page = search.target / "page.html"
     assert run("report", search.target, "e", "--output", page).code == 0
@@ -104,6 +107,7 @@ def test_the_report_has_the_ends_of_ranks_and_what_saves_waited_for_the_slowest(
     assert cost["waited_for_ranks_seconds"] == waited >= SAVES * SLOW_SECONDS / 2
 
 
+@pytest.mark.long
 def test_a_segment_and_the_whole_journal_have_the_same_ranks(search: Search) -> None:
     costs = search.results.cost.attempts
     again = pt.load_results(str(search.target), "e").cost.attempts

@@ -64,6 +64,7 @@ def read(client: SyncPrefectClient, name: str) -> DeploymentResponse:
 # ------------------------------------------------------------------------------------------------------ deploying
 
 
+@pytest.mark.long
 def test_all_is_deployed_and_done_again_it_ends_the_same(run: Run, client: SyncPrefectClient) -> None:
     first = run("deploy", *TO, "--suffix", "-twice")
     assert (first.code, first.err) == (0, "")
@@ -88,6 +89,7 @@ def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed
     assert set(done["automations"]) <= installed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "default_pool", "deployed"),
     [
@@ -120,6 +122,7 @@ def test_prefects_own_command_deploys_the_shipped_file(
     assert list(form["properties"])[-1] == "advanced"
 
 
+@pytest.mark.long
 def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectClient) -> None:
     uninstall_automations()
     restarts = ["prefect-tune: restart a crashed run", "prefect-tune: mark a run without heartbeats as crashed"]

@@ -43,6 +43,7 @@ def test_a_search_is_run_and_printed_the_best_trial_first(search: Callable[..., 
     assert (tmp_path / "e").is_dir()
 
 
+@pytest.mark.long
 def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     search: Callable[..., Done], run: Run, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_the_help_of_run_begins_with_the_common_options_and_fits(run: Run, colum
     assert len(lines) < 90
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
@@ -365,6 +367,7 @@ def test_what_the_journal_does_not_store_and_no_flag_sets_is_passed_in_code(
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
 @pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:

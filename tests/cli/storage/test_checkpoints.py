@@ -19,6 +19,7 @@ from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment
+from tests.long_cases import long_after
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_memory_for_documents")
 @pytest.mark.parametrize("document", ["trials/trial/checkpoints/*/manifest.json", "journal/*2.json", "segments/*"])
-@pytest.mark.parametrize("verb", ["verify", "export", "checkpoints", "gc", "show", "delete"])
+@pytest.mark.parametrize("verb", long_after(2, ["verify", "export", "checkpoints", "gc", "show", "delete"]))
 def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path, verb: str, document: str) -> None:
     (target / "digits" / "1" / "segments").mkdir(exist_ok=True)
     (target / "digits" / "1" / "segments" / "0000000010.jsonl").touch()

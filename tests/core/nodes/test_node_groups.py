@@ -38,6 +38,7 @@ NODES = NodesKey(trial=KEY, attempt=2)
 TERM = 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("before", [None, grouped_run(2), killed_before_its_entry], ids=["new", "grouped", "single"])
 def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
@@ -48,6 +49,7 @@ def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     assert explored.broken == []
 
 
+@pytest.mark.long
 def test_one_node_continues_what_several_saved(record_property: Record) -> None:
     explored = explore(ObjectWorld, fresh_run, before=grouped_run(2))
     explored.record(record_property, "points explored, several nodes")
@@ -63,6 +65,7 @@ def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_pr
     assert explored.broken == []
 
 
+@pytest.mark.long
 def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_break_no_promise(
     record_property: Record,
 ) -> None:

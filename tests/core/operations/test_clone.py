@@ -165,6 +165,7 @@ ESSENTIAL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("story", ESSENTIAL)
 def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
@@ -228,6 +229,7 @@ def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, reco
     assert explored.broken == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
@@ -311,6 +313,7 @@ MUTANTS: Mapping[str, Mutant] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:

@@ -28,6 +28,7 @@ from tests.core.protocol.turns import Choice, IsPoint, drawn, everywhere, in_tur
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -250,13 +251,14 @@ class _Seen:
         return self.inner(running)
 
 
-@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("name", long_after(4, MEETINGS))
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, at_writes, every=3)
     explored.record(record_property, "orders of deletions and others")
     assert explored.broken == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = in_drawn_orders(name, range(8))
@@ -314,6 +316,7 @@ MUTANTS: Mapping[str, Mutant] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:

@@ -40,6 +40,7 @@ from tests.core.small_search import SmallSearch, own_state, search_of_three, unr
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -145,6 +146,7 @@ def paused_before_each_request(enough: int | None = None) -> list[str]:
     raise AssertionError("it never ends")
 
 
+@pytest.mark.long
 def test_a_deletion_paused_before_any_request_leaves_the_next_experiment_alone() -> None:
     assert paused_before_each_request() == []
 
@@ -257,7 +259,7 @@ def paused_before_each_write(name: str, deletions: int, enough: int | None = Non
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("deletions", [1, 2])
+@pytest.mark.parametrize("deletions", long_after(4, [1, 2]))
 @pytest.mark.parametrize("name", LATE)
 def test_a_late_writer_learns_of_the_deletion_and_leaves_the_next_experiment_alone(name: str, deletions: int) -> None:
     assert paused_before_each_write(name, deletions) == []
@@ -406,6 +408,7 @@ MUTANTS: Mapping[str, Mutant] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(

@@ -205,6 +205,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("story", STORIES)
 def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_property: Record) -> None:
@@ -214,6 +215,7 @@ def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_
     assert explored.broken == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_maintenance_and_owners_in_drawn_orders_break_no_promise(meeting: str, record_property: Record) -> None:

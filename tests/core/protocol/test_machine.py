@@ -363,6 +363,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTri
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
     seen: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]], record_property: Callable[[str, object], None]

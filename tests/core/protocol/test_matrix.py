@@ -18,6 +18,7 @@ from tests.core.protocol.matrix import (
 )
 from tests.core.protocol.worlds import ObjectWorld, PosixWorld
 from tests.fakes.stores.dying_store import Way
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "short_segments")
 
@@ -34,7 +35,7 @@ def every_fifth(total: int) -> Iterable[int]:
     return range(1, total + 1, 5)
 
 
-@pytest.mark.parametrize(("before", "story"), STORIES)
+@pytest.mark.parametrize(("before", "story"), long_after(1, STORIES))
 def test_no_failure_of_an_object_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
@@ -45,6 +46,7 @@ def test_no_failure_of_an_object_store_breaks_a_promise(
     assert explored.points > 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "story"), STORIES)
 def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
@@ -64,6 +66,7 @@ def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_
     assert explored.broken == []
 
 
+@pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
     explored = explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
 
@@ -71,7 +74,7 @@ def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_pr
     assert explored.broken == []
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE])
+@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
     explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
 
@@ -79,6 +82,7 @@ def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: W
     assert explored.broken == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
     explored = explore_delays(story, [None, 0, 2, 10, 30])

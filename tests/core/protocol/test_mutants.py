@@ -268,6 +268,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
@@ -288,6 +289,7 @@ FINDERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("finder", FINDERS)
 def test_what_notices_the_mutants_finds_nothing_wrong_with_the_package(finder: Finder) -> None:
     assert list(finder()) == []

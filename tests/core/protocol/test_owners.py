@@ -18,6 +18,7 @@ from tests.core.protocol.owners import (
     takes_over_and_saves,
     uploads,
 )
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -41,7 +42,7 @@ PAIRS = [
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("checkpoints", "acts"), PAIRS)
+@pytest.mark.parametrize(("checkpoints", "acts"), long_after(2, PAIRS))
 def test_two_owners_in_every_order_break_no_promise(
     checkpoints: int, acts: Sequence[Act], record_property: Record
 ) -> None:
@@ -50,6 +51,7 @@ def test_two_owners_in_every_order_break_no_promise(
     assert explored.broken == []
 
 
+@pytest.mark.long
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over, takes_over]
     explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
@@ -57,6 +59,7 @@ def test_three_owners_in_every_order_break_no_promise(record_property: Record) -
     assert explored.broken == []
 
 
+@pytest.mark.long
 def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_owner(), acts, range(100))

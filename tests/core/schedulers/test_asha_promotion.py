@@ -265,6 +265,7 @@ def full_trainings(world: World, seeds: int, variant: str = "promotion") -> floa
     return sum(len(run.run(UNITS).reached(R)) for run in runs) / seeds
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_with_a_checkpoint_per_unit_preempted_workers_yield_nine_tenths_at_least(record_property) -> None:
     calm, preempted = full_trainings(CALM, 2), full_trainings(PREEMPTED, 2)
@@ -279,6 +280,7 @@ def test_preempted_workers_yield_nine_tenths_at_least_whatever_the_variant(varia
     assert full_trainings(PREEMPTED, 20, variant) >= 0.9 * full_trainings(CALM, 20, variant)
 
 
+@pytest.mark.long
 def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
     """Without checkpoints, a trial that dies is lost: proof that the simulation kills trials."""
     lost = full_trainings(replace(PREEMPTED, saves_every=0, deaths_allowed=0), 1)

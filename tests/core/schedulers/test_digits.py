@@ -60,6 +60,7 @@ def recorded(record_property):
     return record
 
 
+@pytest.mark.long
 def test_asha_that_stops_finds_a_good_one_with_a_sixth_of_the_budget(recorded) -> None:
     found = recorded("ASHA stopping", figures(searches(ASHA(EPOCHS), ORDERS)))
     assert found.budget <= 0.16
@@ -67,6 +68,7 @@ def test_asha_that_stops_finds_a_good_one_with_a_sixth_of_the_budget(recorded) -
     assert found.epochs_to_target <= 250
 
 
+@pytest.mark.long
 def test_asha_that_promotes_finds_a_good_one_with_a_sixth_of_the_budget_and_trains_no_epoch_twice(recorded) -> None:
     outcomes = searches(ASHA(EPOCHS, variant="promotion"), ORDERS)
     found = recorded("ASHA promotion", figures(outcomes))
@@ -78,6 +80,7 @@ def test_asha_that_promotes_finds_a_good_one_with_a_sixth_of_the_budget_and_trai
         assert len(trained) == len(set(trained))
 
 
+@pytest.mark.long
 def test_hyperband_needs_a_third_of_the_budget_at_most(recorded) -> None:
     found = recorded("Hyperband", figures(searches(Hyperband(EPOCHS), ORDERS)))
     assert found.budget <= 0.35

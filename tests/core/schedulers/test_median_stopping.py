@@ -139,6 +139,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> 
     assert asked.says("x", 1, 0.2) == "continue"
 
 
+@pytest.mark.long
 @settings(max_examples=100)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_who_stops_is_whom_the_rule_of_the_paper_stops(

@@ -13,6 +13,7 @@ from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
 from tests.core.schedulers.asking import SCORE, Asked
 from tests.fakes.searches.virtual_driver import Config, State, VirtualRun, World
+from tests.long_cases import long_after
 
 MUTATIONS = {"lr": uniform(0, 1)}
 
@@ -282,7 +283,7 @@ def test_two_that_each_see_half_of_the_problem_do_not_solve_it() -> None:
     assert best_of_the_toy(FIFO(), slots=2, seed=0) == pytest.approx(0.39, abs=0.001)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", long_after(1, [1, 2]))
 def test_two_that_each_see_half_of_the_problem_solve_it_by_exploiting_each_other(slots: int, record_property) -> None:
     pbt = PBT(4, {"h0": uniform(0, 1), "h1": uniform(0, 1)})
     worst = min(best_of_the_toy(pbt, slots, seed) for seed in range(100))

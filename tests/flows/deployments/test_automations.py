@@ -216,6 +216,7 @@ def evaluate(experiment: str, trial: str) -> None:
     """Never run: the tests check only that it is scheduled, and its parameters."""
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(clean: str, tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path / "target"))
     with get_client(sync_client=True) as client:
@@ -246,6 +247,7 @@ def nightly(target: str) -> None:
     pt.tune(Moody, {}, target=target, experiment="e", metric="loss", num_samples=1, stop={"step": 1})
 
 
+@pytest.mark.long
 def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str, tmp_path: Path) -> None:
     with answering(200) as hook:
         block = CustomWebhookNotificationBlock(name="hook", url=hook.url, json_data={"text": "{{body}}"})

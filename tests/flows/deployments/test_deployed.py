@@ -25,6 +25,7 @@ from prefect_tune.deploy.deployments import Pool, deploy
 from prefect_tune.parameters.forms import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
+from tests.long_cases import long_after
 
 POOL, SECRET = "deployed", "never-shown-to-anybody"
 TRAINABLE = "tests.trainables.digits_table:DigitsTable"
@@ -67,6 +68,7 @@ def search_at(target: LocalTarget, **more: object) -> Mapping[str, Any]:
     return {**needed, "metric": "error", "stop": {"step": 2}, "samples_per_run": 2, "isolation": "thread", **more}
 
 
+@pytest.mark.long
 def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelled(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
@@ -87,6 +89,7 @@ def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelle
     assert experiment_at(local_target, "extends").number == state.number
 
 
+@pytest.mark.long
 def test_a_relative_target_fails_the_run_before_anything_is_written(
     client: SyncPrefectClient, local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +116,7 @@ def as_deployed_by_an_earlier_release(client: SyncPrefectClient, name: str, para
     client.update_deployment(client.read_deployment_by_name(name).id, flat)
 
 
+@pytest.mark.long
 def test_a_run_takes_the_parameters_of_the_group(client: SyncPrefectClient, local_target: LocalTarget) -> None:
     name = deployed("tune", "grouped", search_at(local_target))
     there = client.read_deployment_by_name(name).parameters
@@ -123,6 +127,7 @@ def test_a_run_takes_the_parameters_of_the_group(client: SyncPrefectClient, loca
         assert len(experiment_at(local_target, "grouped").trials) == number
 
 
+@pytest.mark.long
 def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
     client: SyncPrefectClient, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +139,7 @@ def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
     assert len(experiment_at(local_target, "beside").trials) == 4
 
 
+@pytest.mark.long
 def test_a_value_that_a_form_sets_in_the_group_replaces_the_one_that_the_deployment_stores_beside_it(
     client: SyncPrefectClient, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,7 +156,9 @@ def test_a_value_that_a_form_sets_in_the_group_replaces_the_one_that_the_deploym
     assert len(experiment_at(local_target, "by-hand").trials) == 4
 
 
-@pytest.mark.parametrize("group", [{"samples_per_run": "two"}, {"sampels_per_run": 2}], ids=["wrong", "misspelt"])
+@pytest.mark.parametrize(
+    "group", long_after(1, [{"samples_per_run": "two"}, {"sampels_per_run": 2}]), ids=["wrong", "misspelt"]
+)
 def test_the_server_refuses_what_is_wrong_in_the_group(
     client: SyncPrefectClient, local_target: LocalTarget, group: Mapping[str, Any]
 ) -> None:
@@ -159,6 +167,7 @@ def test_the_server_refuses_what_is_wrong_in_the_group(
         begun(client, name, advanced=group)
 
 
+@pytest.mark.long
 def test_a_deployment_of_an_earlier_release_and_its_runs_take_flat_parameters(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
@@ -214,6 +223,7 @@ def ways(client: SyncPrefectClient) -> Mapping[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("vault")
 @pytest.mark.parametrize("way", ["slug", "reference", "form"])
 def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) -> None:
@@ -227,6 +237,7 @@ def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) ->
     assert SECRET not in everything(client)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("vault")
 def test_a_block_that_is_spelled_out_is_refused_by_every_way_in(client: SyncPrefectClient) -> None:
     fields = {"bucket": "durable", "access_key_id": "id", "secret_access_key": SECRET}
@@ -240,6 +251,7 @@ def test_a_block_that_is_spelled_out_is_refused_by_every_way_in(client: SyncPref
     assert SECRET not in everything(client)
 
 
+@pytest.mark.long
 def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: SyncPrefectClient, vault: S3Target) -> None:
     for target in (vault, Block.load("s3-target/vault", _sync=True)):  # type: ignore[call-arg]  # as above
         pt.durable_trainable(
@@ -248,6 +260,7 @@ def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: Sync
     assert SECRET not in everything(client)
 
 
+@pytest.mark.long
 def test_a_deployment_of_resume_runs_what_it_trusts_and_a_retry_of_its_run_nothing_else(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

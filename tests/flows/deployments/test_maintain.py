@@ -36,6 +36,7 @@ from tests.fakes.searches.experiments import write_experiment
 from tests.flows.driver import until
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import flip, own_blobs, trial_at
+from tests.long_cases import long_after
 from tests.trainables.counting import Counting
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -72,6 +73,7 @@ def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
     assert (again.damaged, again.verified_count) == ([], 5)
 
 
+@pytest.mark.long
 def test_damage_that_is_left_where_it_is_is_reported_each_time(target: Path) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     for _ in range(2):
@@ -125,6 +127,7 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target: Path) -> None:
     (newest,) = target.glob("digits/1/trials/trial/checkpoints/0000000006-*/manifest.json")
     written = newest.read_bytes()
@@ -180,6 +183,7 @@ class Clock(datetime):
         return cls.moment.astimezone(tz)
 
 
+@pytest.mark.long
 def test_a_run_on_each_day_reads_everything_in_as_many_days_as_the_share_says(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,13 +255,19 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
 
 @pytest.mark.parametrize(
     ("asked", "what"),
-    [
-        ({"experiments": ["digit"]}, "none of the 1 at .* matches 'digit'"),
-        ({"share": "7"}, "share: expected one part of several, such as '1/7', found '7'"),
-        ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
-        ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
-        ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected at most 1e.10, found inf; leave it out"),
-    ],
+    long_after(
+        2,
+        [
+            ({"experiments": ["digit"]}, "none of the 1 at .* matches 'digit'"),
+            ({"share": "7"}, "share: expected one part of several, such as '1/7', found '7'"),
+            ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
+            ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
+            (
+                {"time_budget_seconds": float("inf")},
+                "time_budget_seconds: expected at most 1e.10, found inf; leave it out",
+            ),
+        ],
+    ),
 )
 def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked: dict[str, Any], what: str) -> None:
     with pytest.raises(pt.InvalidInput, match=what):
@@ -267,6 +277,7 @@ def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked:
 # ------------------------------------------------------------------------------------- beside running searches
 
 
+@pytest.mark.long
 def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_aside_loudly(trouble: Trouble) -> None:
     trouble.trainable = "tests.trainables.numpy_mlp:NumpyMlp"
     trouble.run(steps=15)

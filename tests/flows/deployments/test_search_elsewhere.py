@@ -48,6 +48,7 @@ class _Search:
         return len({each.pid for each in acts_of(self._witness)})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server", "worker")
 @pytest.mark.timeout(900)
 def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_twice(

@@ -48,6 +48,7 @@ _WAYS: dict[str, Callable[[TcpProxy], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["down", pytest.param("hung", marks=pytest.mark.deep), "failing"])
 def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it_is_back(
     drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, way: str

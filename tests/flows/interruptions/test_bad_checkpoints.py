@@ -17,6 +17,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import bytes_of_checkpoint, flip, overwrite, own_blobs, undisturbed, violations
+from tests.long_cases import long_after
 
 _NAME = "troubled"
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
@@ -56,7 +57,7 @@ _DAMAGE: dict[str, Callable[[Trouble, int], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", _DAMAGE)
+@pytest.mark.parametrize("damage", long_after(1, _DAMAGE))
 def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(trained: Trouble, damage: str) -> None:
     _DAMAGE[damage](trained, 15)
     trained.run(steps=20)
@@ -66,6 +67,7 @@ def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(tra
     _require_identical(trained, 20)
 
 
+@pytest.mark.long
 def test_two_damaged_checkpoints_are_both_put_aside(trained: Trouble) -> None:
     flip(_blob(trained, 15))
     flip(_blob(trained, 10))
@@ -100,6 +102,7 @@ def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
 # --------------------------------------------------------------------------------------------------- poison
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["raise", pytest.param("segfault", marks=pytest.mark.deep)])
 def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_deaths(trouble: Trouble, way: str) -> None:
     trouble.run(steps=10)
@@ -111,6 +114,7 @@ def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_death
     assert len(trouble.trial.quarantined) == 1
 
 
+@pytest.mark.long
 def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None:
     trouble.config |= {"fails": "kill", "place": "load", "at": 10, "times": 4}
     trouble.run(steps=10)
@@ -119,6 +123,7 @@ def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None
     assert trouble.trial.quarantined == ()
 
 
+@pytest.mark.long
 def test_a_poison_checkpoint_does_not_outlive_the_users_budget(trouble: Trouble) -> None:
     trouble.run(steps=10)
     trouble.poison(10, "raise")
@@ -141,11 +146,14 @@ def _require_identical(trouble: Trouble, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("retention", "stay"),
-    [
-        (Retention(last=2), [35, 40]),
-        (Retention(every=15), [15, 30, 40]),
-        (Retention(last=1, every=20), [20, 40]),
-    ],
+    long_after(
+        1,
+        [
+            (Retention(last=2), [35, 40]),
+            (Retention(every=15), [15, 30, 40]),
+            (Retention(last=1, every=20), [20, 40]),
+        ],
+    ),
 )
 def test_retired_checkpoints_are_gone_from_the_target_and_live_ones_restore(
     trouble: Trouble, retention: Retention, stay: Sequence[int]
@@ -169,6 +177,7 @@ def _blobs(trouble: Trouble, step: int) -> Sequence[Path]:
     return [root / path for path in read_manifest(PosixStore(root), key).blob_paths()]
 
 
+@pytest.mark.long
 def test_the_best_checkpoints_stay(trouble: Trouble) -> None:
     trouble.trainable = _MLP
     trouble.run(steps=30, retention=Retention(best=1, metric="loss"), checkpoint=Cadence(every_steps=2))

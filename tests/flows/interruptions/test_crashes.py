@@ -10,6 +10,7 @@ import pytest
 from prefect_tune.blocks import StorageTarget
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.killing import Campaign, Victim, redone
+from tests.long_cases import long_after
 from tests.trainables.witness import Act
 
 Struck = Callable[[Campaign, int], None]
@@ -36,7 +37,9 @@ def target(request: pytest.FixtureRequest) -> StorageTarget:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("target", "victim", "kills"), [("s3", "flow", 2), ("local", "trial", 2), ("s3", "machine", 2)], indirect=["target"]
+    ("target", "victim", "kills"),
+    long_after(1, [("s3", "flow", 2), ("local", "trial", 2), ("s3", "machine", 2)]),
+    indirect=["target"],
 )
 def test_a_training_that_is_killed_ends_bit_identical_and_loses_at_most_an_interval(
     victim: Victim, kills: int, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck

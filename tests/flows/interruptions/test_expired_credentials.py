@@ -115,6 +115,7 @@ def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(
     assert server.refusals < 20, "it is not retried"
 
 
+@pytest.mark.long
 def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
     assert all(each.attempt >= 2 for each in results.trials.values()), "each resumes from its last commit"
 
 
+@pytest.mark.long
 def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

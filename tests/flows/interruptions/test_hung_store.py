@@ -35,6 +35,7 @@ def _training(drivers: Drivers, target: S3Target, folder: Path) -> MlpTraining:
     return MlpTraining(drivers, target, folder, _NAME, _STEPS, sync=sync)
 
 
+@pytest.mark.long
 def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ class _Pretender:
         return None
 
 
+@pytest.mark.long
 def test_a_server_that_acknowledges_writes_it_drops_costs_only_time(drivers: Drivers, tmp_path: Path) -> None:
     with S3Sink() as sink:
         sink.fault = pretender = _Pretender(sink)

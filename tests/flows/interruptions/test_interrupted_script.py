@@ -92,6 +92,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
     assert "Finished in state Interrupted\n" in said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server: str, tmp_path: Path) -> None:
     script, said = tmp_path / "slow.py", tmp_path / "said"
@@ -132,6 +133,7 @@ def test_during_the_import_of_the_package_too(monkeypatch: pytest.MonkeyPatch) -
     assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "error"),
     [

@@ -59,6 +59,7 @@ def _thaw(*pids: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_of_two_runs_of_one_trial_one_goes_on_and_the_other_ends_superseded(contest: _Contest) -> None:
     contest.hold_at(18)
     first = contest.start()

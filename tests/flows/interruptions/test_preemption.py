@@ -86,6 +86,7 @@ def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     preempted.require_continued(from_step=preempted.committed())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("grace_seconds", "save_seconds"), [(0, 0.0), (2, 60.0)])
 def test_a_trial_that_cannot_save_within_the_grace_is_ended_and_loses_at_most_an_interval(
     preempted: _Preempted, grace_seconds: float, save_seconds: float
@@ -148,6 +149,7 @@ def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Pree
     preempted.require_continued(from_step=preempted.committed())
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_ends_resumable(preempted: _Preempted) -> None:
     driver = preempted.start()
     preempted.until_at("trained", 7)

@@ -133,6 +133,7 @@ def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
     assert of_trials[0] in sources
 
 
+@pytest.mark.long
 def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_already(
     prefect_server: str, target: LocalTarget
 ) -> None:

@@ -64,6 +64,7 @@ def steps(target: LocalTarget) -> list[tuple[str, int]]:
     return [(each["status"], each["step"]) for each in shown(target).get("trials", ())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flow", ["tune", "tune on Dask"])
 def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_before_any_of_it_is_due(
     flow: Flow, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
@@ -90,6 +91,7 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     assert not left, "it is of no use any more"
 
 
+@pytest.mark.long
 def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
     return [(each["wasted_steps"], each["wasted_at_least"]) for each in found.get("trials", [found])]
 
 
+@pytest.mark.long
 def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as_they_are_known(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
@@ -135,6 +138,7 @@ def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as
     assert "wasted_at_least" not in shown_trial
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("period", [1, None])
 def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is_what_a_kill_costs(
     period: float | None, drivers: Drivers, local_target: LocalTarget, tmp_path: Path

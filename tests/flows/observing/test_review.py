@@ -25,6 +25,7 @@ def _shown_in_the_ui(experiment: str) -> str:
     return next(line for line in str(newest.data).splitlines() if line.startswith("**"))
 
 
+@pytest.mark.long
 def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_ui_shows_the_trial_errored(
     trouble: Trouble,
 ) -> None:

@@ -118,6 +118,7 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
     require_states(run_of(results), {"train 00000 · attempt 1": ("Interrupted", "")})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_once(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
@@ -177,6 +178,7 @@ def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
     assert printed("report").count(raised) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalTarget) -> None:
     with pytest.raises(pt.SearchFailed):
@@ -196,6 +198,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
 # ----------------------------------------------------------------------------------------------- after a kill
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flow", ["tune", "durable_trainable"])
 def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_over(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path, flow: Flow
@@ -258,6 +261,7 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     searched(local_target, [0.1, 0.05])

@@ -98,6 +98,7 @@ def test_an_answer_after_the_experiment_was_deleted_does_not_train_it_again_from
         assert [each.path for each in store.list("")] == [f"{_NAME}/generations/0000000002.json"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("status", [429, 500, 504])
 def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
@@ -167,6 +168,7 @@ def inquisitor(config: Mapping[str, Any]) -> None:
     pt.report({"loss": 0.0})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_script_may_ask_more_often_than_it_may_be_started_again(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget

@@ -162,6 +162,7 @@ def search(target: LocalTarget, **options: Any) -> pt.Results:
     return pt.tune(DIGITS, **{**common, **options})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_of_a_grid_alone_trains_each_point_once(local_target: LocalTarget) -> None:
     results = search(local_target, space={"row": pt.grid_search([3, 1, 2])})
@@ -184,6 +185,7 @@ def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp
     assert rows(third) == rows(at_once)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_target: LocalTarget) -> None:
     for samples in (2, 1, 3):
@@ -207,6 +209,7 @@ def _is_first_try() -> bool:
     return (flow_run.run_count or 1) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_adds_nothing(
     local_target: LocalTarget,

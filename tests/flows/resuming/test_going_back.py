@@ -61,6 +61,7 @@ _DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", _DAMAGE)
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
     left_run.ask(form_of_training(ResumeLimits(checkpoints=(5, 10, 15)), "How?"), HOW_TO_CONTINUE)

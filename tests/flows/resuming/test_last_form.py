@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prefect.input import RunInput
 
 from tests.flows.resuming.left_run import LeftRun
@@ -26,6 +27,7 @@ def test_the_answer_to_one_of_many_forms_is_the_answer_that_was_given(left_run: 
     assert left_run.last_form() == found
 
 
+@pytest.mark.long
 def test_a_form_is_not_answered_by_whatever_starts_the_run_again(left_run: LeftRun) -> None:
     assert left_run.last_form() is None
     left_run.retry()
@@ -38,6 +40,7 @@ def test_a_form_is_not_answered_by_whatever_starts_the_run_again(left_run: LeftR
     assert (found.about, found.answer) == ("ask-second", None)
 
 
+@pytest.mark.long
 def test_a_form_that_is_left_as_it_is_was_answered_with_nothing(left_run: LeftRun) -> None:
     left_run.ask(_GoOn, "ask")
     left_run.resume()

@@ -75,6 +75,7 @@ def entry_of_a_stop(target: LocalTarget) -> int:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "search",
     [
@@ -121,6 +122,7 @@ def test_a_fork_goes_on_with_other_settings_and_a_retry_of_it_goes_on_too(local_
     assert configs(searched(local_target, num_samples=4))[:3] == configs(old)
 
 
+@pytest.mark.long
 def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_asked(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +216,7 @@ def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: P
 # ----------------------------------------------------------------------------------------------- warm start
 
 
+@pytest.mark.long
 def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_are_gone(
     local_target: LocalTarget, tmp_path: Path
 ) -> None:
@@ -284,6 +287,7 @@ def changing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return write
 
 
+@pytest.mark.long
 def test_changed_code_is_said_once_or_refused(
     local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -356,6 +360,7 @@ def rows(experiment: Experiment) -> Sequence[object]:
     return [each.config["row"] for each in experiment.trials.values()]
 
 
+@pytest.mark.long
 def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget) -> None:
     searched(local_target, num_samples=1)
     before = objects(local_target, "old/1/trials/00000/checkpoints")
@@ -373,6 +378,7 @@ def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget
 DEVELOPMENT = Path(__file__).parents[2] / "data" / "development_layout"
 
 
+@pytest.mark.long
 def test_an_experiment_of_a_development_version_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path / "target"))
     shutil.copytree(DEVELOPMENT, tmp_path / "target")

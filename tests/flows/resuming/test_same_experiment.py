@@ -15,6 +15,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from tests.flows.resuming.test_resume import DIGITS, SPACE, TPE, objects, searched
 from tests.flows.training import experiment_at
+from tests.long_cases import long_after
 from tests.trainables.digits_table import DigitsTable
 from tests.trainables.moody import Moody
 
@@ -23,11 +24,14 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(400
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [
-        ({"metric": "accuracy"}, "metric: experiment 'old' was begun with 'error'"),
-        ({"mode": "max"}, "mode: experiment 'old' was begun with 'min', and this run passes 'max'"),
-        ({"seed": 3}, "seed: experiment 'old' was begun with"),
-    ],
+    long_after(
+        1,
+        [
+            ({"metric": "accuracy"}, "metric: experiment 'old' was begun with 'error'"),
+            ({"mode": "max"}, "mode: experiment 'old' was begun with 'min', and this run passes 'max'"),
+            ({"seed": 3}, "seed: experiment 'old' was begun with"),
+        ],
+    ),
 )
 def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
     local_target: LocalTarget, changed: dict[str, Any], said: str
@@ -39,6 +43,7 @@ def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
     assert objects(local_target) == before
 
 
+@pytest.mark.long
 def test_a_run_without_a_seed_continues_with_that_of_the_experiment(local_target: LocalTarget) -> None:
     configs = [
         [each.config for each in searched(local_target, name, num_samples=count, **seed).trials.values()]
@@ -47,6 +52,7 @@ def test_a_run_without_a_seed_continues_with_that_of_the_experiment(local_target
     assert configs[1] == configs[2]
 
 
+@pytest.mark.long
 def test_a_search_is_no_training_and_a_training_is_no_search(local_target: LocalTarget) -> None:
     searched(local_target, num_samples=1)
     pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="one", stop={"step": 2})
@@ -78,6 +84,7 @@ class Diary(pt.Callback):
         self.ended.append(trial.trial)
 
 
+@pytest.mark.long
 def test_it_goes_on_without_callbacks_that_no_journal_holds_and_says_so(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,6 +104,7 @@ def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarg
     assert not objects(local_target, "new")
 
 
+@pytest.mark.long
 def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_target: LocalTarget) -> None:
     def no_journal_names_it(_config: object) -> None:
         pt.report({"error": 1.0})
@@ -123,6 +131,7 @@ def row(_config: Mapping[str, Any]) -> int:
     return 3
 
 
+@pytest.mark.long
 def test_objects_with_an_import_path_are_resumed_by_name(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import MaxSteps, Plateau
 from prefect_tune.flows.durable_trainable import durable_trainable
 from tests.fakes.servers.processes import free_port
+from tests.long_cases import long_after
 from tests.trainables import faulty
 
 Arguments = dict[str, Any]
@@ -92,7 +93,7 @@ def _rows(table: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize(("arguments", "error", "names"), _rows(BEFORE_ANYTHING))
+@pytest.mark.parametrize(("arguments", "error", "names"), long_after(12, _rows(BEFORE_ANYTHING)))
 def test_bad_input_gives_one_clear_error_before_anything_is_touched(
     arguments: Callable[[], Arguments], error: type[Exception], names: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
     assert not (tmp_path / "trained").exists()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_target_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect_tune.tasks import experiments
@@ -136,7 +138,7 @@ WHILE_TRAINING: list[tuple[str, Callable[[dict[str, object]], object], tuple[str
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize(("trainable", "names"), _rows(WHILE_TRAINING))
+@pytest.mark.parametrize(("trainable", "names"), long_after(2, _rows(WHILE_TRAINING)))
 def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
     trainable: Callable[[dict[str, object]], object], names: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -20,12 +20,13 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble
+from tests.long_cases import long_after
 from tests.trainables.witness import acts_of
 
 # ------------------------------------------------------------------------------------------- causes of failures
 
 
-@pytest.mark.parametrize("place", ["step", "setup", "save"])
+@pytest.mark.parametrize("place", long_after(1, ["step", "setup", "save"]))
 def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: Trouble, place: str) -> None:
     at = 0 if place == "setup" else 10
     trouble.config |= {"fails": "raise", "place": place, "at": at, "times": 2}
@@ -35,6 +36,7 @@ def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: T
     assert "the user's own trouble" in trouble.loudly()
 
 
+@pytest.mark.long
 def test_a_failure_in_load_checkpoint_is_the_users(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "place": "load", "at": 10, "times": 1}
     trouble.run(steps=10)
@@ -61,6 +63,7 @@ def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Troubl
     assert (trouble.trial.step, trouble.trial.metrics["count"]) == (7, 7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "said", "logged"),
     [
@@ -86,6 +89,7 @@ def test_a_killed_trial_is_the_machines_failure_and_has_a_budget_of_its_own(trou
     assert (result.step, result.attempts) == (20, 3)
 
 
+@pytest.mark.long
 def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_spent(trouble: Trouble) -> None:
     trouble.config |= {"fails": "kill", "at": 7, "times": 99}
     with pytest.raises(TrialFailed, match="max_machine_failures"):
@@ -93,6 +97,7 @@ def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_sp
     assert trouble.trial.attempt == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -136,6 +141,7 @@ class SlowTarget(LocalTarget):
             yield _SlowStore(Path(self.path))
 
 
+@pytest.mark.long
 def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Trouble) -> None:
     trouble.target = SlowTarget(path=trouble.target.path)
     result = trouble.run(steps=5, silence_timeout_seconds=4)
@@ -157,6 +163,7 @@ def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
     assert len(logged) >= 1000
 
 
+@pytest.mark.long
 def test_a_trainable_may_print_what_is_no_text(trouble: Trouble) -> None:
     trouble.trainable = "tests.trainables.troublesome:PrintsOddly"
     assert trouble.run(steps=3).step == 3
@@ -171,12 +178,14 @@ def test_processes_that_a_trainable_leaves_behind_end_with_it(trouble: Trouble) 
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
 
+@pytest.mark.long
 def test_cleanup_is_called_when_a_trial_ends_in_order_and_when_it_raises(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 7}
     trouble.run(failures=FailurePolicy(max_failures=1))
     assert trouble.acts("cleanup") == [7, 20]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["raise", "kill"])
 def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(trouble: Trouble, way: str) -> None:
     trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
@@ -185,6 +194,7 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
     assert "the trial had finished, and its last checkpoint was committed, when" in trouble.loudly()
 
 
+@pytest.mark.long
 def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 13}
     with pytest.raises(TrialFailed, match="the user's own trouble"):
@@ -205,6 +215,7 @@ def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trou
     assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)
 
 
+@pytest.mark.long
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(trouble: Trouble) -> None:
     trouble.run(steps=10)
     result = trouble.run(steps=20)

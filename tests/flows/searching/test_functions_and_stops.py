@@ -12,6 +12,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.stoppers import MaxSteps, MaxTime, Plateau
 from prefect_tune.core.experiment.trial_transitions import Status
 from tests.flows.interruptions.trouble import Trouble
+from tests.long_cases import long_after
 
 
 def test_a_function_reports_saves_and_goes_on_from_its_checkpoint(trouble: Trouble) -> None:
@@ -48,12 +49,15 @@ def _seventh(metrics: Mapping[str, object]) -> bool:
 
 @pytest.mark.parametrize(
     ("stop", "step"),
-    [
-        ({"count": 6, "step": 9}, 6),
-        (_seventh, 7),
-        ("tests.flows.searching.test_functions_and_stops:_seventh", 7),
-        ([{"step": 50}, MaxSteps(9) | Plateau("loss", std=0.02, reports=3)], 8),
-    ],
+    long_after(
+        1,
+        [
+            ([{"step": 50}, MaxSteps(9) | Plateau("loss", std=0.02, reports=3)], 8),
+            ({"count": 6, "step": 9}, 6),
+            (_seventh, 7),
+            ("tests.flows.searching.test_functions_and_stops:_seventh", 7),
+        ],
+    ),
 )
 def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Trouble, stop: Any, step: int) -> None:
     result = trouble.run(steps=None, stop=stop)
@@ -61,6 +65,7 @@ def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Tr
     assert trouble.trial.checkpoints[-1].step == step
 
 
+@pytest.mark.long
 def test_a_stopper_that_looks_back_sees_what_was_reported_before_a_resume(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 8}
     plateau = Plateau("loss", std=0.02, reports=3)
@@ -68,6 +73,7 @@ def test_a_stopper_that_looks_back_sees_what_was_reported_before_a_resume(troubl
     assert (result.step, result.attempts) == (8, 2)
 
 
+@pytest.mark.long
 def test_training_time_counts_over_all_attempts(trouble: Trouble) -> None:
     trouble.config |= {"step_seconds": 0.1, "fails": "raise", "at": 8}
     stop = MaxTime(timedelta(seconds=1.5))

@@ -11,6 +11,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.searches.failed_searches import results_of_failed
+from tests.long_cases import long_after
 from tests.trainables.moody import Moody
 
 
@@ -38,12 +39,15 @@ def statuses(results: pt.Results) -> list[tuple[str, int, int]]:
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize(
     ("options", "ended", "continued"),
-    [
-        ({}, ("completed", 4, 1), 1),
-        ({"search": OptunaSearch(sampler="TPESampler")}, ("completed", 4, 1), 1),
-        ({"scheduler": pt.ASHA(max_t=4, grace_period=1, reduction_factor=2)}, ("interrupted", 1, 1), 2),
-        ({"scheduler": pt.PBT(perturbation_interval=2, hyperparam_mutations={"x": pt.uniform(0, 1)})}, None, 2),
-    ],
+    long_after(
+        1,
+        [
+            ({}, ("completed", 4, 1), 1),
+            ({"search": OptunaSearch(sampler="TPESampler")}, ("completed", 4, 1), 1),
+            ({"scheduler": pt.ASHA(max_t=4, grace_period=1, reduction_factor=2)}, ("interrupted", 1, 1), 2),
+            ({"scheduler": pt.PBT(perturbation_interval=2, hyperparam_mutations={"x": pt.uniform(0, 1)})}, None, 2),
+        ],
+    ),
     ids=["random", "TPE", "ASHA", "PBT"],
 )
 def test_a_search_with_a_misspelt_metric_fails_at_once_and_continues_with_the_right_one(
@@ -66,6 +70,7 @@ def test_a_search_with_a_misspelt_metric_fails_at_once_and_continues_with_the_ri
     assert not right.errors
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_that_is_complete_fails_too_until_its_metric_is_right(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
@@ -109,6 +114,7 @@ def test_a_search_whose_first_trial_reports_something_else_goes_on(
     assert found.best.metrics == {"accuracy": 0.5}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 @pytest.mark.parametrize("trainable", [Moody, train_forever])
@@ -132,6 +138,7 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_firs
     assert statuses(right) == [("completed", 4, 2), ("completed", 4, 1), ("completed", 4, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_stop_whose_metric_some_trials_report_fails_only_those_that_do_not(local_target: LocalTarget) -> None:
     space = {"name": pt.grid_search(["loss", "other", "loss"])}

@@ -80,6 +80,7 @@ OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger":
 CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 9))])
 @pytest.mark.parametrize(("one", "other"), CHANGES)
 def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(

@@ -23,6 +23,7 @@ from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at, statuses
+from tests.long_cases import long_after
 from tests.trainables.moody import Moody
 from tests.trainables.witness import acts_of
 
@@ -86,6 +87,7 @@ def saved_step(results: pt.Results, trial: str) -> int:
     return results.trials[trial].checkpoints[-1].step
 
 
+@pytest.mark.long
 def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
@@ -118,6 +120,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
     assert (slow.trained(), resumed.experiment.ends) == (40, "")
 
 
+@pytest.mark.long
 def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
     trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
@@ -135,6 +138,7 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert (len(results.experiment.stop_requests), results.experiment.ends) == (2, "")
 
 
+@pytest.mark.long
 def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
     before = slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
@@ -149,6 +153,7 @@ def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopAsked) -
         append(store, experiment, [event], Stamp(write_id="by-hand", at="now"))
 
 
+@pytest.mark.long
 def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 1})
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
@@ -161,6 +166,7 @@ def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow:
     assert results.experiment.stop_requests == ("unreadable-1", "w")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "trial", "said"),
     [("gone", None, "there is no experiment 'gone'"), ("e", "00009", "there is no trial '00009' among its 2")],
@@ -188,6 +194,7 @@ def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
     return pt.tune(MOODY, **{**common, **options})
 
 
+@pytest.mark.long
 def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: pt.LocalTarget) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "raise", "never", "no"])}
     failing = moody(target, space=space, num_samples=1, stop=MaxSteps(2) | MaxFailures(2))
@@ -218,6 +225,7 @@ def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
     assert statuses(pt.resume("e", target=target)) == statuses(results)
 
 
+@pytest.mark.long
 def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.LocalTarget) -> None:
     space = {"x": pt.grid_search([0.0, 5.0, 0.0, 7.0, 8.0])}
     results = moody(target, space=space, num_samples=1, stop=[{"step": 1}, ExperimentPlateau(top=2, std=0.01)])
@@ -227,6 +235,7 @@ def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.Loca
     )
 
 
+@pytest.mark.long
 def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "kill"]), "until": str(tmp_path / "killed")}
     own = moody(target, space=space, num_samples=1, stop={"step": 3}, failures=pt.FailurePolicy(max_failures=2))
@@ -236,6 +245,7 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
     assert (killed.status, killed.attempt, killed.user_failures) == (Status.COMPLETED, 2, 0)
 
 
+@pytest.mark.long
 def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
     policy = pt.FailurePolicy(max_failures=5)
     missing = results_of_failed(lambda: moody(target, space={"fails": "import"}, num_samples=1, failures=policy))
@@ -245,13 +255,16 @@ def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget
 
 @pytest.mark.parametrize(
     ("stopper", "said"),
-    [
-        ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
-        ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
-        ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive number of seconds"),
-        ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
-        ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
-    ],
+    long_after(
+        2,
+        [
+            ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
+            ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
+            ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive number of seconds"),
+            ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
+            ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
+        ],
+    ),
 )
 def test_a_stopper_that_is_none_is_said_before_anything_is_written(
     stopper: Any, said: str, target: pt.LocalTarget

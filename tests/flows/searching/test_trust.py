@@ -29,6 +29,7 @@ from prefect_tune.tuner.warm_start import new_warm_starts
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
+from tests.long_cases import long_after
 from tests.trainables.moody import train
 
 KEY = SecretStr("a key that is hard to guess")
@@ -77,7 +78,7 @@ _LATE = ("trainable", "trainable of the standard library", "syncer", "place of a
 
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize(
-    "road", [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in ROADS]
+    "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in ROADS])
 )
 def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Untrusted) -> None:
     untrusted.forge(road)
@@ -225,6 +226,7 @@ def count(results: pt.Results) -> int:
     return len(finished)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target: S3Target) -> None:
     begun(s3_target)
@@ -234,6 +236,7 @@ def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target:
     assert count(pt.resume("e", target=s3_target, num_samples=3, trainable=train)) == 3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
     s3_target: S3Target, monkeypatch: pytest.MonkeyPatch

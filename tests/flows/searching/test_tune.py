@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import Finished
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import statuses
+from tests.long_cases import long_after
 from tests.trainables.moody import Moody, differently, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -60,6 +61,7 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: P
     assert (trial.status, trial.step, trial.attempt, trial.wasted_steps) == (Status.COMPLETED, 3, 2, 0)
 
 
+@pytest.mark.long
 def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "not either"])}
     results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
@@ -129,6 +131,7 @@ def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: 
     assert not (tmp_path / "target" / "gone").exists()
 
 
+@pytest.mark.long
 def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path) -> None:
     def trains(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"loss": config["x"]}
@@ -142,27 +145,30 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"num_samples": 0}, "num_samples: expected 1 or more"),
-        ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
-        ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
-        ({"time_budget_seconds": float("nan")}, "time_budget_seconds: expected 1e[+]10 or less, found nan"),
-        ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected 1e[+]10 or less, found inf"),
-        ({"silence_timeout_seconds": 1e300}, r"silence_timeout_seconds: expected 1e[+]10 or less, found 1e\+300"),
-        ({"grace_period_seconds": -1}, "grace_period_seconds: expected 0 or more, found -1"),
-        ({"scheduler": "ASAH"}, "scheduler: unknown name 'ASAH'; .* did you mean 'ASHA'"),
-        ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
-        ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),
-        ({"search": 3}, "search: expected an object"),
-        ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),
-        ({"trials": "deployment"}, "another machine has to import the trainable"),
-        (
-            {"trials": "deployment", "trainable": MOODY, "trial_deployment": "train-trial/nobodys"},
-            "there is no deployment 'train-trial/nobodys'",
-        ),
-        ({"callbacks": [3]}, "callback"),
-        ({"mode": ["min", "max"]}, "mode"),
-    ],
+    long_after(
+        5,
+        [
+            ({"num_samples": 0}, "num_samples: expected 1 or more"),
+            ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
+            ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
+            ({"time_budget_seconds": float("nan")}, "time_budget_seconds: expected 1e[+]10 or less, found nan"),
+            ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected 1e[+]10 or less, found inf"),
+            ({"silence_timeout_seconds": 1e300}, r"silence_timeout_seconds: expected 1e[+]10 or less, found 1e\+300"),
+            ({"grace_period_seconds": -1}, "grace_period_seconds: expected 0 or more, found -1"),
+            ({"scheduler": "ASAH"}, "scheduler: unknown name 'ASAH'; .* did you mean 'ASHA'"),
+            ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
+            ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),
+            ({"search": 3}, "search: expected an object"),
+            ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),
+            ({"trials": "deployment"}, "another machine has to import the trainable"),
+            (
+                {"trials": "deployment", "trainable": MOODY, "trial_deployment": "train-trial/nobodys"},
+                "there is no deployment 'train-trial/nobodys'",
+            ),
+            ({"callbacks": [3]}, "callback"),
+            ({"mode": ["min", "max"]}, "mode"),
+        ],
+    ),
 )
 def test_what_cannot_be_done_is_said_before_anything_is_written(
     options: dict[str, Any], said: str, tmp_path: Path
@@ -173,6 +179,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.long
 def test_what_was_decided_by_one_metric_does_not_go_on_by_another(tmp_path: Path) -> None:
     searched(tmp_path, train, space={"x": 1.0}, stop=None)
     with pytest.raises(pt.InvalidInput, match="metric: experiment 'e' was begun with 'loss'"):

@@ -15,6 +15,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import AttemptEnded, Cause
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import FarSearch
+from tests.long_cases import long_after
 
 _MODELS = """
 import os
@@ -73,27 +74,33 @@ def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: s
     return lambda: {int(line) for line in witness.read_text().split()} if witness.exists() else set()
 
 
-@pytest.mark.parametrize(
-    ("trainable", "message"),
-    [
-        ("models_here:Nett", r"module 'models_here' \(.*models_here.py\) has no 'Nett'; did you mean 'Net'\?"),
-        ("models_here:Net.Deep", r"has no 'Deep'"),
-        ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, OfRay, Plain"),
-        ("models_here:size", r"trainable 'models_here:size': expected a function of the configuration, .* found int"),
-        ("models_here:Plain", r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train"),
-        ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
-        (
-            "leaves:Net",
-            r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
-        ),
-        (
-            "needs_more:Nett",
-            r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
-        ),
-        ("model_here:Net", r"there is no module 'model_here'; did you mean 'models_here'\?"),
-    ],
-)
-@pytest.mark.parametrize("flow", [pt.tune, pt.durable_trainable], ids=["search", "training"])
+_NO_TRAINABLES = [
+    ("models_here:Nett", r"module 'models_here' \(.*models_here.py\) has no 'Nett'; did you mean 'Net'\?"),
+    ("models_here:Net.Deep", r"has no 'Deep'"),
+    ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, OfRay, Plain"),
+    (
+        "models_here:size",
+        r"trainable 'models_here:size': expected a function of the configuration, .* found int",
+    ),
+    (
+        "models_here:Plain",
+        r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train",
+    ),
+    ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
+    (
+        "leaves:Net",
+        r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
+    ),
+    (
+        "needs_more:Nett",
+        r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+    ),
+    ("model_here:Net", r"there is no module 'model_here'; did you mean 'models_here'\?"),
+]
+
+
+@pytest.mark.parametrize(("trainable", "message"), long_after(4, _NO_TRAINABLES))
+@pytest.mark.parametrize("flow", long_after(1, [pt.tune, pt.durable_trainable]), ids=["search", "training"])
 def test_what_is_no_trainable_is_refused_before_anything_is_written(
     importers: Callable[[], set[int]],
     tmp_path: Path,
@@ -128,6 +135,7 @@ def test_with_threads_it_is_imported_here(importers: Callable[[], set[int]], tmp
     assert not list(tmp_path.glob("target/**/*.json"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("importers")
 @pytest.mark.parametrize(
     ("trainable", "message"),

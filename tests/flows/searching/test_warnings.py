@@ -114,6 +114,7 @@ class _Descent(pt.Trainable):
             self.state["rate"] = self.config["rate"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("applies", [False, True])
 def test_a_score_that_is_minimized_and_exploits_that_change_nothing_are_warnings_of_a_search(
@@ -185,6 +186,7 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
     assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
 def test_changed_code_is_reported_by_the_run_that_trains_with_it(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from prefect_tune.core.schedulers.base import Schedule, Stop, TrialReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner
+from tests.long_cases import long_after
 
 ACCURACY = Objective(metrics=("accuracy",), modes=("max",))
 LOSS = Objective(metrics=("loss", "ignored"), modes=("min", "max"))
@@ -112,13 +113,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", long_after(3, PRUNERS))
 def test_trials_are_as_long_as_optuna_itself_makes_them(name: str) -> None:
     found = lengths(RecordedSchedule(PRUNERS[name]()))
     assert found == lengths_in_optuna(PRUNERS[name]())
     assert (min(found) < STEPS) == (name != "none")  # each prunes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRUNERS)
 def test_a_resumed_schedule_decides_what_the_first_would_have(name: str) -> None:
     recorded, decisions = RecordedSchedule(PRUNERS[name]()), []

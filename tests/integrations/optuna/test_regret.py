@@ -12,6 +12,7 @@ from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
 
 
+@pytest.mark.long
 def test_tpe_comes_closer_than_chance() -> None:
     learned = median(regret(OptunaSearch(None, 100), BRANIN, seed).value for seed in range(5))
     drawn = median(regret(RandomSearch(100), BRANIN, seed).value for seed in range(5))

@@ -31,6 +31,7 @@ from prefect_tune.core.search.domains import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, Experiment
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # half of it is
 
@@ -137,7 +138,7 @@ def experiment(case: Case) -> Experiment:
     return Experiment(OptunaSearch(make(), 40, constraints=constraints), space, objective)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", long_after(3, [(each,) for each in CASES.values()]), ids=CASES)
 def test_forty_trials_are_twenty_and_twenty_and_eight_times_five(case: Case) -> None:
     whole = experiment(case).run(40)
     assert len(whole) == 40
@@ -173,6 +174,7 @@ for name in ("TPE, grouped", "NSGA-III", "Sobol"):
 """
 
 
+@pytest.mark.long
 def test_another_process_proposes_the_same() -> None:
     outputs = {
         subprocess.run(

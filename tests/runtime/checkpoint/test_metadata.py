@@ -18,6 +18,7 @@ from prefect_tune.stores.open_location import open_location, read_uri
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in, write
+from tests.long_cases import long_after
 
 # ------------------------------------------------------------------------------------------ the metadata
 
@@ -66,13 +67,16 @@ def _lent(checkpoint: pt.Checkpoint, copy: Path) -> None:
 
 @pytest.mark.parametrize(
     "copied_by",
-    [
-        lambda checkpoint, copy: checkpoint.to_directory(copy),
-        lambda checkpoint, copy: shutil.copytree(checkpoint.to_directory(), copy),
-        _through_its_file_system,
-        _lent,
-        _restored_by_a_task,
-    ],
+    long_after(
+        2,
+        [
+            lambda checkpoint, copy: checkpoint.to_directory(copy),
+            lambda checkpoint, copy: shutil.copytree(checkpoint.to_directory(), copy),
+            _through_its_file_system,
+            _lent,
+            _restored_by_a_task,
+        ],
+    ),
     ids=["to_directory", "to_a_temporary_directory", "filesystem", "as_directory", "task"],
 )
 def test_every_copy_has_the_metadata_of_its_checkpoint(

@@ -93,6 +93,7 @@ def put(sink: S3Sink, path: str, data: bytes) -> None:
 # ------------------------------------------------------------------------------------- one download per machine
 
 
+@pytest.mark.long
 def test_processes_with_objects_of_their_own_share_one_download_until_the_last_leaves(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:
@@ -359,6 +360,7 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
 # ------------------------------------------------------------------------------------- an S3 server of another kind
 
 
+@pytest.mark.long
 def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
     with moto_server() as endpoint:
         boto3.Session().client("s3", endpoint_url=endpoint).create_bucket(Bucket="said-of-it")

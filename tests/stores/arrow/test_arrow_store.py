@@ -43,14 +43,14 @@ def sink() -> Iterator[S3Sink]:
         yield sink
 
 
-def _s3(sink: S3Sink) -> arrow.S3FileSystem:
+def _s3(sink: S3Sink, patience_seconds: float = 1) -> arrow.S3FileSystem:
     return arrow.S3FileSystem(
         access_key="key",
         secret_key="secret",
         endpoint_override=sink.endpoint,
         region="us-east-1",
-        connect_timeout=1,
-        request_timeout=1,
+        connect_timeout=patience_seconds,
+        request_timeout=patience_seconds,
         retry_strategy=arrow.AwsStandardS3RetryStrategy(max_attempts=1),
     )
 
@@ -58,7 +58,7 @@ def _s3(sink: S3Sink) -> arrow.S3FileSystem:
 class TestArrowStoreOnS3(StoreContract):
     @pytest.fixture
     def store(self, sink: S3Sink) -> ArrowStore:
-        return ArrowStore(_s3(sink), "bucket/root")
+        return ArrowStore(_s3(sink, patience_seconds=60), "bucket/root")
 
     @pytest.mark.deep  # pyarrow's deletes are the slowest: three requests each
     def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:

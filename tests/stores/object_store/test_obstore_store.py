@@ -73,6 +73,10 @@ class TestOnARealServer(StoreContract):
         aws_client(moto).create_bucket(Bucket=bucket)
         return object_store(moto, bucket=bucket)
 
+    @pytest.mark.long
+    def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
+        super().test_a_listing_has_all_of_more_than_a_thousand_entries(store)
+
 
 class TestOnTheSink(StoreContract):
     @pytest.fixture

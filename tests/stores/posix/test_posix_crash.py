@@ -11,6 +11,7 @@ from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFoun
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.stores.dying_store import Crash, Way
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
+from tests.long_cases import long_after
 from tests.stores.contract import StoreContract
 
 NEW = b"the new bytes, whole"
@@ -133,7 +134,7 @@ def test_a_delete_that_fails_anywhere_can_be_repeated_and_then_holds() -> None:
         assert (_found(disk, "old/object"), _found(disk, "old/other")) == (None, None), label
 
 
-@pytest.mark.parametrize("act", [_create, _put, _heal])
+@pytest.mark.parametrize("act", long_after(1, [_create, _put, _heal]))
 def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
     for label, disk, _ in _disks_after(act):
         disk.clock_ns += 3600 * 10**9

@@ -120,6 +120,7 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
     assert {call for call, _ in points} >= ({"unlinkat", "fsync"} if act == "delete" else set(CALLS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("act", "number"),
     [

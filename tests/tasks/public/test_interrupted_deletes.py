@@ -9,11 +9,12 @@ import pytest
 from prefect_tune.core.errors import TuneError
 from tests.fakes.checkpoints import files_in
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.long_cases import long_after
 from tests.tasks.public.conftest import Caller
 from tests.tasks.public.test_checkpoints import spoil
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", long_after(2, Way))
 def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_completed_by_the_next(
     caller: Caller, way: Way
 ) -> None:

@@ -25,6 +25,7 @@ from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.long_cases import long_after
 from tests.tasks.public.conftest import Caller
 
 PERSON = Owner(name="a script", host="elsewhere", pid=2)
@@ -197,7 +198,7 @@ def points(caller: Caller, only: frozenset[str] | None) -> int:
     return store.total
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN])
+@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
 def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(caller: Caller, way: Way) -> None:
     bucket = caller.bucket
     for nth in range(1, points(caller, WRITES) + 1):
@@ -217,7 +218,7 @@ def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
         assert len(kept) == 1, nth
 
 
-@pytest.mark.parametrize("way", [Way.REPLY_LOST, Way.UNAVAILABLE])
+@pytest.mark.parametrize("way", long_after(1, [Way.REPLY_LOST, Way.UNAVAILABLE]))
 def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = caller.bucket
     monkeypatch.setattr("prefect_tune.storage_retries._PAUSES_SECONDS", (0.0,) * 7)

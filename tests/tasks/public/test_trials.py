@@ -60,6 +60,7 @@ def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: C
     assert (further.step, further.attempts, further.wasted_steps) == (6, 2, 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("caller")
 def test_a_failed_attempt_raises_and_the_next_call_continues_from_its_checkpoint(tmp_path: Path) -> None:
     config = {"fails_at": 3, "broken": str(tmp_path / "broken")}
@@ -71,6 +72,7 @@ def test_a_failed_attempt_raises_and_the_next_call_continues_from_its_checkpoint
     assert (done.status, done.step, done.attempts, done.wasted_steps) == (Status.COMPLETED, 4, 2, 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("caller")
 def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
@@ -82,6 +84,7 @@ def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> No
     assert (state.term, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("caller")
 def test_another_configuration_or_trainable_is_refused(tmp_path: Path) -> None:
     run(tmp_path, {"rate": 0.5})
@@ -99,6 +102,7 @@ def test_a_misspelt_trainable_is_refused_before_there_is_an_experiment(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path) -> None:
     run(tmp_path, trial="a")
     caller.begin("later")

@@ -1,0 +1,23 @@
+"""Cases of a parametrized test that run only in the long suite (`make long`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def long_after(count: int, cases: Iterable[Any]) -> list[ParameterSet]:
+    """Return the cases for `pytest.mark.parametrize`, all after the first `count` with the mark `long`.
+
+    A case is a `pytest.param`, the tuple of its values, or its one value.
+    """
+    return [_case(each, () if place < count else (pytest.mark.long,)) for place, each in enumerate(cases)]
+
+
+def _case(given: Any, marks: tuple[pytest.MarkDecorator, ...]) -> ParameterSet:
+    if isinstance(given, ParameterSet):
+        return given._replace(marks=(*given.marks, *marks))
+    return pytest.param(*(given if isinstance(given, tuple) else (given,)), marks=marks)
