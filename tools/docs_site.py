@@ -38,7 +38,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.resume",
             "flows.durable_trainable",
             "results",
-            "tuner.stop_experiment",
+            "tuner.stop_requests",
             "tuner.audit",
             "flows.drill",
             "drills",

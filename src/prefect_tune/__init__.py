@@ -125,7 +125,7 @@ if TYPE_CHECKING:
         sync_experiment_state,
     )
     from prefect_tune.tuner.audit import AuditDifference, AuditReport, audit
-    from prefect_tune.tuner.stop_experiment import StopOutcome, stop
+    from prefect_tune.tuner.stop_requests import StopOutcome, stop
 
     __version__: str
 
@@ -272,7 +272,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results": "Results load_results",
     "prefect_tune.tuner.audit": "AuditDifference AuditReport audit",
-    "prefect_tune.tuner.stop_experiment": "StopOutcome stop",
+    "prefect_tune.tuner.stop_requests": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.maintenance": "MaintenanceReport delete_experiment",
     "prefect_tune.integrations.optuna": "OptunaPruner",

@@ -62,7 +62,7 @@ def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:
     )
 
 
-def is_gone(owner: Owner) -> bool:
+def has_process_ended(owner: Owner) -> bool:
     """Whether an owner was a process of this machine that has ended; False if its number is in use again."""
     if owner.host != socket.gethostname():
         return False
@@ -298,7 +298,7 @@ def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
         kwargs={
             "successor": _successor(dead, owner, run_count),
             "started_again": is_same_run,
-            "has_ended": is_same_run or is_gone(dead),
+            "has_ended": is_same_run or has_process_ended(dead),
         },
         name="settle-dead-attempts",
         daemon=True,

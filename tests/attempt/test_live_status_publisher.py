@@ -14,8 +14,8 @@ from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
 from prefect_tune.core.messages.live_status import RunningAttempts, newest_live_status
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.monitoring import live_status
-from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring import live_status_publisher
+from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.trial_processes import until
 
@@ -26,7 +26,7 @@ AT = "2026-11-23T01:00:00.000+00:00"
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
+    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
     BUCKETS["live"] = Bucket()
     yield BUCKETS["live"]
     del BUCKETS["live"]

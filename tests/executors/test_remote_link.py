@@ -27,7 +27,7 @@ from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
-from prefect_tune.monitoring import live_status
+from prefect_tune.monitoring import live_status_publisher
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.trial_processes import until
@@ -127,7 +127,7 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
 def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
+    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
     target, key = LocalTarget(path=str(tmp_path)), JournalKey(experiment="e", generation=1, trial=TRIAL.trial)
     link: StoreLink = pickle.loads(pickle.dumps(StoreLink(target, TRIAL, 1, timedelta(milliseconds=5))))
     owner = Owner(name="far", host="gpu-7", pid=1)

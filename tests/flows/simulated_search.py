@@ -32,7 +32,7 @@ from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import SearchPolicy
-from prefect_tune.tuner.stop_experiment import StopSource
+from prefect_tune.tuner.stop_requests import StopSource
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 

@@ -23,7 +23,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.failure_handling import FailureHandler
-from prefect_tune.tuner.stop_experiment import Stopping
+from prefect_tune.tuner.stop_requests import Stopping
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 from tests.flows.simulated_search import StoppableExecutor

@@ -1,4 +1,8 @@
-"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order."""
+"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
+
+A report waits here for its entry, up to `sync_period_seconds`, unless it brings a checkpoint or asks for a decision.
+The training loop waits for no entry: in `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
+"""
 
 from __future__ import annotations
 

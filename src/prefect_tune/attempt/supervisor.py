@@ -287,6 +287,7 @@ class _Supervisor:
         return Done(ended.reason, ended.returned, ended.ended_early, self._left if ended.ended_early else None)
 
     def _take_down(self, done: StepDone) -> None:
+        """Note a report for the next entry, and hand over its checkpoint; write at once if the search is to decide."""
         if done.is_reported:
             self._save(done)
             return

@@ -169,7 +169,7 @@ def stop(
 
     The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
     """
-    from prefect_tune.tuner.stop_experiment import stop as send_stop_request
+    from prefect_tune.tuner.stop_requests import stop as send_stop_request
 
     existing_place(target)
     outcome = send_stop_request(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)

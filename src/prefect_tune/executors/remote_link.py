@@ -27,7 +27,7 @@ from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.runtime.trainable import Reuse
 

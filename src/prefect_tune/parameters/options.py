@@ -6,6 +6,7 @@
                               └──► the settings in the journal, and the check of what a journal may choose
 
 The flows repeat name, type and default in their signatures, for checkers and forms: tests compare them.
+The options themselves are in `search_plan.py`.
 Nothing here imports Prefect: the help of a command reads these declarations.
 """
 

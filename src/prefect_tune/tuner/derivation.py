@@ -70,7 +70,7 @@ from prefect_tune.suspension.suspend_and_resume import STOPPED_HERE
 from prefect_tune.trust import code_choices
 from prefect_tune.tuner.run_search import policy_of
 from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
-from prefect_tune.tuner.stop_experiment import TIME_IS_UP
+from prefect_tune.tuner.stop_requests import TIME_IS_UP
 from prefect_tune.tuner.warm_start import prior_trials_of
 
 # What an event of the journal is to an audit.

@@ -29,7 +29,7 @@ from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import retry_of
-from prefect_tune.tuner.stop_experiment import Stopping
+from prefect_tune.tuner.stop_requests import Stopping
 
 _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 

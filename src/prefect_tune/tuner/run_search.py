@@ -37,7 +37,7 @@ from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, budgets_of, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.parameters import search_limits
@@ -87,7 +87,7 @@ from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of
 from prefect_tune.tuner.search_policy import SearchPolicy
-from prefect_tune.tuner.stop_experiment import StopRequestPoller
+from prefect_tune.tuner.stop_requests import StopRequestPoller
 from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
 
 # The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.

@@ -28,7 +28,7 @@ from prefect_tune.journal_access import JournalWriter, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup
 from prefect_tune.parameters.argument_checks import storable_config
@@ -53,7 +53,7 @@ from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
-from prefect_tune.tuner.stop_experiment import StopSource
+from prefect_tune.tuner.stop_requests import StopSource
 
 
 def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:

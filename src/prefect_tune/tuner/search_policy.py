@@ -1,4 +1,4 @@
-"""The search algorithm, scheduler and stoppers of one experiment, behind one interface.
+"""The search algorithm, scheduler and stoppers of one experiment, behind one interface; `Decisions` asks it.
 
 The same history gives the same proposals and decisions, so none of the three has a state that is stored. A resume
 creates them anew and replays the journal to them (`replay`), in the order in which the first run passed the same events

@@ -86,5 +86,5 @@ def test_who_goes_on_today_goes_on_from_then(version: Path) -> None:
 
 
 def test_the_newest_of_them_is_what_todays_code_writes() -> None:
-    """A changed format needs a new version beside the old one; golden files are never replaced."""
+    """A changed format needs a new version beside the old one, from the first release on."""
     assert state(VERSIONS[-1]).objects == golden_run().objects

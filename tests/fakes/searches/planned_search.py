@@ -41,7 +41,7 @@ from prefect_tune.parameters.search_limits import SearchLimits, trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.run_search import policy_of
-from prefect_tune.tuner.stop_experiment import StopSource
+from prefect_tune.tuner.stop_requests import StopSource
 from tests.fakes.searches.instant_executor import InstantExecutor, _Attempt
 
 STEPS = 9

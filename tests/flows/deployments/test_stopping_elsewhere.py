@@ -14,7 +14,7 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.tuner.stop_experiment import stop
+from prefect_tune.tuner.stop_requests import stop
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at
 from tests.trainables.witness import acts_of

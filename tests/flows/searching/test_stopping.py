@@ -18,7 +18,7 @@ from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events import Cause, StopAsked
 from prefect_tune.core.messages.target_messages import StopRequest, ask, read_request
 from prefect_tune.core.values import Stamp
-from prefect_tune.tuner.stop_experiment import StopOutcome, stop
+from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until

@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.journal_events import TrialAdded
 from prefect_tune.core.messages.target_messages import StopRequest
-from prefect_tune.tuner.stop_experiment import Stopping, StopSource, stop
+from prefect_tune.tuner.stop_requests import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy

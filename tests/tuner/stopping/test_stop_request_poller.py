@@ -12,8 +12,8 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.messages.target_messages import StopRequest, ask
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.tuner import stop_experiment
-from prefect_tune.tuner.stop_experiment import StopRequestPoller
+from prefect_tune.tuner import stop_requests
+from prefect_tune.tuner.stop_requests import StopRequestPoller
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.trial_processes import until
@@ -35,7 +35,7 @@ class AwayBucket(Bucket):
 def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_experiment, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
+    monkeypatch.setattr(stop_requests, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
     ask(bucket, nothing_yet(JournalKey(experiment="e", generation=1)), request)

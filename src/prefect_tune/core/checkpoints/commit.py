@@ -8,7 +8,8 @@ any point, and the answer is one of two: no checkpoint, or the whole one.
                                  read back    some reused blobs, each in its turn (`reverification`)
                                  listed       every blob that was sent, with its full size
                                  manifest     created only if absent: the commit
-    then, elsewhere              entry        the journal names the checkpoint (`tasks`): only then do readers use it
+    then, elsewhere              entry        the journal names the checkpoint: only then do readers use it
+                                              (`commit_entry` in `attempt/commit_worker.py`)
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of

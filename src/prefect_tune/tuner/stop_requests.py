@@ -1,4 +1,8 @@
-"""Stop an experiment or a trial early. All causes but an interruption are journaled before they act."""
+"""Stop an experiment or a trial early. All causes but an interruption are journaled before they act.
+
+A trial that is stopped alone has no time limit: it ends at its next report. `wait_seconds` of `stop` ends only the
+waiting for it. The trials of an experiment that stops have `grace_period_seconds` (`attempt/supervisor.py`).
+"""
 
 from __future__ import annotations
 
