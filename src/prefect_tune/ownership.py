@@ -5,9 +5,10 @@
     a flow of one's own     its tasks, in any processes: the first one opens the journal by `own`, all write one entry
                             after another by `append_beside_others`
 
-No process watches a run: the next one that opens the journal owns it. Whether the last owner lives is asked of Prefect
-(`is_alive` in `prefect_api/flow_runs.py`) and, on the same machine, of the system (`has_process_ended` in
-`journal_access.py`).
+No process watches a run: the next one that opens the journal owns it, without asking. Only a scheduled run gives way
+to one that lives (`is_alive` in `prefect_api/flow_runs.py`: its state and heartbeats). Whether the attempts of an
+earlier owner have crashed: `has_process_ended` in `journal_access.py`; *stale* in `show`, and whether `delete` is
+refused: `terminal/freshness.py`.
 
 The tasks remember nothing. Whether their flow run owns the experiment, has lost it, or has never owned it, is read from
 the journal, whose openings name the flow run and its run count. Never: a run that lost the experiment opens it again.

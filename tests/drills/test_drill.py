@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]  # the package has no types
 import pytest
 from prefect import flow, unmapped
 from prefect.logging import disable_run_logger
@@ -29,6 +31,7 @@ from prefect_tune.drills.evidence import read_records
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import Drill, Track, cells_of, drill_in_terminal, legend_of, run_drill
+from tests.flows.driver import until
 from tests.trainables.numpy_mlp import NumpyMlp
 
 MODEL = "prefect_tune.demo.model:Digits"
@@ -128,6 +131,33 @@ def test_a_run_ends_with_the_drill_that_started_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)]
     done = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_interrupted_drill_ends_with_130_and_leaves_no_process_and_nothing_on_the_target(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    words = ["drill", "tests.trainables.numpy_mlp:NumpyMlp", "--steps", "5000", "--save-every", "1", "--at", "4000"]
+    with subprocess.Popen(
+        [Path(sys.executable).with_name("prefect-tune"), *words, "--target", str(target)],
+        env={**os.environ, "PREFECT_API_URL": prefect_server},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as drill:
+        until(lambda: list(target.rglob("manifest.json")), seconds=300, what=lambda: "a checkpoint")
+        drill.send_signal(signal.SIGINT)
+        said = drill.communicate(timeout=120)[0].decode()
+    assert drill.returncode == 130, said
+    assert "Traceback" not in said
+    until(lambda: not _with_argument(str(target)), seconds=120, what=lambda: "the end of its runs")
+    assert [each for each in target.rglob("*") if each.is_file()] == []
+
+
+def _with_argument(text: str) -> list[int]:
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if text in " ".join(each.info["cmdline"] or ())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan

@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
 from prefect_tune.core.errors import TuneError
-from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
+from prefect_tune.drills.evidence import METRICS, MISSING, Difference, DrillRun, Kill, Record, Save
 from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
 from prefect_tune.drills.plan import DrillPlan
@@ -141,6 +141,15 @@ def test_a_training_that_differs_from_itself_proves_nothing(
     found = reported([differs], [unstable])
     assert found.verdict == verdict
     assert next(found.lines()).startswith(verdict)
+
+
+def test_files_that_have_other_names_in_each_run_are_to_be_named_alike() -> None:
+    missing = Difference(2, FileDifference("model-0712.pt", "", MISSING))
+    said = next(reported([missing], [missing], [missing.place]).lines())
+    assert said.endswith(
+        "first step 2: `model-0712.pt`, missing. A resume cannot be shown to be exact before they are the "
+        "same: give the files of a checkpoint the same names in each run"
+    )
 
 
 def test_what_is_too_much_to_list_is_counted() -> None:

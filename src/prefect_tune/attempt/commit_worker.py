@@ -1,7 +1,9 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-A report waits here for its entry, up to `sync_period_seconds`, unless it brings a checkpoint or asks for a decision.
-The training loop waits for no entry: in `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
+A report waits here for its entry, up to `sync_period_seconds`, unless it brings a checkpoint. One that asks for a
+decision is written at once where the search reads it here (`SearchLink.reads_journal`: attempts as deployment runs);
+elsewhere it reaches the target with the decision, before the answer (`tuner/decisions.py`). The training loop waits for
+no entry: in `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit.
 
-How long trials may then save: `grace_period_seconds` (`parameters/search_plan.py`), after which `attempt/supervisor.py`
-kills them. A stop that is asked for from outside comes another way: `tuner/stop_requests.py`.
+How long trials may then save: `grace_period_seconds`, whose default is in `parameters/search_plan.py`, the flows,
+`tasks/trials.py` and `trial_spec.py`. After it, `attempt/supervisor.py` kills them. A stop that is asked for from
+outside comes another way: `tuner/stop_requests.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A single process is rank 0. Of several, rank 0 reports and decides; the others add to its checkpoints. The attempt ends
 with the end of rank 0, or with the first failure of a rank: the others may wait for that one in a collective operation
 for hours, so they are ended, after the moment in which a failure that caused another becomes known.
+
+When the whole run stops, the trial has `spec.grace` to save, and is then killed. A trial that is stopped alone gets a
+`Leave`, and has no limit: `tuner/stop_requests.py`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention."""
+    """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention.
+
+    `commit_entry` in `attempt/commit_worker.py` makes it of a save, `ref_of` in `core/restore.py` of an adopted one.
+    """
 
     step: int
     sequence: int

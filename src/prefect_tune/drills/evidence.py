@@ -23,6 +23,8 @@ from prefect_tune.stores.local.download import fetch_committed
 
 METRICS = ""
 """The file of a difference that is in the metrics."""
+MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
+"""What differs about a file that only one of two checkpoints has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> It
             if all(there):
                 yield from compare_files(places[0] / file, places[1] / file, file)
             else:
-                yield FileDifference(file, "", "missing" if there[0] else "not in the undisturbed run")
+                yield FileDifference(file, "", MISSING if there[0] else UNEXPECTED)
 
 
 def _content(file: FileRef) -> tuple[str, tuple[tuple[int, str], ...]]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.shown_text import plural, shown_size
-from prefect_tune.drills.evidence import Difference, DrillRun, Kill, Record
+from prefect_tune.drills.evidence import MISSING, UNEXPECTED, Difference, DrillRun, Kill, Record
 from prefect_tune.drills.plan import DrillPlan
 
 _NOUNS = {
@@ -129,6 +129,8 @@ def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
 _SHOWN, _SHOWN_LEFT_OUT = 8, 2
+_SET_SEEDS = "set seeds, and the library's deterministic mode"
+_NAME_ALIKE = "give the files of a checkpoint the same names in each run"
 _WHO = {
     "trial": "the trial",
     "rank": "another rank",
@@ -197,7 +199,7 @@ class DrillReport:
     kills: Sequence[Kill]
     """The kills that were made, each with what followed it."""
     missed_kills: int
-    """Kills that were planned and not made, since no upload began after their step."""
+    """Kills that were planned and not made, since no step began after theirs, or no upload that could be cut."""
     differences: Sequence[Difference]
     """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
     unstable: Sequence[Difference]
@@ -257,9 +259,11 @@ class DrillReport:
             return f"exact: the run that was killed {times} is the same; {self._compared()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
+            is_named = first.what.what in {MISSING, UNEXPECTED}
             return (
                 f"not deterministic: two undisturbed runs differ, from step {first.step} on; first {first}. A resume "
-                "cannot be shown to be exact before they are the same: set seeds, and the library's deterministic mode"
+                "cannot be shown to be exact before they are the same: "
+                f"{_NAME_ALIKE if is_named else _SET_SEEDS}"
             )
         return f"not exact: first difference at {_summed(self.differences)[0]}"
 
@@ -277,7 +281,8 @@ class DrillReport:
                 f"{again}, next step done after {each.seconds:.1f} s{kept}"
             )
         if self.missed_kills:
-            yield f"  {plural(self.missed_kills, 'kill was', 'kills were')} not made: no upload began after their step"
+            missed = plural(self.missed_kills, "kill was", "kills were")
+            yield f"  {missed} not made: no step or upload began after their step"
         if self.save is not None:
             found = self.save
             yield (

@@ -150,7 +150,8 @@ class SearchPlan(ValidatedParameters):
     """The parameters of `prefect_tune.flows.tune.tune`, which documents them, parsed and validated.
 
     The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
-    default changes every search that is resumed.
+    default changes every search that is resumed. `fixed` and `at_resume` say what a resume may change;
+    `resume_compatibility.py` refuses the rest, and `require_no_fewer` in `search_limits.py` fewer samples.
 
     Raises:
         InvalidInput: a parameter is invalid, or does not fit another one.

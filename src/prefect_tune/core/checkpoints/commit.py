@@ -9,7 +9,11 @@ any point, and the answer is one of two: no checkpoint, or the whole one.
                                  listed       every blob that was sent, with its full size
                                  manifest     created only if absent: the commit
     then, elsewhere              entry        the journal names the checkpoint: only then do readers use it
-                                              (`commit_entry` in `attempt/commit_worker.py`)
+                                              (`attempt/commit_worker.py`)
+    after it                     acknowledged to the trial: from now on the checkpoint is never lost
+
+If the owner dies between manifest and entry, the next owner adopts the checkpoint (`core/adoption.py`). A manifest that
+an owner creates after it was superseded is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of

@@ -1,6 +1,8 @@
 """The interface of a scheduler: it decides on trials at milestones, deterministically for the same history.
 
-`FIFO` is the scheduler that decides nothing.
+`FIFO` is the scheduler that decides nothing. A new one is a file beside this one, and a line in `registry.py`
+(CONTRIBUTING, *Add a scheduler*): by a quantile like `StoppingSchedule` in `asha.py`, by the median like
+`median_stopping.py`.
 """
 
 from __future__ import annotations
