@@ -199,8 +199,9 @@ def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_sh
         with opened(start, LOG) as channel:
             until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
             trial = acts_of(witness)[0].pid
-            until(tracker := lambda: _resource_tracker(ours), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
-            os.kill(tracker()[0], signal.SIGSTOP)
+            until(lambda: _resource_tracker(ours), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
+            (tracker,) = _resource_tracker(ours)
+            os.kill(tracker, signal.SIGSTOP)
             os.kill(trial, signal.SIGKILL)
             until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
             os.kill(tracker, signal.SIGCONT)
