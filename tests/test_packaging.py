@@ -184,6 +184,7 @@ def test_the_source_archive_holds_every_module_and_the_licence(distributions: Pa
     assert wanted | {"LICENSE", "README.md", "pyproject.toml", "src/prefect_tune/py.typed"} <= held
 
 
+@pytest.mark.long
 def test_a_plain_installation_is_whole_and_does_not_need_the_repository(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     install = [

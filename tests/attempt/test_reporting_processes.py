@@ -129,6 +129,7 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
     assert {each.report.metrics.get("from") for each in steps[:-1]} == {"the trial"}
 
 
+@pytest.mark.long
 def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
     with pool.process(start, log_to(LogRecorder())) as channel:

@@ -129,6 +129,7 @@ def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str) -> None:
     assert history(mlflow_uri, second.info.run_id, "eval/loss") == {2: 3.0}
 
 
+@pytest.mark.long
 def test_mlflow_has_steps_that_are_trained_again_once(mlflow_uri: str) -> None:
     logger = mlflow_logger(mlflow_uri)
     started(logger)

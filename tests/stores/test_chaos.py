@@ -292,7 +292,7 @@ def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
 # ------------------------------------------------------------- a client that does not know our deadline
 
 
-@pytest.mark.parametrize("kind", [Fault.STALL, Fault.DRIP], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", long_after(1, [Fault.STALL, Fault.DRIP]), ids=lambda kind: kind.name)
 def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(chaos: ChaosS3, kind: Fault) -> None:
     _furnish(chaos)
     chaos.always(kind)
@@ -326,6 +326,7 @@ def test_an_isolated_client_tells_every_failure_as_it_is(chaos: ChaosS3, kind: F
         assert isinstance(error, allowed), f"{act}: {kind.name} was reported as {error!r}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", long_after(1, [Fault.STORE_HALF, Fault.PRETEND]), ids=lambda kind: kind.name)
 def test_an_isolated_client_that_reports_success_for_nothing_is_not_believed(chaos: ChaosS3, kind: Fault) -> None:
     def is_upload(request: SinkRequest) -> bool:

@@ -8,6 +8,7 @@ from benchmarks import traffic
 from benchmarks.traffic import MIB
 
 
+@pytest.mark.long
 def test_two_thousand_files_take_at_most_forty_requests() -> None:
     sent = traffic.many_files()
     assert sent.requests <= 40

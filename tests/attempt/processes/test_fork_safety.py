@@ -154,6 +154,7 @@ def test_a_module_sets_variables_before_it_imports_what_reads_them(
     assert [each["found"] for each in trains(2, reuse)] == ["1", "1"]
 
 
+@pytest.mark.long
 def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
     before = trains(2)
     module.write("def measured(config): return {'x': 'changed'}")

@@ -153,6 +153,7 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
         found_in(pool, tmp_path)
 
 
+@pytest.mark.long
 def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         seeded = [found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
@@ -376,6 +377,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 # --------------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.long
 def test_a_machine_without_room_for_another_process_is_named_in_the_error() -> None:
     ours, subreapers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, subreapers:
@@ -384,6 +386,7 @@ def test_a_machine_without_room_for_another_process_is_named_in_the_error() -> N
             fork_client._started_pid(ours)
 
 
+@pytest.mark.long
 def test_a_fork_server_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         found_in(pool, tmp_path)

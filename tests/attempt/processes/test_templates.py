@@ -16,6 +16,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
 
@@ -68,7 +69,7 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
     assert "its import ended the process" in recorder.reasons[0]
 
 
-@pytest.mark.parametrize("whom", ["the template", "its subreaper"])
+@pytest.mark.parametrize("whom", long_after(1, ["the template", "its subreaper"]))
 def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forked_again(
     module: Module, ours: Family, recorder: LogRecorder, whom: str
 ) -> None:

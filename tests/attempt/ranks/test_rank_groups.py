@@ -252,7 +252,7 @@ def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
     assert states(result) == undisturbed()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", long_after(1, [0, 1]))
 def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(rank: int, tmp_path: Path) -> None:
     result = launched(tmp_path, launches, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)

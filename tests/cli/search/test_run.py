@@ -291,6 +291,7 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("{a: ")

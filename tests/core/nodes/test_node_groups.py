@@ -214,6 +214,7 @@ def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_pr
     MUTANTS[name].require_noticed(monkeypatch, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("finder", [a_forgotten_shard, other_bytes, meeting_owners])
 def test_what_notices_them_finds_nothing_wrong_with_the_package(finder: Callable[[], Sequence[str]]) -> None:
     assert list(finder()) == []

@@ -30,6 +30,7 @@ from tests.core.small_search import SmallSearch, own_state, search_of_three, unr
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -421,7 +422,7 @@ def test_a_deletion_that_was_given_up_is_done_by_the_same_call_when_nobody_needs
     assert left(store) == set()
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.TORN, Way.REPLY_LOST])
+@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.TORN, Way.REPLY_LOST]))
 def test_a_deletion_that_dies_at_any_write_is_finished_by_the_next_and_nobody_goes_on_in_between(way: Way) -> None:
     begun = world().objects
     counting = DyingStore(world(), 0, only=WRITES)
@@ -441,7 +442,7 @@ def test_a_deletion_that_dies_at_any_write_is_finished_by_the_next_and_nobody_go
         assert unreadable(store, "old", {"b": own_state(store, "old", "b")}) == []
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST])
+@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST]))
 def test_a_deletion_that_dies_while_it_is_given_up_is_given_up_by_the_next(way: Way) -> None:
     """A fork claimed a checkpoint between the deletion's look for claims and its mark."""
     for nth in range(1, 100):

@@ -95,6 +95,7 @@ _FOR_LONGER_OR_OTHERWISE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("refusal", "seconds", "renews_key"),
     [(EXPIRED, 1, True), *(pytest.param(*each, marks=pytest.mark.deep) for each in _FOR_LONGER_OR_OTHERWISE)],

@@ -214,6 +214,7 @@ def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.Loc
     assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("completed", 1)] * 5
 
 
+@pytest.mark.long
 def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
     space = {"row": pt.grid_search([1, 2, 3, 4]), "step_seconds": 0.1}
     asked: dict[str, Any] = {"space": space, "num_samples": 1, "target": target, "experiment": "e", "metric": "error"}

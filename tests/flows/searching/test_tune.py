@@ -43,6 +43,7 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
     assert results.errors == {}
 
 
+@pytest.mark.long
 def test_a_trial_that_errors_is_reported_and_stops_no_other(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not"])}
     results = searched(tmp_path, space=space)
@@ -112,6 +113,7 @@ def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     assert [each.config for each in whole.trials.values()] == [each.config for each in more.trials.values()]
 
 
+@pytest.mark.long
 def test_a_search_is_spelled_in_json_as_a_form_does(tmp_path: Path) -> None:
     results = searched(
         tmp_path,

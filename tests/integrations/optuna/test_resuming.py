@@ -138,7 +138,7 @@ def experiment(case: Case) -> Experiment:
     return Experiment(OptunaSearch(make(), 40, constraints=constraints), space, objective)
 
 
-@pytest.mark.parametrize("case", long_after(3, [(each,) for each in CASES.values()]), ids=CASES)
+@pytest.mark.parametrize("case", long_after(1, [(each,) for each in CASES.values()]), ids=CASES)
 def test_forty_trials_are_twenty_and_twenty_and_eight_times_five(case: Case) -> None:
     whole = experiment(case).run(40)
     assert len(whole) == 40

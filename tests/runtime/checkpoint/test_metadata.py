@@ -138,6 +138,7 @@ def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> No
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit", "later": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["local", "committed"])
 def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, checkpoint: pt.Checkpoint) -> None:
     shared = pt.Checkpoint.from_directory(staged) if where == "local" else checkpoint

@@ -132,6 +132,7 @@ def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
     assert copies(temporary_files) == []
 
 
+@pytest.mark.long
 def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
     uri: str, staged: Path, temporary_files: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     assert copies(temporary_files) == []
 
 
+@pytest.mark.long
 def test_the_copies_of_one_object_get_one_temporary_directory_for_one_download(sink: S3Sink, uri: str) -> None:
     checkpoint = pt.Checkpoint(uri)
     with CheckpointUser(checkpoint, "have") as one, CheckpointUser(checkpoint, "have") as two:

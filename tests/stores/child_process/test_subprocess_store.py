@@ -218,6 +218,7 @@ def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
         assert store.conditional_create
 
 
+@pytest.mark.long
 def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
     factory = partial(fsspec_store, "local", str(tmp_path), {})
     with IsolatedStore(factory) as one, IsolatedStore(factory) as other:
