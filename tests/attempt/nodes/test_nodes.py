@@ -74,10 +74,14 @@ class Cluster:
     def checkpoints(self) -> list[Path]:
         return list(Path(self.target.path).glob("e/1/trials/*/checkpoints/*/manifest.json"))
 
+    def newest_checkpoint(self) -> Path:
+        """A directory with the newest checkpoint."""
+        key = _JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
+        return download_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
+
     def state(self) -> dict[str, list[float]]:
         """The numbers of all ranks, in the newest checkpoint."""
-        key = _JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
-        directory = download_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
+        directory = self.newest_checkpoint()
         assert (directory / "shared.txt").read_text() == "the same on each rank"
         return {each.name: json.loads(each.read_text()) for each in directory.glob("rank-*.json")}
 
