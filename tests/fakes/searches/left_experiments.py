@@ -106,23 +106,31 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
     if any(each.slots is None for each in cost.runs) or len(runs) != len(cost.runs):
         return 0
     killed = {each.term for each in entries for event in each.events if event.type == "adopted" and event.seen_at}
-    _require_sum(cost, runs, said, unseen=HEARTBEAT * (len(killed) + _is_running(experiment)))
+    outlived = [sum(_held_in(gap, each) for each in cost.attempts if each.use is not None) for gap in _gaps(runs)]
+    unseen = HEARTBEAT * (len(killed) + _is_running(experiment) + sum(map(bool, outlived)))
+    _require_sum(cost, runs, sum(outlived), said, unseen=unseen)
     return len(runs)
 
 
-def _require_sum(cost: ExperimentCost, runs: Sequence[_Span], said: str, *, unseen: timedelta) -> None:
+def _require_sum(
+    cost: ExperimentCost, runs: Sequence[_Span], outlived_seconds: float, said: str, *, unseen: timedelta
+) -> None:
     slots = [each.slots or 0 for each in cost.runs]
     expected = sum((end - begin).total_seconds() * count for (begin, end), count in zip(runs, slots, strict=True))
-    expected += sum(_between(runs, each) for each in cost.attempts if each.use is not None)  # it outlived its search
+    expected += outlived_seconds
     tolerance = max(SHARE * expected, max(slots, default=0) * (MOMENT * len(runs) + unseen).total_seconds())
     assert abs(sum(cost.seconds.values()) - expected) <= tolerance, said
 
 
-def _between(runs: Sequence[_Span], attempt: AttemptCost) -> float:
-    """Return for how many seconds an attempt had its slot between two runs."""
+def _gaps(runs: Sequence[_Span]) -> Sequence[_Span]:
+    """Return the times between two runs, in which attempts on other machines may go on."""
+    return [(end, begin) for (_, end), (begin, _) in pairwise(runs)]
+
+
+def _held_in(span: _Span, attempt: AttemptCost) -> float:
+    """Return for how many seconds an attempt had its slot in `span`."""
     begin, end = attempt.began_at, attempt.began_at + timedelta(seconds=attempt.total_seconds)
-    overlaps = (min(end, after) - max(begin, before) for (_, before), (after, _) in pairwise(runs))
-    return sum(max(0.0, each.total_seconds()) for each in overlaps)
+    return max(0.0, (min(end, span[1]) - max(begin, span[0])).total_seconds())
 
 
 def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[_Span]:
