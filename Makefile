@@ -2,7 +2,7 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
-WORKERS ?= 4  # for two cores: the tests wait for other processes much of the time
+WORKERS ?= 5  # for two cores: the tests wait for other processes much of the time
 BIN := $(VENV)/bin
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
