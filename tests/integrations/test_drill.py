@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.plan import DrillPlan, kills_of
 from prefect_tune.drills.probe import states
 from prefect_tune.drills.run_drill import run_drill
 
@@ -63,6 +63,14 @@ def test_the_example_with_ddp_is_exact_whichever_rank_is_killed(prefect_server: 
     found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
     assert found.is_exact, list(found.lines())
     assert [each.victim for each in found.kills] == ["rank", "trial"]
+
+
+def test_the_example_with_ddp_is_exact_after_twenty_kills_of_all_kinds(prefect_server: str, tmp_path: Path) -> None:
+    kills = kills_of(41, 20, (), 0, processes=2)
+    plan = DrillPlan("examples.torch_ddp_digits:Digits", {"lr": 0.1, "width": 16}, 41, 2, kills, processes=2)
+    found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
+    assert found.is_exact, list(found.lines())
+    assert {each.victim for each in found.kills} == {"trial", "rank", "search", "upload"}
 
 
 # ------------------------------------------------------------------------------------------------------------- GPUs
