@@ -12,9 +12,12 @@ from _pytest.mark import ParameterSet
 def long_after(count: int, cases: Iterable[Any]) -> list[ParameterSet]:
     """Return the cases for `pytest.mark.parametrize`, all after the first `count` with the mark `long`.
 
-    A case is a `pytest.param`, the tuple of its values, or its one value.
+    A case is a `pytest.param`, the tuple of its values, or its one value. Raises `ValueError` if no case is after them.
     """
-    return [_case(each, () if place < count else (pytest.mark.long,)) for place, each in enumerate(cases)]
+    found = list(cases)
+    if count >= len(found):
+        raise ValueError(f"expected more than {count} cases, found {len(found)}: leave out `long_after`")
+    return [_case(each, () if place < count else (pytest.mark.long,)) for place, each in enumerate(found)]
 
 
 def _case(given: Any, marks: tuple[pytest.MarkDecorator, ...]) -> ParameterSet:

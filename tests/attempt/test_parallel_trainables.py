@@ -39,7 +39,6 @@ from tests.fakes.trial_processes import (
     supervised_process,
     until,
 )
-from tests.long_cases import long_after
 from tests.trainables.processes import parallel
 from tests.trainables.witness import acts_of
 
@@ -107,7 +106,7 @@ def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path
     assert found_by(trial_in_place, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
-@pytest.mark.parametrize("raises", long_after(2, [False, True]))
+@pytest.mark.parametrize("raises", [False, True])
 def test_a_fork_that_leaves_the_trainable_says_nothing_of_the_trials_end(
     opened: Opened, tmp_path: Path, raises: bool
 ) -> None:

@@ -24,7 +24,6 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, untimed
-from tests.long_cases import long_after
 from tests.trainables.processes import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
@@ -153,7 +152,7 @@ def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path
         assert found["forked"] == []
 
 
-@pytest.mark.parametrize(("how", "code"), long_after(4, [("return", 0), ("raise", 1), (0, 0), (7, 7)]))
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), (0, 0), (7, 7)])
 def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_for_the_trial(
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:

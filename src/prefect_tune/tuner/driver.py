@@ -49,13 +49,7 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.search_policy import (
-    ONLY_TRIAL,
-    SearchPolicy,
-    extension_of,
-    retry_of,
-    trial_id,
-)
+from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import Stopping, StopSource
 
 # Merge the entries of the trials' own journals into the experiment's journal.

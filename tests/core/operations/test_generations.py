@@ -40,7 +40,6 @@ from tests.core.small_search import SmallSearch, own_state, search_of_three, unr
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
-from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -259,7 +258,7 @@ def paused_before_each_write(name: str, deletions: int, enough: int | None = Non
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("deletions", long_after(4, [1, 2]))
+@pytest.mark.parametrize("deletions", [1, 2])
 @pytest.mark.parametrize("name", LATE)
 def test_a_late_writer_learns_of_the_deletion_and_leaves_the_next_experiment_alone(name: str, deletions: int) -> None:
     assert paused_before_each_write(name, deletions) == []

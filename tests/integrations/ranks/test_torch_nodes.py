@@ -12,7 +12,7 @@ from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.testing import without_server
-from tests.attempt.nodes.test_nodes import Cluster
+from tests.attempt.nodes.cluster import Cluster
 from tests.flows.driver import until
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]

@@ -1,0 +1,85 @@
+"""Nodes of an attempt on this machine: programs with sessions of their own, which share a target only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.tasks.checkpoints import download_checkpoint
+from tests.attempt.nodes.node_process import run_process
+from tests.fakes.searches.far_attempts import require_experiment
+from tests.flows.forked_programs import preloaded
+
+JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
+_MINUTE = timedelta(minutes=1)
+
+
+class Cluster:
+    """Starts the nodes of attempts, each with its own session, as machines have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = LocalTarget(path=str(folder / "target"))
+        require_experiment(self.target, JOURNAL.of_experiment)
+        self.nodes: list[BaseProcess] = []
+
+    def start(self, node: int, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> Path:
+        """Start a node; return the file with its output."""
+        log = self.folder / f"node-{node}-{attempt}.log"
+        call = (log, self.folder, node, attempt, config or {}, options)
+        process = preloaded().Process(target=run_process, args=call, daemon=False)
+        process.start()
+        self.nodes.append(process)
+        return log
+
+    def train(self, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> list[str]:
+        """Train an attempt on two nodes; return their output."""
+        logs = [self.start(node, attempt, config, **options) for node in range(2)]
+        self.wait()
+        return [each.read_text() for each in logs]
+
+    def wait(self) -> None:
+        for each in self.nodes:
+            each.join(120)
+
+    def kill(self) -> None:
+        for each in self.nodes:
+            if each.is_alive():
+                self.kill_node(each)
+
+    def kill_node(self, node: BaseProcess) -> None:
+        assert node.pid is not None
+        os.killpg(node.pid, signal.SIGKILL)
+        node.join(60)
+
+    def trial(self) -> Trial:
+        with self.target.open(timeout=_MINUTE) as store:
+            return load(store, JOURNAL, side_by_side=map).trial("00000")
+
+    def checkpoints(self) -> list[Path]:
+        return list(Path(self.target.path).glob("e/1/trials/*/checkpoints/*/manifest.json"))
+
+    def newest_checkpoint(self) -> Path:
+        """A directory with the newest checkpoint."""
+        key = JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
+        return download_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
+
+    def state(self) -> dict[str, list[float]]:
+        """The numbers of all ranks, in the newest checkpoint."""
+        directory = self.newest_checkpoint()
+        assert (directory / "shared.txt").read_text() == "the same on each rank"
+        return {each.name: json.loads(each.read_text()) for each in directory.glob("rank-*.json")}
+
+    def left(self) -> list[str]:
+        """What the nodes have left on the target for one another."""
+        return [str(each) for each in Path(self.target.path).glob("e/1/trials/*/nodes/**/*") if each.is_file()]
