@@ -28,7 +28,8 @@ class Sharded(pt.Trainable):
         self.at += 1
         self.number = (self.number * 1.5 + self.at) % 97
         self._misbehave()
-        return {"loss": 1 / self.at, "number": self.number, "world_size": int(os.environ["WORLD_SIZE"])}
+        size = int(os.environ.get("WORLD_SIZE", self.trial.world_size))  # MPI has other variables
+        return {"loss": 1 / self.at, "number": self.number, "world_size": size}
 
     def _misbehave(self) -> None:
         config = self.config
@@ -147,14 +148,49 @@ def _rank_of_launcher(rank: int, world_size: int, config: dict[str, Any]) -> Non
     sharded(config)
 
 
-def runs_programs(config: dict[str, Any]) -> None:
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+
+
+def runs_programs(config: dict[str, Any], names: tuple[str, ...] = _TORCHRUN) -> None:
     """Start two ranks as torchrun does: as programs, which find all in their environment."""
     program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
-    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) for rank in range(2)]
     ranks = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **each}) for each in variables]
     failed = [each for each in ranks if each.wait()]
     if failed:
         raise RuntimeError(f"{len(failed)} of 2 ranks failed")
+
+
+def runs_as_open_mpi(config: dict[str, Any]) -> None:
+    runs_programs(config, _OPEN_MPI)
+
+
+def runs_as_mpich(config: dict[str, Any]) -> None:
+    runs_programs(config, _MPICH)
+
+
+def runs_mpirun(config: dict[str, Any]) -> None:
+    """Start two ranks by the installed `mpirun`."""
+    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
+    subprocess.run(
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", program], check=True
+    )
+
+
+def restarts_its_program(config: dict[str, Any]) -> None:
+    """Start the second rank as Lightning's `ddp` does, by the program of this process, which is the first one."""
+    if "LOCAL_RANK" not in os.environ:
+        os.environ |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        program = str(getattr(sys.modules["__main__"].__spec__, "name", ""))
+        subprocess.Popen([sys.executable, "-m", program, *sys.argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
+    sharded(config)
+
+
+def restarts_without_rank(_config: dict[str, Any]) -> None:
+    """Start the program of this process again, as a program does that restarts itself."""
+    subprocess.run(sys.orig_argv, check=False)
 
 
 def launches(config: dict[str, Any]) -> None:

@@ -32,9 +32,9 @@ from prefect_tune.core.journal_events import Scalar
 from prefect_tune.core.messages.process_messages import Directive, Join, Part, RankMetrics, Refused, Start, TrialEnded
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.values import StepReport
-from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.load_named import load_named, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import RANKS_AT, rank_here, reached, started_by
+from prefect_tune.runtime.ranks import RANKS_AT, is_launched, rank_here, reached, started_by
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
 from prefect_tune.runtime.trainable import TrialOver, enter
 from prefect_tune.runtime.trial_errors import broke
@@ -57,7 +57,7 @@ class LeadingSession(TrialSession):
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step; with `metrics_from="mean"` of what all ranks report for it."""
-        return super().count(metrics if self._start.metrics_from == "rank 0" else self._mean_with(metrics))
+        return super().count(metrics if self.start.metrics_from == "rank 0" else self._mean_with(metrics))
 
     def _mean_with(self, metrics: Mapping[str, object]) -> Mapping[str, object]:
         step = self.step + 1
@@ -96,7 +96,7 @@ class FollowingSession(TrialSession):
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
         report = super().count(metrics)
-        if self._start.metrics_from == "mean":
+        if self.start.metrics_from == "mean":
             self._send(RankMetrics(step=report.step, metrics=report.metrics))
         return report
 
@@ -138,7 +138,7 @@ class FollowingSession(TrialSession):
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
         with self._reports:
-            if self._start.metrics_from == "mean" and self._over is None and returned is not None:
+            if self.start.metrics_from == "mean" and self._over is None and returned is not None:
                 self.count(returned)
         return super().finish(None)
 
@@ -152,7 +152,7 @@ class FollowingSession(TrialSession):
             self._follow(None)
 
     def _handed_over(self, directory: Path) -> Path:
-        if directory.parent == Path(self._start.staging).resolve():
+        if directory.parent == Path(self.start.staging).resolve():
             return directory
         with self._writing():
             return snapshot(directory, self.new_directory())
@@ -170,7 +170,7 @@ class FollowingSession(TrialSession):
         """
         began = time.monotonic()
         while True:
-            match self._connection.receive():
+            match self.connection.receive():
                 case Directive() as directive:
                     self._require_step(directive.step)
                     if directive.over is not None:
@@ -187,7 +187,7 @@ class FollowingSession(TrialSession):
     def _require_step(self, step: int) -> None:
         if step != self.step:
             raise InvalidInput(
-                f"rank {self._start.rank.rank}: expected a report of step {step}, as rank 0 made it, found one of step "
+                f"rank {self.start.rank.rank}: expected a report of step {step}, as rank 0 made it, found one of step "
                 f"{self.step}. Every rank calls pt.report once in each step, with or without a checkpoint"
             )
 
@@ -222,7 +222,7 @@ def joined_session(call: str) -> TrialSession | None:
     if (session := _joined.get(os.getpid())) is not None:
         return session
     rank = rank_here()
-    is_rank = rank.world_size > 1 or (started_by() is not None and {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+    is_rank = rank.world_size > 1 or is_launched()
     if not is_rank or not (address := os.environ.get(RANKS_AT)) or multiprocessing.current_process().daemon:
         return None  # a daemon is a worker, such as that of a data loader
     if not 0 <= rank.rank < rank.world_size:
@@ -236,6 +236,7 @@ def joined_session(call: str) -> TrialSession | None:
             raise InvalidInput(f"{call}: {why}")
         case other:
             raise InvalidInput(f"{call}: expected the start of the trial, received a {other.type} message")
+    prepend_import_path(start.import_path)
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
     _joined[os.getpid()] = session

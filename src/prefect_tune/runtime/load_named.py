@@ -10,7 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +20,16 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
 from prefect_tune.runtime.trainable import require_saves, require_trainable
+
+_prepended: tuple[str, ...] = ()
+
+
+def prepend_import_path(import_path: Sequence[str]) -> None:
+    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
+    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
+    if tuple(import_path) != _prepended:
+        _prepended = tuple(import_path)
+        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
 def load_named(name: str, parameter: str = "trainable") -> object:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,12 @@ from prefect_tune.core.messages.process_messages import Rank, Start
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 RANKS_AT: Final = "PREFECT_TUNE_RANKS_AT"
 """The environment variable with the path of the attempt's socket for ranks; empty if there is none."""
-_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_LAUNCHERS: Final = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun, accelerate, DeepSpeed; Lightning sets no RANK on one machine
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+)
+"""The variables by which a launcher gives a process its rank, the number of ranks, and its rank on this machine."""
 _MAIN_MODULES: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
@@ -50,10 +56,10 @@ def claim_process(start: Start) -> None:
     Variables of ranks that it inherited are those of another training.
     """
     os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
-    for name in _RANK_VARIABLES:
+    for name in chain(*_LAUNCHERS):
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at}
-    _refuse_relaunch()
+    _refuse_copies()
 
 
 def started_by() -> TrialProcess | None:
@@ -64,12 +70,18 @@ def started_by() -> TrialProcess | None:
 
 def rank_here() -> Rank:
     """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
-    distributed = sys.modules.get("torch.distributed")
+    rank_name, size_name, local_name = next((each for each in _LAUNCHERS if each[1] in os.environ), _LAUNCHERS[0])
+    local_rank, distributed = _number(local_name), sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
-        rank, size = _number("RANK") or _number("LOCAL_RANK"), max(1, _number("WORLD_SIZE"))
-    return Rank(rank=rank, world_size=size, local_rank=_number("LOCAL_RANK"))
+        rank, size = _number(rank_name) or local_rank, max(1, _number(size_name))
+    return Rank(rank=rank, world_size=size, local_rank=local_rank)
+
+
+def is_launched() -> bool:
+    """Whether a launcher in the trial has given this process a rank, maybe the only one."""
+    return started_by() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
 
 
 @contextmanager
@@ -91,27 +103,42 @@ def _number(variable: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- second copies
+#
+# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
+# program that serves one trial. With the variables of a rank it trains as that rank; without them it is refused.
 
-_refuses_relaunch = False
+_COPY_HAS: Final = frozenset({"LOCAL_RANK", "WORLD_SIZE", RANKS_AT})
+_refuses_copies = False
 
 
-def _refuse_relaunch() -> None:
-    """From now on refuse to start the program of this process again.
+def is_copy_for_rank() -> bool:
+    """Whether this process is a second copy of a trial's program, which a launcher has started as a rank."""
+    return started_by() is not None and _is_for_rank(os.environ)
 
-    Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
-    program that serves one trial, which cannot run twice. Only an audit hook sees all ways of starting a process; it
-    cannot be removed, so it is added once.
+
+def _is_for_rank(environment: Iterable[str | bytes]) -> bool:
+    """Whether a process with these environment variables finds its rank there, and its trial."""
+    names = {os.fsdecode(each) for each in environment}
+    return names >= _COPY_HAS and bool(os.environ.get(RANKS_AT))
+
+
+def _refuse_copies() -> None:
+    """From now on refuse to start the program of this process again, unless it is for a rank.
+
+    Only an audit hook sees all ways of starting a process; it cannot be removed, so it is added once.
     """
-    global _refuses_relaunch  # noqa: PLW0603 - one hook per process
-    if not _refuses_relaunch:
-        _refuses_relaunch = True
+    global _refuses_copies  # noqa: PLW0603 - one hook per process
+    if not _refuses_copies:
+        _refuses_copies = True
         sys.addaudithook(_audit)
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        command = arguments[1]  # executable, arguments, ...
-        if isinstance(command, list | tuple) and _is_this_program(command):
+        command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
+        if not isinstance(command, list | tuple) or not _is_this_program(command):
+            return
+        if not _is_for_rank(environment if isinstance(environment, Mapping) else os.environ):
             raise InvalidInput(
                 f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
                 f"launcher of ranks starts it. {START_RANKS}"

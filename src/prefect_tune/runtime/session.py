@@ -173,13 +173,13 @@ class TrialSession:
     """
 
     def __init__(self, connection: SupervisorConnection, start: Start, stopper: Stopper) -> None:
-        self._connection = connection
+        self.connection = connection
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._reports = threading.RLock()  # held during a call; again by a `save` that calls back
         self._sending = threading.Lock()
         self._ended = False
         self._overdue: threading.Timer | None = None
-        self._start = start
+        self.start = start
         self._stopper = stopper
         self._curve: list[StepReport] = list(start.curve)
         self._trained_seconds = start.trained_seconds
@@ -201,7 +201,7 @@ class TrialSession:
         self.asked_to_stop = False
 
     def info(self) -> TrialInfo:
-        start = self._start
+        start = self.start
         return TrialInfo(
             id=start.trial,
             experiment=start.experiment,
@@ -224,7 +224,7 @@ class TrialSession:
         return self.asked_to_stop
 
     def restored(self) -> Path | None:
-        return Path(self._start.restored) if self._start.restored else None
+        return Path(self.start.restored) if self.start.restored else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         """Report a step of the function API with its checkpoint; raise `TrialOver` when the trial must end."""
@@ -233,9 +233,9 @@ class TrialSession:
             report = self.count(metrics)
             if directory is None:
                 self.tell(report)
-            elif directory.parent == Path(os.path.realpath(self._start.staging)):
+            elif directory.parent == Path(os.path.realpath(self.start.staging)):
                 self.hand_over(report, directory, "moved")
-            elif self._start.overlap or self._start.rank.world_size > 1:
+            elif self.start.overlap or self.start.rank.world_size > 1:
                 self._wait_for_upload()
                 with self._writing():
                     copied = snapshot(directory, self.new_directory())
@@ -292,7 +292,7 @@ class TrialSession:
 
     def _given(self, asked: Question) -> dict[str, Scalar] | None:
         """Return the answer with which this attempt began; None if there is none."""
-        if (given := self._start.answers.get(asked.key)) is None:
+        if (given := self.start.answers.get(asked.key)) is None:
             return None
         return answer_to(asked.fields, {name: value for name, value in given.items() if name in asked.fields})
 
@@ -325,7 +325,7 @@ class TrialSession:
     def _require_own_process(self, call: str) -> None:
         if (here := os.getpid()) != self._process:
             raise InvalidInput(
-                f"{call}: expected process {self._process}, which trains trial {self._start.trial!r}, found "
+                f"{call}: expected process {self._process}, which trains trial {self.start.trial!r}, found "
                 f"process {here}, a forked child of it. One process trains a trial: return results to that "
                 "process (through a queue, a pipe or a pool) and report them there"
             )
@@ -343,10 +343,10 @@ class TrialSession:
         return over
 
     def _is_save_due(self) -> bool:
-        cadence = self._start.cadence
+        cadence = self.start.cadence
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
         self.listen()
-        wants = self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
+        wants = self._want_save or self.asked_to_stop or (self._asking and self.start.saves_first)
         return wants or cadence.due(steps, elapsed) or (cadence.at_end and bool(self._over_already()))
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
@@ -401,7 +401,7 @@ class TrialSession:
         handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking, "over": over}
         self._send(StepDone(report=report, seconds=self.seconds(), writing_seconds=self._written_in(), **handed))
         self._uploading = report.step
-        if not (moved and self._start.overlap):
+        if not (moved and self.start.overlap):
             self._wait_for_upload()
 
     def hand_over_state(self, report: StepReport, directory: Path) -> None:
@@ -436,8 +436,8 @@ class TrialSession:
 
     def new_directory(self) -> Path:
         """Return a new empty directory for a checkpoint."""
-        name = f"{self.step:010d}-{self._start.rank.rank}-{time.monotonic_ns()}"
-        directory = Path(self._start.staging) / name
+        name = f"{self.step:010d}-{self.start.rank.rank}-{time.monotonic_ns()}"
+        directory = Path(self.start.staging) / name
         directory.mkdir(parents=True)
         return directory
 
@@ -478,7 +478,7 @@ class TrialSession:
                 known: dict[str, object] = {"seconds": self.seconds()}
                 if isinstance(message, Broke):
                     known["after_end"] = self._over is not None
-                self._connection.send(message.model_copy(update=known))
+                self.connection.send(message.model_copy(update=known))
         if self._overdue is not None:
             self._overdue.cancel()
 
@@ -486,7 +486,7 @@ class TrialSession:
         with self._sending:
             if self._ended:
                 raise self._over or TrialOver("the attempt has ended")
-            self._connection.send(message)
+            self.connection.send(message)
 
     def begin(self) -> None:
         """Start the training clock, once the trainable is set up and the checkpoint is loaded."""
@@ -494,7 +494,7 @@ class TrialSession:
 
     def listen(self) -> None:
         """Process the supervisor's messages that have arrived."""
-        while self._connection.has_message():
+        while self.connection.has_message():
             self._take_in()
 
     def _wait_for_upload(self) -> None:
@@ -542,7 +542,7 @@ class TrialSession:
         )
 
     def _take_in(self) -> None:
-        match self._connection.receive():
+        match self.connection.receive():
             case CheckpointSaved(step=step) if step == self._uploading:
                 self._uploading = None
             case SaveFailed(step=step):

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,6 +35,11 @@ from tests.trainables.grouped import (
     napping,
     raises_late,
     reports_on_rank_0,
+    restarts_its_program,
+    restarts_without_rank,
+    runs_as_mpich,
+    runs_as_open_mpi,
+    runs_mpirun,
     runs_one,
     runs_programs,
     runs_workers,
@@ -240,9 +246,12 @@ def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialRe
             (launches, {"by": "fork", "rank": 0, "does": "join late"}),
             (launches, {"by": "fork", "rank": 1, "does": "join late"}),
             (runs_programs, {}),
+            (runs_as_open_mpi, {}),
+            (runs_as_mpich, {}),
+            pytest.param(runs_mpirun, {}, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")),
         ],
     ),
-    ids=["spawned", "forked", "rank 0 comes last", "rank 1 comes last", "programs"],
+    ids=["spawned", "forked", "rank 0 comes last", "rank 1 comes last", "programs", "Open MPI", "MPICH", "mpirun"],
 )
 def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
     trainable: Any, config: dict[str, Any], tmp_path: Path
@@ -250,6 +259,25 @@ def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
     result = launched(tmp_path, trainable, config)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
     assert states(result) == undisturbed()
+
+
+@pytest.mark.parametrize(
+    "dies", long_after(1, [{}, {"rank": 1, "at": 5, "does": "die"}, {"rank": 0, "at": 5, "does": "die"}])
+)
+def test_a_second_copy_of_the_trials_program_is_a_rank(dies: dict[str, Any], tmp_path: Path) -> None:
+    result = launched(tmp_path, restarts_its_program, dies)
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1 + bool(dies))
+    assert states(result) == undisturbed()
+
+
+def test_the_error_of_a_second_copy_of_the_trials_program_is_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
+        launched(tmp_path, restarts_its_program, {"rank": 1, "at": 3, "does": "raise"})
+
+
+def test_a_second_copy_of_the_trials_program_without_a_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match=r"found a second copy of the trial's process .* processes_per_trial=N"):
+        launched(tmp_path, restarts_without_rank, {})
 
 
 @pytest.mark.parametrize("rank", long_after(1, [0, 1]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import prefect
 import pytest
 
 from prefect_tune.blocks import LocalTarget
@@ -18,6 +19,11 @@ from tests.trainables.witness import acts_of
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _TABLE = "tests.trainables.digits_table:DigitsTable"
 _INQUISITIVE = "tests.trainables.inquisitive:Inquisitive"
+_resumes_at_once = pytest.mark.xfail(
+    prefect.__version__.startswith("3.8."),
+    reason="its process worker may lose a run that starts again while its process still ends: docs/troubleshooting.md",
+    strict=False,
+)
 
 
 class _Story:
@@ -45,6 +51,7 @@ class _Story:
 
 @pytest.mark.deep
 @pytest.mark.timeout(500)
+@_resumes_at_once
 def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui, tmp_path: Path) -> None:
     training = _Story(
         ui,
@@ -118,6 +125,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
 
 @pytest.mark.deep
 @pytest.mark.timeout(500)
+@_resumes_at_once
 def test_a_trial_of_a_search_asks_a_person_and_the_others_wait_for_the_answer_too(ui: Ui, tmp_path: Path) -> None:
     search = _Story(
         ui,

@@ -27,10 +27,8 @@ def trained(target: Path, trainable: Any, config: dict[str, object] | None = Non
 
 
 @pytest.mark.parametrize("callback", [True, False])
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_processes_that_lightning_spawns_or_forks_train_the_trial(
-    strategy: str, callback: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp"])
+def test_processes_that_lightning_starts_train_the_trial(strategy: str, callback: bool, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     result = trained(tmp_path, trainer, {"strategy": strategy, "callback": callback})
     assert (result.status, result.step, result.attempts) == ("completed", 4, 1), result
@@ -43,9 +41,16 @@ def test_processes_that_accelerate_starts_train_the_trial(tmp_path: Path) -> Non
     assert (result.status, result.step, result.attempts) == ("completed", 4, 1), result
 
 
-@pytest.mark.parametrize("trainable", [trainer, fabric])
-def test_a_launcher_that_starts_the_program_again_is_refused_before_training(trainable: Any, tmp_path: Path) -> None:
+def test_a_launcher_that_starts_the_program_again_starts_a_rank_of_the_trial(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    result = trained(tmp_path, fabric)
+    assert (result.status, result.step, result.attempts, result.metrics) == ("completed", 1, 1, {"rank": 0}), result
+
+
+def test_a_launcher_that_starts_the_program_again_is_refused_in_a_trial_of_several_processes(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     with pytest.raises(pt.TrialFailed, match="To train a trial with N processes, pass processes_per_trial=N"):
-        trained(tmp_path, trainable, {"strategy": "ddp", "callback": True})
+        pt.durable_trainable(
+            trainer, {"strategy": "ddp", "callback": True}, target=str(tmp_path), experiment="e", processes_per_trial=3
+        )
     assert pt.load_results(str(tmp_path), "e").trials["trial"].step == 0

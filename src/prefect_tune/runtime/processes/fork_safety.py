@@ -23,9 +23,9 @@ from typing import Any, NoReturn, Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.shown_text import first_line, plural, visible
-from prefect_tune.runtime.load_named import load_trainable
+from prefect_tune.runtime.load_named import load_trainable, prepend_import_path
 from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
-from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
+from prefect_tune.runtime.processes.process_reset import flush_output, noting_import
 from prefect_tune.runtime.processes.trial_process import forks_end, handlers_in_fork, remember_source
 from prefect_tune.runtime.trial_errors import text_of
 

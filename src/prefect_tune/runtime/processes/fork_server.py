@@ -56,7 +56,8 @@ from prefect_tune.runtime.processes.linux import (
     while_alive,
 )
 from prefect_tune.runtime.processes.process_reset import flush_output, settle_in
-from prefect_tune.runtime.processes.trial_process import ignore_group_signals, rehearse, serve
+from prefect_tune.runtime.processes.trial_process import ignore_group_signals, rehearse, serve, train_as_rank
+from prefect_tune.runtime.ranks import is_copy_for_rank
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
@@ -391,7 +392,9 @@ def _send(status: int, words: str) -> None:
         os.write(status, words.encode())
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and is_copy_for_rank() and os.getppid() != int(sys.argv[2]):
+    train_as_rank()
+elif __name__ == "__main__":
     run_forever(partial(fork_server_main, *map(int, sys.argv[1:])))
 elif __name__ == "__mp_main__":  # in a process that a trial has started by `spawn`
     globals().update(names_for_spawned())

@@ -112,17 +112,6 @@ def has_noted_import() -> bool:
     return _imported is not None
 
 
-_prepended: tuple[str, ...] = ()
-
-
-def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
-    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
-    if tuple(import_path) != _prepended:
-        _prepended = tuple(import_path)
-        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
-
-
 @contextmanager
 def _noting_seeds() -> Iterator[set[str]]:
     """Yield the modules of `_SEED_FUNCTIONS` that the block seeds with a number; this function imports none."""

@@ -26,8 +26,15 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.values import digest_of
-from prefect_tune.runtime.group_session import session_of
-from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
+from prefect_tune.runtime.group_session import joined_session, session_of
+from prefect_tune.runtime.load_named import (
+    load_named,
+    load_trainable,
+    names_for_spawned,
+    offer_to_spawned,
+    pickled,
+    prepend_import_path,
+)
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
@@ -35,11 +42,10 @@ from prefect_tune.runtime.processes.process_reset import (
     free_memory,
     has_noted_import,
     noting_import,
-    prepend_import_path,
     run_exit_handlers,
     settle_in,
 )
-from prefect_tune.runtime.ranks import claim_process
+from prefect_tune.runtime.ranks import claim_process, is_copy_for_rank
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
 from prefect_tune.runtime.trial_errors import NotLoaded, broke
@@ -93,6 +99,18 @@ def serve(channel: Connection) -> None:
             start = _next_start(connection)
     attempts.clean_up()
     run_exit_handlers()
+
+
+def train_as_rank() -> None:
+    """Train as a rank, in a second copy of a trial's program that a launcher has started: Lightning's, Fabric's.
+
+    It ends as a script does, with its exit handlers.
+    """
+    ignore_group_signals()
+    session = cast("TrialSession", joined_session("a copy of the trial's program"))
+    start = session.start.model_copy(update={"waits": False})
+    attempts = _Attempts(session.connection, whole_process=True)
+    session.end(attempts.train(session, load_trainable(start.trainable), start))
 
 
 def rehearse() -> None:
@@ -205,11 +223,11 @@ class _Attempts:
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
         try:
             session.ask_first()
-            return self._train(session, trainable, start)
+            return self.train(session, trainable, start)
         except TrialOver as over:
             return self._ended(over)
 
-    def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
+    def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
         with forks_end():
             if isinstance(trainable, type):
                 return self._run_class(session, _set_up(trainable, start), start)
@@ -385,7 +403,9 @@ def _restore_handlers() -> None:
     _unblock_signals()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and is_copy_for_rank():
+    train_as_rank()
+elif __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
     # Threads and children that the trainable has left must not keep a finished trial alive.
     run_exit_handlers()
