@@ -142,8 +142,8 @@ def tune(
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
             `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each
             attempt as many as it has GPUs, or processors where there are none, and at least 1 and at most 8.
-        nodes_per_trial: with `trials="deployment"`, how many flow runs train a trial together, each with
-            `processes_per_trial` ranks; they share the target only.
+        nodes_per_trial: how many nodes train a trial together, each a flow run of `trials="deployment"` or a task on
+            Dask or Ray, with `processes_per_trial` ranks; they share the target only.
         min_nodes: with how many of them an attempt begins if the others have not begun 2 minutes later. Default: all.
         metrics_from: the metrics of a step of several processes: those of `rank 0`, or the `mean` over all ranks of
             each number that every rank reports.

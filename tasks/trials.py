@@ -16,10 +16,12 @@ from prefect.client.schemas.objects import State
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.logging import get_run_logger
+from prefect.states import Completed
 
 from prefect_tune.attempt.attempt import Attempt, has_had_enough
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, log_failure, state_of
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
@@ -97,6 +99,17 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
         number = ended.experiment.trial(spec.trial.trial).attempt
         log_failure(ended.outcome, number, spec, request.search_term, log)
     return state_of(ended.outcome, spec.trial.trial)
+
+
+@task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", retries=0)
+def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink) -> State[Any]:
+    """Train the ranks of another node of an attempt; the journal records how the attempt ends. Args: as `run_attempt`.
+
+    If the task runner runs it again, as Dask and Ray do for a dead worker, the attempt has begun without it.
+    """
+    log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
+    with quiet_inner_tasks(), retrying_refusals(), closing(link):
+        return Completed(message=train_node(spec, request, node, link, TasksOfAttempt(spec), log))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
+from tests.trainables.witness import record_act
 
 
 class Sharded(pt.Trainable):
@@ -246,6 +247,15 @@ def late_at_last(config: dict[str, Any]) -> None:
         directory = trial.new_checkpoint_dir()
         (directory / f"rank-{trial.rank}").write_text(str(at))
         pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+
+class Witnessed(Sharded):
+    """Records which process trains which step of which rank."""
+
+    def step(self) -> Mapping[str, object]:
+        time.sleep(0.2)
+        record_act(self.config["witness"], f"rank-{self.rank}", self.at + 1)
+        return super().step()
 
 
 class SlowToWrite(Sharded):

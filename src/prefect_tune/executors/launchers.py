@@ -31,11 +31,12 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
 from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
-from prefect_tune.executors.trial_executor import attempt_of, error_in
+from prefect_tune.executors.trial_executor import attempt_of, error_in, node_of
 from prefect_tune.prefect_api.api_client import is_temporary
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
+_NODES_END_SECONDS = 60.0
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
@@ -45,22 +46,73 @@ _AWAY = (PrefectException, httpx.HTTPError, OSError)
 
 
 class TaskRunnerLauncher:
-    """Start each attempt as a task of the flow's task runner, which reserves the trial's resources."""
+    """Start each attempt as a task of the flow's task runner, which reserves the trial's resources.
+
+    With several nodes it is a task for each. Ray starts all of them or none, in a placement group. Dask starts each
+    when a worker is free: an attempt that lacks a node for 10 minutes fails, and gives the others back.
+    """
 
     survives_search = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._reserving = _reserving(runner, resources)
+        self._is_ray, self._resources = type(runner).__name__ == "RayTaskRunner", resources or Resources()
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
+        if spec.nodes_per_trial > 1:
+            return self._on_nodes(spec, replace(request, secret=secrets.token_hex(16)), link)
         with self._reserving():
             future = attempt_of(spec).submit(spec, request, link)
         return partial(_wait_for, future)
 
+    def _on_nodes(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink) -> Callable[[], object]:
+        places = _PlacementGroup(spec.nodes_per_trial, self._resources) if self._is_ray else None
+        futures: list[PrefectFuture[Any]] = []
+        for node in range(spec.nodes_per_trial):
+            with self._reserving() if places is None else places.at(node):
+                futures.append(
+                    node_of(spec).submit(spec, request, node, link)
+                    if node
+                    else attempt_of(spec).submit(spec, request, link)
+                )
+
+        def wait() -> None:
+            try:
+                _wait_for(futures[0])
+            finally:
+                for each in futures[1:] if places is not None else []:
+                    each.wait(_NODES_END_SECONDS)
+                if places is not None:
+                    places.remove()
+
+        return wait
+
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
+
+
+class _PlacementGroup:
+    """Places for the nodes of an attempt, which Ray reserves all at once."""
+
+    def __init__(self, nodes: int, resources: Resources) -> None:
+        self._ray: Any = import_module("ray.util")
+        self._needs = {"num_cpus": resources.cpu, "num_gpus": resources.gpu}
+        bundle = {name: amount for name, amount in {"CPU": resources.cpu, "GPU": resources.gpu}.items() if amount}
+        self._group = self._ray.placement_group([bundle] * nodes, strategy="SPREAD")
+
+    def at(self, node: int) -> AbstractContextManager[object]:
+        """Return a block in which a task is submitted to the place of `node`."""
+        strategies: Any = import_module("ray.util.scheduling_strategies")
+        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+        options: Any = import_module("prefect_ray.context").remote_options
+        there: AbstractContextManager[object] = options(scheduling_strategy=place, **self._needs)
+        return there
+
+    def remove(self) -> None:
+        """Give the places back; tasks that still run there end."""
+        self._ray.remove_placement_group(self._group)
 
 
 def _wait_for(future: PrefectFuture[Any]) -> None:

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
-from prefect_tune.tasks.trials import run_attempt
+from prefect_tune.tasks.trials import run_attempt, run_node
 
 _PATIENCE = timedelta(seconds=0.5)
 # Time that a supervisor needs after its trial's grace period, to write a last journal entry.
@@ -49,6 +49,7 @@ Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttempt
 
 
 _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]
+_NodeTask: TypeAlias = Task[[TrialSpec, AttemptRequest, int, SearchLink], State[Any]]
 
 
 def attempt_of(spec: TrialSpec) -> _AttemptTask:
@@ -59,6 +60,11 @@ def attempt_of(spec: TrialSpec) -> _AttemptTask:
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
 def _tagged(tags: tuple[str, ...]) -> _AttemptTask:
     return run_attempt.with_options(retries=0, tags=tags)
+
+
+def node_of(spec: TrialSpec) -> _NodeTask:
+    """Return the task of another node of an attempt."""
+    return run_node.with_options(tags=spec.tags)
 
 
 class TrialExecutor(Protocol):

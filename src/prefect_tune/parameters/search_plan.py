@@ -103,16 +103,6 @@ MOST_NODES = 1024
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
-def _require_possible_nodes(nodes: int, least: int | None, trials: str) -> None:
-    if nodes > 1 and trials != "deployment":
-        raise InvalidInput(
-            f"nodes_per_trial={nodes}: expected trials='deployment', with one flow run for each node; to train with "
-            "several processes of this machine pass processes_per_trial"
-        )
-    if least is not None and least > nodes:
-        raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {nodes}")
-
-
 def valid_bound(bound: int) -> int:
     """Return the bound on trials that train at once. Raises `InvalidInput` if it is less than 1."""
     if bound < 1:
@@ -330,7 +320,7 @@ class SearchPlan(ValidatedParameters):
         int,
         Field(ge=1, le=MOST_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Flow runs of a trial. Default: 1.", _WHERE, at_least=1),
+        Flag("N", "Nodes of a trial. Default: 1.", _WHERE, at_least=1),
     ] = 1
     min_nodes: Annotated[
         int | None,
@@ -366,7 +356,8 @@ class SearchPlan(ValidatedParameters):
                 f"processes_per_trial={self.processes_per_trial}: expected isolation='process', since each rank is a "
                 "process; with isolation='thread' pass processes_per_trial=1"
             )
-        _require_possible_nodes(self.nodes_per_trial, self.min_nodes, self.trials)
+        if (least := self.min_nodes) is not None and least > self.nodes_per_trial:
+            raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources

@@ -383,6 +383,12 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
         there = TaskRunnerLauncher(runner, plan.resources)
         where = f"by the {type(runner).__name__}"
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan), where
+    if plan.nodes_per_trial > 1:
+        raise InvalidInput(
+            f"nodes_per_trial={plan.nodes_per_trial}: expected trials='deployment', with a flow run for each node, or "
+            "pt.tune.with_options(task_runner=...) with Dask's or Ray's, with a task for each; to train with several "
+            "processes of this machine pass processes_per_trial"
+        )
     # Elsewhere the first attempts tell.
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     most, where = max_workers_here(), "on this machine"

@@ -45,7 +45,7 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
 
 def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], options: dict[str, Any]) -> str:
     """Run one attempt on a node; return how it ended."""
-    secret = options.pop("secret", "of the search")
+    secret = options.pop("secret", f"of attempt {attempt}")
     spec, log = spec_of(folder, **options), logging.getLogger(f"node-{node}")
     request = AttemptRequest(config=config, attempt=attempt, search_term=1, secret=secret)
     with without_server(), TrialProcessPool(slots=0) as pool:

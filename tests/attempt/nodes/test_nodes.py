@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Phase
-from tests.attempt.nodes.cluster import Cluster
+from prefect_tune.core.messages.target_messages import Arrived, NodeMessages, write_messages
+from prefect_tune.core.storage.layout import NodesKey
+from tests.attempt.nodes.cluster import JOURNAL, Cluster
 from tests.attempt.nodes.node_process import STEPS
 from tests.long_cases import long_after
 
@@ -98,35 +101,58 @@ def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(clust
 @pytest.mark.long
 def test_a_node_that_cannot_be_read_is_one_that_is_missing(cluster: Cluster) -> None:
     options: dict[str, Any] = {"nodes_per_trial": 3, "min_nodes": 2}
-    logs = [cluster.start(0, **options), cluster.start(1, **options), cluster.start(2, secret="other", **options)]
-    cluster.wait()
-    assert "2 of 3 nodes have arrived" in logs[0].read_text()
+    write_as_node(cluster, 2, "of a stranger")
+    first, _ = cluster.train(**options)
+    assert "2 of 3 nodes have arrived" in first
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
-    assert "ENDED node 0 wrote what cannot be read" in logs[2].read_text()
+
+
+@pytest.mark.long
+def test_a_node_of_another_request_joins_no_attempt(cluster: Cluster) -> None:
+    logs = [cluster.start(0), cluster.start(1), cluster.start(2, secret="of another request")]
+    cluster.wait()
+    assert cluster.state() == undisturbed(2)
+    assert "ENDED the attempt was over before this node began" in logs[2].read_text()
+    assert cluster.left() == []
+
+
+def test_a_request_that_is_repeated_after_its_attempt_died_ends_at_once(cluster: Cluster) -> None:
+    """As Dask and Ray repeat the task of a dead worker: the other nodes of that attempt are gone."""
+    first = cluster.start(0, secret="of the request")
+    wait_until(lambda: any(each.endswith("/0000000001.json") for each in cluster.left()), [first])
+    cluster.kill()
+    again = cluster.start(0, secret="of the request")
+    cluster.wait()
+    assert "its worker is gone, and the other nodes with it: all begin again" in again.read_text()
+    assert cluster.trial().attempt == 2
+    assert cluster.left() == []
 
 
 def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
-    logs = [cluster.start(0), cluster.start(1)]
-    other = cluster.folder / "other"
-    other.mkdir()
-    (other / "target").symlink_to(cluster.target.path)
-    twin = Cluster.__new__(Cluster)
-    twin.folder, twin.target, twin.nodes = other, cluster.target, cluster.nodes
-    log = twin.start(1)
+    write_as_node(cluster, 1, "of attempt 1")  # the first process
+    logs = [cluster.start(0, silence=5), cluster.start(1, silence=5)]
     cluster.wait()
-    ended = [each.read_text().partition("ENDED ")[2] for each in (logs[1], log)]
-    assert sorted(each.strip() for each in ended) == ["another process is node 1 of attempt 1", "the attempt is over"]
-    assert cluster.state() == undisturbed(2)
+    assert "ENDED another process is node 1 of attempt 1" in logs[1].read_text()
+    assert "rank 1's process is on node 1, which has written nothing for 5 s" in logs[0].read_text()
+    assert cluster.checkpoints() == []
 
 
 def test_what_another_one_writes_for_a_node_is_not_read(cluster: Cluster) -> None:
-    logs = [cluster.start(0), cluster.start(1, secret="of a stranger")]
+    write_as_node(cluster, 1, "of a stranger")
+    log = cluster.start(0)
     cluster.wait()
-    first, second = (each.read_text() for each in logs)
+    first = log.read_text()
     assert "node 1 wrote what cannot be read" in first
     assert "expected the signature of a node of this attempt" in first
-    assert "ENDED node 0 wrote what cannot be read" in second
     assert cluster.trial().step == 0
+
+
+def write_as_node(cluster: Cluster, node: int, secret: str) -> None:
+    """Write the first message of a node, as another process than that of the test."""
+    nodes = NodesKey(trial=JOURNAL.of_experiment.trial_key("00000"), attempt=1)
+    forged = NodeMessages(write_id="of another process", has_read={}, messages=(Arrived(host="elsewhere"),))
+    with cluster.target.open(timeout=timedelta(seconds=30)) as store:
+        write_messages(store, nodes, node, 1, forged, secret)
 
 
 def wait_until(condition: Callable[[], bool], logs: Sequence[Path]) -> None:

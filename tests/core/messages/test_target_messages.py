@@ -191,10 +191,11 @@ def test_what_was_not_signed_for_this_place_is_refused(node: int, number: int, s
 
 def test_the_newest_attempt_is_the_one_that_is_joined_and_older_messages_are_found_to_be_deleted() -> None:
     store = MemoryStore()
-    assert newest_attempt(store, KEY, 1) is None
+    assert newest_attempt(store, KEY, 1, "secret") is None
     store.objects[f"{KEY.nodes}/notes.txt"] = b"of a person"
     for attempt in (2, 11):
         write_messages(store, NodesKey(trial=KEY, attempt=attempt), 0, 1, of("it"), "secret")
-    assert newest_attempt(store, KEY, 3) == NodesKey(trial=KEY, attempt=11)
-    assert newest_attempt(store, KEY, 12) is None
+    assert newest_attempt(store, KEY, 3, "secret") == NodesKey(trial=KEY, attempt=11)
+    assert newest_attempt(store, KEY, 12, "secret") is None
+    assert newest_attempt(store, KEY, 1, "of another request") is None
     assert [each.path for each in node_messages_up_to(store, KEY, 10)] == [numbered(NODES.messages(0), 1)]

@@ -11,6 +11,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.tune import tune
+from prefect_tune.testing import without_server
 
 STEPS = 6
 
@@ -43,7 +44,7 @@ def test_two_nodes_train_a_trial_and_after_the_death_of_a_rank_its_next_attempt(
 
 
 def test_what_nodes_cannot_be_is_refused_before_anything_is_written(local_target: LocalTarget) -> None:
-    with pytest.raises(InvalidInput, match="nodes_per_trial=2: expected trials='deployment'"):
+    with without_server(), pytest.raises(InvalidInput, match="nodes_per_trial=2: expected trials='deployment'"):
         tune("tests.trainables.grouped:Sharded", {}, target=local_target, nodes_per_trial=2)
     with pytest.raises(InvalidInput, match="min_nodes=3: expected at most nodes_per_trial, which is 2"):
         tune(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from tests.trainables.digits_table import curves
 from tests.trainables.witness import acts_of
 
 _STEPS = 12
+_NODE_STEPS = 6
 _ROWS = [3, 5, 8]
 
 
@@ -66,3 +68,75 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     assert results.best.metrics["error"] == min(curves()[row][_STEPS - 1] for row in _ROWS)
     trained = sum(each.act == "trained" for each in acts_of(witness))
     assert trained <= len(_ROWS) * _STEPS + 2
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "dies", [{}, {"rank": 3, "at": 5, "does": "die", "others": "hang"}], ids=["undisturbed", "killed"]
+)
+@pytest.mark.parametrize("runner", [dask, ray], ids=["Dask", "Ray"])
+def test_two_tasks_train_a_trial_as_two_nodes(
+    runner: Callable[[], TaskRunner], dies: dict[str, object], local_target: LocalTarget
+) -> None:
+    results = tune.with_options(task_runner=runner())(
+        "tests.trainables.grouped:Sharded",
+        dies,
+        target=local_target,
+        experiment="nodes",
+        num_samples=1,
+        stop={"step": _NODE_STEPS},
+        checkpoint=Cadence(every_steps=2),
+        processes_per_trial=2,
+        nodes_per_trial=2,
+        max_concurrent_trials=1,
+    )
+    [trial] = results.trials.values()
+    assert (trial.status, trial.step, trial.attempt) == ("completed", _NODE_STEPS, 1 + bool(dies))
+    assert trial.metrics["world_size"] == 4
+    checkpoint = results.checkpoint(trial.trial)
+    assert checkpoint is not None
+    with checkpoint.as_directory() as directory:
+        ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}
+    assert ranks == {f"rank-{rank}.json": _NODE_STEPS for rank in range(4)}
+    assert not [each for each in Path(local_target.path).glob("nodes/1/trials/*/nodes/**/*") if each.is_file()]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("runner", [dask, ray], ids=["Dask", "Ray"])
+def test_after_the_death_of_a_nodes_worker_all_nodes_begin_again(
+    runner: Callable[[], TaskRunner], node: int, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    search = tune.with_options(task_runner=runner())
+    witness, killed = tmp_path / "witness", list[int]()
+    killer = threading.Thread(target=kill_the_worker_of_a_node, args=(witness, node, killed))
+    killer.start()
+    results = search(
+        "tests.trainables.grouped:Witnessed",
+        {"witness": str(witness)},
+        target=local_target,
+        experiment="nodes",
+        num_samples=1,
+        stop={"step": 30},
+        checkpoint=Cadence(every_steps=1),
+        nodes_per_trial=2,
+        max_concurrent_trials=1,
+    )
+    killer.join()
+    assert killed
+    [trial] = results.trials.values()
+    assert (trial.status, trial.step) == ("completed", 30)
+    assert 2 <= trial.attempt <= 3  # a task that its runner repeats ends at once
+
+
+def kill_the_worker_of_a_node(witness: Path, node: int, killed: list[int]) -> None:
+    until(lambda: any(each.step == 5 for each in acts_of(witness)), seconds=240, what=lambda: "a trial that trains")
+    [trial] = {each.pid for each in acts_of(witness) if each.act == f"rank-{node}"}
+    worker = worker_of(trial)
+    assert worker != os.getpid()
+    os.kill(worker, signal.SIGKILL)
+    killed.append(worker)

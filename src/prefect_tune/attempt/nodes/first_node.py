@@ -44,6 +44,7 @@ from prefect_tune.core.messages.target_messages import (
     RankGone,
     SendPart,
     ToRank,
+    is_signed_with,
     node_messages_up_to,
 )
 from prefect_tune.core.resources import processes_on
@@ -55,7 +56,7 @@ from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.deadline import Deadline
 
 _ALL_ARRIVE_WITHIN = timedelta(minutes=10)
-"""How long the flow runs of the other nodes may take to begin: images are pulled, machines are started."""
+"""How long the runs or tasks of the other nodes may take to begin: images are pulled, machines are started."""
 _FEWER_AFTER = timedelta(minutes=2)
 """After which time an attempt begins with `min_nodes`."""
 _LOOK_SECONDS = 0.1
@@ -157,7 +158,9 @@ class OtherNodes:
             self._writer.delete(self._key.part_path(key, node))
 
     def __enter__(self) -> Self:
-        on_target(self._spec.target, self._delete_earlier)
+        """Begin to write. Raises NodesMissing: a task runner repeats what began an earlier attempt, with its nodes."""
+        if on_target(self._spec.target, self._delete_earlier):
+            raise NodesMissing("its worker is gone, and the other nodes with it: all begin again", is_stopped=False)
         self._writer = NodeWriter(self._spec.target, self._key, 0, self._secret, self._log)
         return self
 
@@ -175,9 +178,13 @@ class OtherNodes:
         with suppress(TuneError), self._spec.target.open(timeout=_READ_WITHIN) as store:  # the next attempt does it
             store.delete([each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt)])
 
-    def _delete_earlier(self, store: ObjectStore) -> None:
-        if earlier := node_messages_up_to(store, self._spec.trial, self._key.attempt - 1):
-            store.delete([each.path for each in earlier])
+    def _delete_earlier(self, store: ObjectStore) -> bool:
+        """Delete what earlier attempts have left; return whether one of them had the nodes of this one."""
+        earlier = [each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)]
+        had_these = any(is_signed_with(store, each, self._secret) for each in earlier)
+        if earlier:
+            store.delete(earlier)
+        return had_these
 
     def _wait(self, stop: threading.Event) -> None:
         most, least = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial
@@ -194,7 +201,7 @@ class OtherNodes:
                 within = _ALL_ARRIVE_WITHIN.total_seconds()
                 raise NodesMissing(
                     f"{found} of {most} nodes arrived within {within:g} s, expected at least {least}: start more "
-                    "workers of the pool of trial_deployment, or pass a smaller nodes_per_trial or min_nodes",
+                    "workers, or pass a smaller max_concurrent_trials, nodes_per_trial or min_nodes",
                     is_stopped=False,
                 )
 

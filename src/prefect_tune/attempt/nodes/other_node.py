@@ -73,9 +73,9 @@ def train_node(  # noqa: PLR0913, PLR0917 - as an attempt, and which node
 def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> NodesKey | str:
     """Wait until node 0 of the requested attempt, or of a later one, has begun; or return why there will be none."""
     until = Deadline.after(_FIRST_NODE_WITHIN)
-    looks = 0
+    at_least, looks = max(1, request.attempt), 0
     while until.remaining_seconds:
-        found = on_target(spec.target, lambda store: newest_attempt(store, spec.trial, max(1, request.attempt)))
+        found = on_target(spec.target, lambda store: newest_attempt(store, spec.trial, at_least, request.secret))
         if found is not None:
             return found
         if looks % 10 == 9 and _is_over(spec, request):

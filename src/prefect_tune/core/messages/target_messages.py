@@ -53,6 +53,7 @@ __all__ = [
     "delete_journaled",
     "is_journaled",
     "is_lost",
+    "is_signed_with",
     "newest_attempt",
     "node_messages_up_to",
     "read_answer",
@@ -205,11 +206,21 @@ def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int, sec
     return found
 
 
-def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int) -> NodesKey | None:
-    """Return the newest attempt of a trial, from number `at_least` on, of which node 0 has written."""
+def is_signed_with(store: ObjectStore, path: str, secret: str) -> bool:
+    """Whether the object at `path` is there, and a node that has `secret` wrote it."""
+    try:
+        found = read_sealed(store, NodeMessages, path, JournalCorrupt)
+    except (ObjectNotFound, JournalCorrupt):
+        return False
+    return compare_digest(found.signature, found.signed(secret, path).signature)
+
+
+def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int, secret: str) -> NodesKey | None:
+    """Return the newest attempt from number `at_least` on whose node 0 has `secret` and waits for others."""
     attempts = {NodesKey.from_path(trial, each.path) for each in store.list(trial.nodes)}
-    found = [each for each in attempts if each is not None and each.attempt >= at_least]
-    return max(found, key=lambda each: each.attempt, default=None)
+    found = sorted((each for each in attempts if each is not None), key=lambda each: -each.attempt)
+    ours = (each for each in found if is_signed_with(store, numbered(each.messages(0), 1), secret))
+    return next((each for each in ours if each.attempt >= at_least), None)
 
 
 def node_messages_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
