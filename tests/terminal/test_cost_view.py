@@ -103,6 +103,11 @@ def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not
     assert table.schema.field("began_at").type == pa.timestamp("ms", "UTC")
     assert table.column("training_seconds").to_pylist() == [2, 0]
     assert table.column("peak_memory_bytes").to_pylist() == [3 << 30, None]
+    assert table.column("ranks").to_pylist() == [None, None]
+    of_ranks = replace(attempt(1, USE, training=2), ranks=RANKS)
+    with_ranks = attempts_as_arrow(ExperimentCost([], [of_ranks], dict.fromkeys(Category, 0.0)))
+    assert with_ranks.column("ranks").to_pylist() == [4]
+    assert with_ranks.column("waited_for_ranks_seconds").to_pylist() == [40]
 
 
 def test_the_bar_has_a_part_for_each_category_that_took_a_share() -> None:

@@ -7,8 +7,9 @@ import os
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from urllib.parse import unquote
 from xml.sax.saxutils import escape, unescape
 
 _PIECE_BYTES = 1 << 20
@@ -141,26 +142,35 @@ class Objects:
                 return failure("404 Not Found", "NoSuchUpload")
             parts[int(asked.query["partNumber"])] = asked.extents
             return Reply("200 OK", etag)
+        if (source := asked.headers.get("x-amz-copy-source")) is not None:
+            return self._copy(unquote(source).lstrip("/"), asked.key, etag)
         if asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
             self.arena.free(asked.extents)
             return _EXISTS
         self._replace(asked.key, asked.extents)
         return Reply("200 OK", etag)
 
+    def _copy(self, source: str, key: str, etag: str) -> Reply:
+        if (copied := self.objects.get(source)) is None:
+            return _NOT_FOUND
+        start, size = self.arena.allocate(size_of(copied))
+        self.arena.view[start : start + size] = self.arena.bytes_of(copied)
+        self._replace(key, ((start, size),))
+        return _xml(f"<CopyObjectResult>{etag.replace('ETag: ', '<ETag>').strip()}</ETag></CopyObjectResult>")
+
     def _replace(self, key: str, extents: Extents) -> None:
         self.arena.free(self.objects.get(key, ()))
         self.objects[key] = extents
 
     def _get(self, asked: Asked) -> Reply:
-        extents = self.objects.get(asked.key)
+        extents, head_only = self.objects.get(asked.key), asked.method == "HEAD"
         if extents is None:
-            return _NOT_FOUND
+            return replace(_NOT_FOUND, head_only=head_only)
         size = size_of(extents)
         common = (
             f'ETag: "{abs(hash(extents)):032x}"\r\nAccept-Ranges: bytes\r\n'
             "Last-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\nContent-Type: application/octet-stream\r\n"
         )
-        head_only = asked.method == "HEAD"
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.headers.get("range", ""))
         if span is None:
             return Reply("200 OK", common, extents=extents, head_only=head_only)

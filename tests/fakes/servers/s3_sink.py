@@ -1,6 +1,6 @@
 """A small S3 server on loopback that counts requests and stores the bytes that it receives.
 
-It signs nothing and checks no credentials; it honours `If-None-Match: *`, ranges, listings
+It signs nothing and checks no credentials; it honours `If-None-Match: *`, ranges, copies, listings
 (version 2), batch deletes and multipart uploads, can add a latency to every reply, and can be set to fail
 on chosen requests. Every bucket exists. Used by tests in process (`S3Sink`) and by the benchmarks as a
 process of its own (`S3SinkProcess`), which is not the bottleneck for clients of this machine's size.

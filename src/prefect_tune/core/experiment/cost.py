@@ -77,6 +77,11 @@ class AttemptCost:
         return self.use.ends if isinstance(self.use, GroupUse) else ()
 
     @property
+    def waited_for_ranks_seconds(self) -> float | None:
+        """How long its saves waited for the slowest rank, of the rank that waited longest; None for one process."""
+        return max(self.ranks.waiting) if self.ranks else None
+
+    @property
     def total_seconds(self) -> float:
         """How long it held its slot."""
         return sum(self.seconds.values())
@@ -115,7 +120,7 @@ class ExperimentCost:
     @property
     def waited_for_ranks_seconds(self) -> float:
         """How long saves waited for the slowest rank: the sum over attempts, of each that of the longest wait."""
-        return sum(max(each.ranks.waiting) for each in self.attempts if each.ranks)
+        return sum(each.waited_for_ranks_seconds or 0.0 for each in self.attempts)
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts of each trial that has any."""
