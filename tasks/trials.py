@@ -101,7 +101,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     return state_of(ended.outcome, spec.trial.trial)
 
 
-@task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", retries=0)
+@task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
 def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink) -> State[Any]:
     """Train the ranks of another node of an attempt; the journal records how the attempt ends. Args: as `run_attempt`.
 

@@ -180,13 +180,43 @@ def runs_mpirun(config: dict[str, Any]) -> None:
     )
 
 
-def restarts_its_program(config: dict[str, Any]) -> None:
-    """Start the second rank as Lightning's `ddp` does, by the program of this process, which is the first one."""
+def _restart_program() -> None:
     if "LOCAL_RANK" not in os.environ:
         os.environ |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         program = str(getattr(sys.modules["__main__"].__spec__, "name", ""))
         subprocess.Popen([sys.executable, "-m", program, *sys.argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
+
+
+def restarts_its_program(config: dict[str, Any]) -> None:
+    """Start the second rank as Lightning's `ddp` does, by the program of this process, which is the first one."""
+    _restart_program()
     sharded(config)
+
+
+class RestartsItsProgram(Sharded):
+    """The same, in a class."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        _restart_program()
+        super().setup(config)
+
+
+def restarts_and_returns(config: dict[str, Any]) -> dict[str, object]:
+    """The last step is what the function returns; the second rank writes its last checkpoint late."""
+    _restart_program()
+    trial = pt.get_trial()
+    for at in range(1, config["steps"]):
+        directory = trial.new_checkpoint_dir()
+        (directory / f"rank-{trial.rank}").write_text(str(at))
+        if trial.rank == 1 and at == config["steps"] - 1:
+            time.sleep(2)
+        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
+    return {"loss": 0.0}
+
+
+def restarts_late(_config: dict[str, Any]) -> None:
+    pt.report({"loss": 1.0})
+    _restart_program()
 
 
 def restarts_without_rank(_config: dict[str, Any]) -> None:

@@ -159,6 +159,7 @@ class Attempt:
                 yield group
             return
         with nodes:
+            self.link.watch()
             elsewhere = nodes.begin(self.link.stop)
             with rank_group(start, nodes.placement, self._process, elsewhere, nodes.known_up_to) as group:
                 yield group

@@ -37,6 +37,10 @@ class SearchLink(Protocol):
         """Open a process for the attempt to train in."""
         ...
 
+    def watch(self) -> None:
+        """Begin to look for a request to stop, before there is a process."""
+        ...
+
     def connect(self, tell: Callable[[Answer], None]) -> None:
         """Deliver answers with `tell`, including those that arrived before."""
         ...
@@ -96,6 +100,9 @@ class AnsweringLink:
         self._guard = threading.Lock()
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
+
+    def watch(self) -> None:
+        """Do nothing: within one process a request to stop sets the event."""
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         with self._guard:

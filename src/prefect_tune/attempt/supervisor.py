@@ -258,6 +258,9 @@ class _Supervisor:
         if not ended.is_gone:
             self._rank_ends[ended.rank] = _short(str(ended))
             return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
+        if ended.rank > 0 and self._group.is_led and isinstance(self._end, Done):
+            self._rank_ends[ended.rank] = _RETURNED  # rank 0 had started it, and has ended
+            return self._waited_enough()
         return self._fail(self._died(ended.rank), _FAILED if self._group.is_launched else _DIED, ended.rank)
 
     def _fail(self, failed: Failed, place: int, rank: int = OWN) -> Outcome | None:

@@ -31,12 +31,13 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
 from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
-from prefect_tune.executors.trial_executor import attempt_of, error_in, node_of
+from prefect_tune.executors.trial_executor import attempt_of, error_in, node_task
 from prefect_tune.prefect_api.api_client import is_temporary
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
 _NODES_END_SECONDS = 60.0
+_LEAST_CPU = 0.01
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
@@ -73,7 +74,7 @@ class TaskRunnerLauncher:
         for node in range(spec.nodes_per_trial):
             with self._reserving() if places is None else places.at(node):
                 futures.append(
-                    node_of(spec).submit(spec, request, node, link)
+                    node_task().submit(spec, request, node, link)
                     if node
                     else attempt_of(spec).submit(spec, request, link)
                 )
@@ -99,7 +100,8 @@ class _PlacementGroup:
     def __init__(self, nodes: int, resources: Resources) -> None:
         self._ray: Any = import_module("ray.util")
         self._needs = {"num_cpus": resources.cpu, "num_gpus": resources.gpu}
-        bundle = {name: amount for name, amount in {"CPU": resources.cpu, "GPU": resources.gpu}.items() if amount}
+        amounts = {"CPU": resources.cpu or _LEAST_CPU, "GPU": resources.gpu}  # Ray refuses a place without any
+        bundle = {name: amount for name, amount in amounts.items() if amount}
         self._group = self._ray.placement_group([bundle] * nodes, strategy="SPREAD")
 
     def at(self, node: int) -> AbstractContextManager[object]:
@@ -194,9 +196,12 @@ class DeploymentLauncher:
             "attempt": attempt,
         }
         key, log = _key(spec, request, attempt), get_run_logger()
-        first, *others = [
-            self._latest_run(spec, parameters if node == 0 else {**parameters, "node": node}, _of_node(key, node))
-            for node in range(spec.nodes_per_trial)
+        first = self._latest_run(spec, parameters, key)
+        # Node 0 may have been started by an earlier run of the search: the others sign as it does.
+        parameters = {**parameters, "orders": first.parameters.get("orders", parameters["orders"])}
+        others = [
+            self._latest_run(spec, {**parameters, "node": node}, _of_node(key, node))
+            for node in range(1, spec.nodes_per_trial)
         ]
         with self._poll:
             self._awaited |= {each.id for each in others}  # to be withdrawn, if they have not begun then
@@ -295,7 +300,7 @@ def _unknown_to(schema: Mapping[str, Any], parameters: Mapping[str, object]) -> 
 
 
 def _of_node(key: str, node: int) -> str:
-    return f"{key}/node {node}" if node else key
+    return f"{key}/node {node}"
 
 
 def _run_of(key: str) -> FlowRun | None:

@@ -136,7 +136,7 @@ class StoreLink(AnsweringLink):
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
-        self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
+        self.watch()  # a request to stop may arrive while the process waits for its import
         search = self._target.uri, self._trial.of_experiment, self._sharing.search_term
         own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._sharing.reuse)
         with own as pool, pool.process(start, log, environment, self.stop) as channel:
@@ -144,7 +144,7 @@ class StoreLink(AnsweringLink):
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         super().connect(tell)
-        self._begin_to_watch()
+        self.watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
         if self._recorder is not None:
@@ -171,7 +171,7 @@ class StoreLink(AnsweringLink):
         self._closed.set()
         self._asks.set()
 
-    def _begin_to_watch(self) -> None:
+    def watch(self) -> None:
         """Start the thread that polls the target for answers."""
         if self._watching is None:
             run = copy_context().run

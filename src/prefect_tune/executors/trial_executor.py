@@ -62,9 +62,10 @@ def _tagged(tags: tuple[str, ...]) -> _AttemptTask:
     return run_attempt.with_options(retries=0, tags=tags)
 
 
-def node_of(spec: TrialSpec) -> _NodeTask:
-    """Return the task of another node of an attempt."""
-    return run_node.with_options(tags=spec.tags)
+@cache
+def node_task() -> _NodeTask:
+    """Return the task of another node of an attempt; without tags, since a limit of one would keep it from node 0."""
+    return run_node.with_options(retries=0)
 
 
 class TrialExecutor(Protocol):

@@ -356,6 +356,10 @@ class SearchPlan(ValidatedParameters):
                 f"processes_per_trial={self.processes_per_trial}: expected isolation='process', since each rank is a "
                 "process; with isolation='thread' pass processes_per_trial=1"
             )
+        if self.nodes_per_trial > 1 and self.isolation == "thread":
+            raise InvalidInput(
+                f"nodes_per_trial={self.nodes_per_trial}: expected isolation='process', since each rank is a process"
+            )
         if (least := self.min_nodes) is not None and least > self.nodes_per_trial:
             raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
         if isinstance(self.trainable, type):

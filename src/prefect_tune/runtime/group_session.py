@@ -29,24 +29,39 @@ from typing import TYPE_CHECKING, cast
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Scalar
-from prefect_tune.core.messages.process_messages import Directive, Join, Part, RankMetrics, Refused, Start, TrialEnded
+from prefect_tune.core.messages.process_messages import (
+    Directive,
+    Join,
+    Part,
+    Rank,
+    RankMetrics,
+    Refused,
+    Start,
+    TrialEnded,
+)
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.load_named import load_named, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import RANKS_AT, is_launched, rank_here, reached, started_by
+from prefect_tune.runtime.ranks import (
+    LEADS,
+    RANKS_AT,
+    is_copy_for_rank,
+    is_launched,
+    rank_here,
+    reached,
+    started_by,
+)
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
-from prefect_tune.runtime.trainable import TrialOver, enter
+from prefect_tune.runtime.trainable import TrialOver, enter, session_of_process
 from prefect_tune.runtime.trial_errors import broke
 
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
 
 
-def session_of(connection: SupervisorConnection, start: Start, stopper: Stopper) -> TrialSession:
+def session_of(connection: SupervisorConnection, start: Start, stopper: Stopper) -> LeadingSession | FollowingSession:
     """Return the session of a process with its rank."""
-    if start.rank.world_size == 1:
-        return TrialSession(connection, start, stopper)
     return (FollowingSession if start.rank.rank else LeadingSession)(connection, start, stopper)
 
 
@@ -55,9 +70,31 @@ class LeadingSession(TrialSession):
 
     _said_stop = False
 
+    @property
+    def _is_alone(self) -> bool:
+        return self.start.rank.world_size == 1
+
+    def lead(self, world_size: int) -> None:
+        """Be rank 0 of so many ranks from now on: a launcher in this process starts the others.
+
+        Raises:
+            InvalidInput: a step was reported already, which the others do not have.
+        """
+        with self._reporting("a launcher of ranks"):
+            if not self._is_alone:
+                return
+            if self.step != self.start.from_step:
+                raise InvalidInput("expected the ranks to be launched before the first pt.report, found a step before")
+            rank = Rank(rank=0, world_size=world_size)
+            self._send(Join(rank=rank, pid=os.getpid()))
+            self.start = self.start.model_copy(update={"rank": rank})
+            _joined[os.getpid()] = self
+            os.environ[LEADS] = "1"
+
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step; with `metrics_from="mean"` of what all ranks report for it."""
-        return super().count(metrics if self.start.metrics_from == "rank 0" else self._mean_with(metrics))
+        is_mean = self.start.metrics_from == "mean" and not self._is_alone
+        return super().count(self._mean_with(metrics) if is_mean else metrics)
 
     def _mean_with(self, metrics: Mapping[str, object]) -> Mapping[str, object]:
         step = self.step + 1
@@ -68,7 +105,7 @@ class LeadingSession(TrialSession):
 
     def is_asked_to_stop(self) -> bool:
         """Return what all ranks know since the last report: else some would save a step before the others."""
-        return self._said_stop
+        return super().is_asked_to_stop() if self._is_alone else self._said_stop
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
         super().save_last_step(save)
@@ -80,11 +117,13 @@ class LeadingSession(TrialSession):
         return super()._written_by(save)
 
     def _end(self, *, saved: bool) -> None:
-        over = self._why_over(saved=saved)
+        over = None if self._is_alone else self._why_over(saved=saved)
         self._direct(over=None if over is None else over.ended)
         super()._end(saved=saved)
 
     def _direct(self, *, saves: bool = False, over: TrialEnded | None = None) -> None:
+        if self._is_alone:
+            return
         if not saves:
             self._said_stop = self.asked_to_stop
         self._send(Directive(step=self.step, saves=saves, stop=self._said_stop, over=over))
@@ -99,6 +138,14 @@ class FollowingSession(TrialSession):
         if self.start.metrics_from == "mean":
             self._send(RankMetrics(step=report.step, metrics=report.metrics))
         return report
+
+    def lead(self, world_size: int) -> None:
+        """Refuse it: this is another rank than 0."""
+        raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {self._rank}")
+
+    @property
+    def _rank(self) -> int:
+        return self.start.rank.rank
 
     def is_asked_to_stop(self) -> bool:
         return self.asked_to_stop
@@ -203,7 +250,7 @@ class FollowingSession(TrialSession):
 # Only this user can reach the socket: it is in a folder of mode 0700. Never: a second process of one rank.
 
 _FIRST = 10
-_joined: dict[int, TrialSession] = {}
+_joined: dict[int, LeadingSession | FollowingSession] = {}
 """The session of this process, by its id: a forked child has none."""
 
 
@@ -213,7 +260,7 @@ class RankOver(TrialOver, SystemExit):
     code = 0
 
 
-def joined_session(call: str) -> TrialSession | None:
+def joined_session(call: str) -> LeadingSession | FollowingSession | None:
     """Return the session of this process as a rank; None if no launcher of the trial made it one.
 
     Raises:
@@ -225,6 +272,12 @@ def joined_session(call: str) -> TrialSession | None:
     is_rank = rank.world_size > 1 or is_launched()
     if not is_rank or not (address := os.environ.get(RANKS_AT)) or multiprocessing.current_process().daemon:
         return None  # a daemon is a worker, such as that of a data loader
+    own = session_of_process()
+    if rank.rank == 0 and (isinstance(own, LeadingSession) or os.environ.get(LEADS)):
+        if isinstance(own, LeadingSession):
+            own.lead(rank.world_size)
+            return own
+        return None  # started by rank 0, and no rank
     if not 0 <= rank.rank < rank.world_size:
         raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection = _connected(address, call)
@@ -236,7 +289,8 @@ def joined_session(call: str) -> TrialSession | None:
             raise InvalidInput(f"{call}: {why}")
         case other:
             raise InvalidInput(f"{call}: expected the start of the trial, received a {other.type} message")
-    prepend_import_path(start.import_path)
+    if is_copy_for_rank():
+        prepend_import_path(start.import_path)  # another program has its own
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
     _joined[os.getpid()] = session

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import Rank, Start
@@ -23,6 +23,10 @@ _LAUNCHERS: Final = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
 )
 """The variables by which a launcher gives a process its rank, the number of ranks, and its rank on this machine."""
+LEADS: Final = "PREFECT_TUNE_LEADS"
+"""The environment variable that the trial's own process sets if it is rank 0: what it starts is no rank 0."""
+# MPI's rank on this machine stays: a worker that mpirun has started may choose its GPU by it.
+_OF_ANOTHER_TRAINING: Final = (*_LAUNCHERS[0], *chain.from_iterable(each[:2] for each in _LAUNCHERS[1:]), LEADS)
 _MAIN_MODULES: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
@@ -50,13 +54,16 @@ def is_program_of_trials() -> bool:
     return _program_name() in _MAIN_MODULES
 
 
-def claim_process(start: Start) -> None:
-    """Mark this process as the trial's own, in its environment; refuse to start a second copy of it.
+def claim_process(start: Start, lead: Callable[[int], None]) -> None:
+    """Mark this process as the trial's own, in its environment; it starts second copies of itself as ranks only.
 
-    Variables of ranks that it inherited are those of another training.
+    Variables of ranks that it inherited are those of another training. `lead` is called before a copy is started,
+    with the number of ranks: this process is rank 0 then.
     """
+    global _lead  # noqa: PLW0603 - of the trial that this process trains
+    _lead = lead
     os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
-    for name in chain(*_LAUNCHERS):
+    for name in _OF_ANOTHER_TRAINING:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at}
     _refuse_copies()
@@ -70,7 +77,8 @@ def started_by() -> TrialProcess | None:
 
 def rank_here() -> Rank:
     """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
-    rank_name, size_name, local_name = next((each for each in _LAUNCHERS if each[1] in os.environ), _LAUNCHERS[0])
+    found = (each for each in _LAUNCHERS if os.environ.keys() >= {*each[:2]})
+    rank_name, size_name, local_name = next(found, _LAUNCHERS[0])
     local_rank, distributed = _number(local_name), sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -107,19 +115,20 @@ def _number(variable: str) -> int:
 # Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
 # program that serves one trial. With the variables of a rank it trains as that rank; without them it is refused.
 
-_COPY_HAS: Final = frozenset({"LOCAL_RANK", "WORLD_SIZE", RANKS_AT})
+_lead: Callable[[int], None] | None = None
 _refuses_copies = False
 
 
 def is_copy_for_rank() -> bool:
     """Whether this process is a second copy of a trial's program, which a launcher has started as a rank."""
-    return started_by() is not None and _is_for_rank(os.environ)
+    return started_by() is not None and _ranks_in(os.environ) > 1
 
 
-def _is_for_rank(environment: Iterable[str | bytes]) -> bool:
-    """Whether a process with these environment variables finds its rank there, and its trial."""
-    names = {os.fsdecode(each) for each in environment}
-    return names >= _COPY_HAS and bool(os.environ.get(RANKS_AT))
+def _ranks_in(environment: Mapping[Any, Any]) -> int:
+    """Return the number of ranks if a process with this environment finds its rank there, and its trial; else 1."""
+    found = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    size = found.get("WORLD_SIZE", "") if "LOCAL_RANK" in found and found.get(RANKS_AT) else ""
+    return int(size) if size.isdecimal() else 1
 
 
 def _refuse_copies() -> None:
@@ -138,11 +147,13 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
         if not isinstance(command, list | tuple) or not _is_this_program(command):
             return
-        if not _is_for_rank(environment if isinstance(environment, Mapping) else os.environ):
+        ranks = _ranks_in(environment if isinstance(environment, Mapping) else os.environ)
+        if ranks == 1 or _lead is None:
             raise InvalidInput(
                 f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
                 f"launcher of ranks starts it. {START_RANKS}"
             )
+        _lead(ranks)
 
 
 def _is_this_program(command: Sequence[object]) -> bool:

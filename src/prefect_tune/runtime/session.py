@@ -322,6 +322,11 @@ class TrialSession:
                 raise self._leaving(self._over)
             yield
 
+    @property
+    def trains_here(self) -> bool:
+        """Whether this is the process of the session, and no forked child of it."""
+        return os.getpid() == self._process
+
     def _require_own_process(self, call: str) -> None:
         if (here := os.getpid()) != self._process:
             raise InvalidInput(

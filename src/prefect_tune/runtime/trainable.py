@@ -325,6 +325,11 @@ def enter(session: TrialSession, *, whole_process: bool) -> None:
         _in_process[:] = [session]
 
 
+def session_of_process() -> TrialSession | None:
+    """Return the session of the trial that this process trains; None in a process that it has forked or started."""
+    return next((each for each in _in_process if each.trains_here), None)
+
+
 def _reporting_session(caller: str) -> TrialSession:
     """Return the session of this trial.
 

@@ -24,6 +24,7 @@ from prefect_tune.testing import without_server
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
     Different,
+    RestartsItsProgram,
     Sharded,
     SlowSetup,
     SlowToWrite,
@@ -35,7 +36,9 @@ from tests.trainables.grouped import (
     napping,
     raises_late,
     reports_on_rank_0,
+    restarts_and_returns,
     restarts_its_program,
+    restarts_late,
     restarts_without_rank,
     runs_as_mpich,
     runs_as_open_mpi,
@@ -268,6 +271,34 @@ def test_a_second_copy_of_the_trials_program_is_a_rank(dies: dict[str, Any], tmp
     result = launched(tmp_path, restarts_its_program, dies)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1 + bool(dies))
     assert states(result) == undisturbed()
+
+
+def test_a_class_may_start_a_second_copy_too(tmp_path: Path) -> None:
+    result = launched(tmp_path, RestartsItsProgram, {})
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
+    assert states(result) == undisturbed()
+
+
+def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_save_is_committed(
+    tmp_path: Path,
+) -> None:
+    sync = pt.SyncConfig(commit="async")
+    result = pt.durable_trainable(
+        restarts_and_returns, {"steps": STEPS}, target=str(tmp_path), experiment="e", sync=sync
+    )
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
+    assert result.metrics["loss"] == 0.0
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        last = {each.name: each.read_text() for each in Path(directory).glob("rank-*")}
+    assert last == {"rank-0": str(STEPS - 1), "rank-1": str(STEPS - 1)}
+    [attempt] = pt.load_results(str(tmp_path), "e").cost.attempts
+    assert attempt.rank_ends == ()
+
+
+def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match=r"expected the ranks to be launched before the first pt\.report"):
+        launched(tmp_path, restarts_late, {})
 
 
 def test_the_error_of_a_second_copy_of_the_trials_program_is_the_cause(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from prefect_tune.core.messages.target_messages import (
 )
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.shown_text import plural
-from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
+from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.runtime.message_stream import MessageReader
 from prefect_tune.storage_retries import on_target
@@ -83,6 +83,7 @@ class OtherNodes:
         self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log
         self._secret = secret
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
+        self._had_these = False
         self._arrived: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._present: Sequence[int] = (0,)
@@ -159,7 +160,9 @@ class OtherNodes:
 
     def __enter__(self) -> Self:
         """Begin to write. Raises NodesMissing: a task runner repeats what began an earlier attempt, with its nodes."""
-        if on_target(self._spec.target, self._delete_earlier):
+        on_target(self._spec.target, self._note_earlier)
+        on_target(self._spec.target, self._delete_earlier)
+        if self._had_these:
             raise NodesMissing("its worker is gone, and the other nodes with it: all begin again", is_stopped=False)
         self._writer = NodeWriter(self._spec.target, self._key, 0, self._secret, self._log)
         return self
@@ -178,13 +181,16 @@ class OtherNodes:
         with suppress(TuneError), self._spec.target.open(timeout=_READ_WITHIN) as store:  # the next attempt does it
             store.delete([each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt)])
 
-    def _delete_earlier(self, store: ObjectStore) -> bool:
-        """Delete what earlier attempts have left; return whether one of them had the nodes of this one."""
-        earlier = [each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)]
-        had_these = any(is_signed_with(store, each, self._secret) for each in earlier)
-        if earlier:
-            store.delete(earlier)
-        return had_these
+    def _note_earlier(self, store: ObjectStore) -> None:
+        """Note whether an earlier attempt had the nodes of this one."""
+        left = node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)
+        earlier = {NodesKey.from_path(self._spec.trial, each.path) for each in left} - {None}
+        firsts = [numbered(each.messages(0), 1) for each in earlier if each is not None]
+        self._had_these = any(is_signed_with(store, each, self._secret) for each in firsts)
+
+    def _delete_earlier(self, store: ObjectStore) -> None:
+        if earlier := node_messages_up_to(store, self._spec.trial, self._key.attempt - 1):
+            store.delete([each.path for each in earlier])
 
     def _wait(self, stop: threading.Event) -> None:
         most, least = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial

@@ -41,7 +41,8 @@ class NodeWriter:
         self._messages: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._write_id = new_write_id().write_id
-        self._number = self._deleted_up_to = 0
+        self._number = 0
+        self._deleted_up_to = 1  # the first stays while the attempt lasts: it says who leads it
         self.has_read: dict[int, int] = {}
         """By node, the number of its last object that was read here."""
         self.read_up_to: dict[int, int] = {}

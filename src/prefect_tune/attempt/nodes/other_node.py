@@ -29,7 +29,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_pa
 from prefect_tune.core.checkpoints.commit import reusable
 from prefect_tune.core.checkpoints.parts import refuse_part, send_part
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
 from prefect_tune.core.messages.target_messages import (
     Arrived,
@@ -57,13 +57,13 @@ _TICK = timedelta(seconds=0.05)
 _LOOK_SECONDS = 1.0
 _FIRST_NODE_WITHIN = timedelta(minutes=15)
 """How long node 0 may take to begin after this node."""
-_OVER = frozenset({*ENDED, Phase.PAUSED})
 
 
 def train_node(  # noqa: PLR0913, PLR0917 - as an attempt, and which node
     spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink, tasks: AttemptTasks, log: Log
 ) -> str:
     """Train the ranks of a node until the attempt is over; return how that came, for people."""
+    link.watch()
     key = _attempt_of(spec, request, link.stop)
     if isinstance(key, str):
         return key
@@ -92,7 +92,7 @@ def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
     except TuneError:
         return False
     return trial is not None and (
-        trial.attempt > request.attempt or (trial.attempt == request.attempt and trial.phase in _OVER)
+        trial.attempt > request.attempt or (trial.attempt == request.attempt and trial.phase is not Phase.RUNNING)
     )
 
 

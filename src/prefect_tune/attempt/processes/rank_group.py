@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import Final
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import (
     FromTrial,
     Join,
@@ -71,6 +72,8 @@ class RankGroup:
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
         self._joins = joins
+        self.is_led = False
+        """Whether the trial's own process is rank 0 of ranks that a launcher in it has started."""
         self._outboxes: dict[int, _Outbox] = {}
         self._served = 0
         self._for_later: list[ToTrial] = []
@@ -123,9 +126,23 @@ class RankGroup:
             except (EOFError, MalformedMessage) as error:
                 self.leave(rank)
                 raise RankEnded(rank, error) from None
+            if isinstance(message, Join):
+                self._let_lead(rank, message)
+                return 0, message
             if message is not None:
                 return rank, message
         return None
+
+    def _let_lead(self, rank: int, join: Join) -> None:
+        """The trial's own process is rank 0; others may have joined before.
+
+        Raises:
+            InvalidInput: another process is rank 0.
+        """
+        if rank == OWN and 0 in self._channels:
+            raise InvalidInput(f"rank 0 of {self.world_size}: this trial has another process of it already")
+        self._channels[0], self._open[0] = self._channels.pop(rank), self._open.pop(rank)
+        self.world_size, self.is_led = join.rank.world_size, True
 
     def _outbox(self, rank: int) -> _Outbox:
         """Return the queue of messages to a rank, which may not read for long: nothing waits for it."""
@@ -134,7 +151,7 @@ class RankGroup:
     def _take_in(self, join: Join, connection: Connection, start: Start) -> tuple[int, Join] | None:
         """Add a rank that a launcher has started, or refuse it."""
         rank, channel = join.rank, TrialChannel(connection, _JoinedRank(join.pid))
-        if OWN not in self._channels:
+        if OWN not in self._channels and not self.is_led:
             self._channels = {OWN: self._channels.pop(0)}
             self._open = {OWN: self._open.pop(0)} if 0 in self._open else {}
             self.world_size = rank.world_size
@@ -162,8 +179,8 @@ class RankGroup:
 
     @property
     def missing_ranks(self) -> Sequence[int]:
-        """The ranks of a launcher that have not joined."""
-        return [each for each in range(self.world_size) if each not in self._channels] if self.is_launched else []
+        """The ranks of a launcher that have not joined; none before the first has."""
+        return [each for each in range(self.world_size) if each not in self._channels] if self._joins else []
 
     def close(self) -> None:
         """Send nothing more."""

@@ -210,7 +210,7 @@ def is_signed_with(store: ObjectStore, path: str, secret: str) -> bool:
     """Whether the object at `path` is there, and a node that has `secret` wrote it."""
     try:
         found = read_sealed(store, NodeMessages, path, JournalCorrupt)
-    except (ObjectNotFound, JournalCorrupt):
+    except (ObjectNotFound, JournalCorrupt, UnknownVersion):
         return False
     return compare_digest(found.signature, found.signed(secret, path).signature)
 

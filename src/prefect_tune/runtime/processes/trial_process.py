@@ -26,7 +26,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.values import digest_of
-from prefect_tune.runtime.group_session import joined_session, session_of
+from prefect_tune.runtime.group_session import FollowingSession, LeadingSession, joined_session, session_of
 from prefect_tune.runtime.load_named import (
     load_named,
     load_trainable,
@@ -217,7 +217,7 @@ class _Attempts:
         self._session = session
         enter(session, whole_process=self._whole_process)
         if self._whole_process:
-            claim_process(start)
+            claim_process(start, session.lead)
             offer_to_spawned(start.trainable)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
@@ -261,7 +261,9 @@ class _Attempts:
         return over.ended.model_copy(update={"waits": self._kept is not None})
 
 
-def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
+def _prepare(
+    connection: SupervisorConnection, start: Start, kept: _SetUp | None
+) -> tuple[LeadingSession | FollowingSession, object]:
     prepend_import_path(start.import_path)
     try:
         with forks_end():
