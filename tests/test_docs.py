@@ -206,10 +206,11 @@ def test_the_page_on_audits_works_from_top_to_bottom(prefect_server: str, tmp_pa
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_the_page_on_drills_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    net, *rest = blocks_of(DRILL)
+    net, forgets, said_wrong, mended, exact, said_exact, *rest = blocks_of(DRILL)
     (tmp_path / "train.py").write_text(net.code)
-    shown = next(each.code for each in rest if each.language == "text")
-    code = [each for each in rest if each.language != "text"]
+    (tmp_path / "mended.py").write_text(mended.code)
+    shown = f"{said_wrong.code}\n{said_exact.code}"
+    code = [forgets, exact, *rest]
     done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
     seen = " ".join(done.stdout.split())

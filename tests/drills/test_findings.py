@@ -315,6 +315,23 @@ def test_what_has_no_digest_is_no_evidence() -> None:
     assert forgotten_in(like, resumed_at(3, like, **{"state batches": "<list>"})) == []
 
 
+def test_an_optimizer_that_is_new_after_a_resume_lacks_its_moments() -> None:
+    rate = {"optimizer adam.param_groups.0.lr": "0.001"}
+    moments = [
+        rate | {"optimizer adam.state.0.step": f"{step}.0", "optimizer adam.state.0.exp_avg": DIGESTS[step]}
+        for step in range(1, 6)
+    ]
+    like = run_of(*(record(step, each) for step, each in enumerate(moments, 1)))
+    killed = run_of(*like.records[:3], record(3, rate, attempt=2, is_restored=True))
+    (found,) = forgotten_in(like, killed)
+    assert str(found) == "the optimizer, `adam.state.0.step` (absent, expected 3.0), after step 3: save and load it"
+    momentum = run_of(*(record(step, rate | {"optimizer adam.state.0.m": DIGESTS[step]}) for step in range(1, 6)))
+    (found,) = forgotten_in(momentum, run_of(*momentum.records[:3], record(3, rate, attempt=2, is_restored=True)))
+    assert str(found) == "the optimizer, `adam.state.0.m` (absent), after step 3: save and load it"
+    gone = run_of(*like.records[:3], record(3, {"counter steps": "3"}, attempt=2, is_restored=True))
+    assert forgotten_in(like, gone) == []
+
+
 def test_a_local_variable_that_is_in_the_checkpoint_is_named_only_if_nothing_else_differs() -> None:
     differs = {"state weights": DIGESTS[97], "state velocity": DIGESTS[98]}
     like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))

@@ -32,6 +32,9 @@ _GLOBAL = {
 }
 _ORDER = list(_NOUNS)
 _MOST = 6
+_FILLED = frozenset({"optimizer", "schedule", "scaler"})
+"""Kinds whose states have more entries once they are used, as the moments of an optimizer."""
+_ABSENT = "absent"
 LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
 """Kinds whose states matter later if they do not yet; an attribute may be anything."""
 
@@ -58,7 +61,9 @@ class Forgotten:
             generator, call = _GLOBAL.get(self.name, of_gpu)
             return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
         later = " one step later" if self.is_local else ""
-        values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected}{later})"
+        values = f" ({self.found}, expected {self.expected}{later})"
+        if _is_digest(self.found) or _is_digest(self.expected):
+            values = f" ({_ABSENT})" if self.found == _ABSENT else ""
         noun = "a local variable" if self.is_local and self.kind == "state" else _NOUNS[self.kind]
         return f"{noun}, `{self.name}`{values}, after step {self.step}: save and load it"
 
@@ -109,13 +114,21 @@ def _resumed(killed: DrillRun) -> Iterator[Record]:
 
 
 def _unlike(record: Record, reference: Record, other: Record, changing: Collection[str]) -> Iterator[Forgotten]:
+    owners = {_owner(name) for name in record.states}
     for name, expected in reference.states.items():
+        kind, _, path = name.partition(" ")
         found = record.states.get(name)
+        if found is None and kind in _FILLED and _owner(name) in owners:
+            found = _ABSENT  # such as the moments of a new optimizer
         says_something = name in changing and other.states.get(name) == expected
         if found is not None and found != expected and says_something and "<" not in {found[:1], expected[:1]}:
-            kind, _, path = name.partition(" ")
             step = record.step if record.is_restored else record.step - 1
             yield Forgotten(kind, path, step, found, expected, is_local=not record.is_restored)
+
+
+def _owner(name: str) -> str:
+    """Return the kind and the attribute or variable of a state, without its path in it."""
+    return name.partition(".")[0]
 
 
 def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
