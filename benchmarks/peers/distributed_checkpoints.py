@@ -38,6 +38,17 @@ _RANKS = 2
 _TENSORS = 16
 _WRITERS = ("ours", "FsspecWriter", "S3StorageWriter", "FileSystemWriter")
 _ACTS = ("save", "save again", "load")
+_IMPORTED_FIRST = {
+    "ours": (
+        "pyarrow.fs",
+        "obstore.store",
+        "prefect_tune.stores.checkpoint_filesystem",
+        "prefect_tune.attempt.group_saves",
+    ),
+    "FsspecWriter": ("s3fs", "aiobotocore.session"),
+    "S3StorageWriter": ("s3torchconnectorclient",),
+    "FileSystemWriter": (),
+}
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -90,11 +101,14 @@ def _state(mib: int, *, changed: bool) -> dict[str, Any]:
 def _writer_and_reader(asked: _Act, rank: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what makes the writer of the checkpoint, and its reader."""
     where = f"s3://{BUCKET}/{asked.writer}/{asked.step}"
+    for each in _IMPORTED_FIRST[asked.writer]:  # no import is measured
+        import_module(each)
     match asked.writer:
         case "ours":
             ours: Any = import_module("prefect_tune.integrations.torch_distributed")
             asked.part(rank).mkdir(exist_ok=True)
-            return partial(ours.CheckpointWriter, asked.part(rank)), lambda: ours.CheckpointReader(_stored(asked))
+            stored = _stored(asked)
+            return partial(ours.CheckpointWriter, asked.part(rank)), partial(ours.CheckpointReader, stored)
         case "FsspecWriter":
             fsspec: Any = import_module("torch.distributed.checkpoint._fsspec_filesystem")
             client = {"endpoint_url": asked.endpoint, "region_name": "us-east-1"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
+from prefect_tune.integrations.common import require_ranks
 from tests.trainables.witness import record_act
 
 
@@ -212,6 +213,11 @@ def restarts_and_returns(config: dict[str, Any]) -> dict[str, object]:
             time.sleep(2)
         pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
     return {"loss": 0.0}
+
+
+def trains_with_two(_config: dict[str, Any]) -> None:
+    """As the callback of a framework that trains with two processes."""
+    require_ranks("Trainer", 2)
 
 
 def restarts_late(_config: dict[str, Any]) -> None:

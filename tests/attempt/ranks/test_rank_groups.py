@@ -47,6 +47,7 @@ from tests.trainables.grouped import (
     runs_programs,
     runs_workers,
     sharded,
+    trains_with_two,
 )
 
 supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
@@ -294,6 +295,11 @@ def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_s
     assert last == {"rank-0": str(STEPS - 1), "rank-1": str(STEPS - 1)}
     [attempt] = pt.load_results(str(tmp_path), "e").cost.attempts
     assert attempt.rank_ends == ()
+
+
+def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="Trainer: expected 1 process, as the trial has, found 2"):
+        launched(tmp_path, trains_with_two, {})
 
 
 def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:

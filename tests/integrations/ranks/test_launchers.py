@@ -45,12 +45,3 @@ def test_a_launcher_that_starts_the_program_again_starts_a_rank_of_the_trial(tmp
     pytest.importorskip("lightning")
     result = trained(tmp_path, fabric)
     assert (result.status, result.step, result.attempts, result.metrics) == ("completed", 1, 1, {"rank": 0}), result
-
-
-def test_a_launcher_that_starts_the_program_again_is_refused_in_a_trial_of_several_processes(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    with pytest.raises(pt.TrialFailed, match="To train a trial with N processes, pass processes_per_trial=N"):
-        pt.durable_trainable(
-            trainer, {"strategy": "ddp", "callback": True}, target=str(tmp_path), experiment="e", processes_per_trial=3
-        )
-    assert pt.load_results(str(tmp_path), "e").trials["trial"].step == 0
