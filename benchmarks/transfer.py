@@ -25,7 +25,7 @@ from benchmarks.measuring.own_process import measured_by
 from benchmarks.measuring.tables import circumstances, table, write
 from tests.fakes.servers.s3_sink import S3SinkProcess
 
-__all__ = ["CASES", "Case", "fill", "require_equal", "run_client"]
+__all__ = ["CASES", "Case", "fill", "memory_room", "require_equal", "run_client"]
 
 _ACTS = ("save", "restore")
 
@@ -61,7 +61,7 @@ Runs = Mapping[tuple[str, str], Sequence[Run]]
 
 
 @contextmanager
-def _room() -> Iterator[Path]:
+def memory_room() -> Iterator[Path]:
     """A folder in memory, so that no disk is measured."""
     shared = Path("/dev/shm")
     room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir=shared if shared.is_dir() else None))
@@ -156,7 +156,7 @@ def _main() -> None:
     rows: list[list[str]] = []
     with S3SinkProcess(prefault_bytes=(5 << 28) // asked.divide) as sink:
         for case in (case for case in CASES if case.name in asked.only):
-            with _room() as room:
+            with memory_room() as room:
                 fill(room / "source", case.file_count, case.file_bytes // asked.divide)
                 sink.set_latency(case.latency)
                 rows += _rows(case, _rounds(sink, room, asked.rounds))

@@ -15,13 +15,10 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,6 +29,7 @@ from typing import Any
 
 from benchmarks.measuring.clients import BUCKET, KEYS, client_act
 from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.transfer import memory_room
 from tests.fakes.servers.s3_sink import S3SinkProcess
 
 _RANKS = 2
@@ -197,15 +195,6 @@ def _require_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 # ------------------------------------------------------------------------------------------------ all ranks
 
 
-@contextmanager
-def _room() -> Iterator[Path]:
-    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
-    try:
-        yield room
-    finally:
-        shutil.rmtree(room)
-
-
 def _run(asked: _Act, port: int) -> _Cost:
     """Run one act on all ranks, each a process of its own."""
     named = {name: str(value) for name, value in asdict(asked).items()}
@@ -238,7 +227,7 @@ def _rows(latency: timedelta, rounds: int, mib: int) -> Iterator[list[str]]:
         sink.set_latency(latency)
         for at in range(rounds):
             for number, writer in enumerate(_WRITERS):
-                with _room() as room:
+                with memory_room() as room:
                     for turn, act in enumerate(_ACTS):
                         sink.counted()
                         port = 21_000 + (at * len(_WRITERS) + number) * len(_ACTS) + turn

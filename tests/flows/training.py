@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal_events import Entry, Opened, Owner, Reported
 from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.results import Results
 from prefect_tune.stores.local.staging import DirectorySink
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
@@ -166,3 +168,16 @@ def _of_reports(target: StorageTarget, name: str, state: Mapping[int, str]) -> S
         for report in reports
         if report.metrics.get("state") != state.get(report.step)
     ]
+
+
+def require_trained_by_two_nodes(results: Results, target: LocalTarget, *, steps: int, attempts: int) -> None:
+    """Require that two nodes of two ranks have trained the one trial of experiment `nodes`, and left no messages."""
+    [trial] = results.trials.values()
+    assert (trial.status, trial.step, trial.attempt) == ("completed", steps, attempts)
+    assert trial.metrics["world_size"] == 4
+    checkpoint = results.checkpoint(trial.trial)
+    assert checkpoint is not None
+    with checkpoint.as_directory() as directory:
+        ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}
+    assert ranks == {f"rank-{rank}.json": steps for rank in range(4)}
+    assert not [each for each in Path(target.path).glob("nodes/1/trials/*/nodes/**/*") if each.is_file()]

@@ -83,9 +83,9 @@ class TaskRunnerLauncher:
             try:
                 _wait_for(futures[0])
             finally:
-                for each in futures[1:] if places is not None else []:
-                    each.wait(_NODES_END_SECONDS)
                 if places is not None:
+                    for each in futures[1:]:
+                        each.wait(_NODES_END_SECONDS)
                     places.remove()
 
         return wait

@@ -141,11 +141,8 @@ class FollowingSession(TrialSession):
 
     def lead(self, world_size: int) -> None:
         """Refuse it: this is another rank than 0."""
-        raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {self._rank}")
-
-    @property
-    def _rank(self) -> int:
-        return self.start.rank.rank
+        found = self.start.rank.rank
+        raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {found}")
 
     def is_asked_to_stop(self) -> bool:
         return self.asked_to_stop

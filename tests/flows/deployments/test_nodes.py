@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.tune import tune
 from prefect_tune.testing import without_server
+from tests.flows.training import require_trained_by_two_nodes
 
 STEPS = 6
 
@@ -32,15 +32,7 @@ def test_two_nodes_train_a_trial_and_after_the_death_of_a_rank_its_next_attempt(
         processes_per_trial=2,
         nodes_per_trial=2,
     )
-    [trial] = results.trials.values()
-    assert (trial.status, trial.step, trial.attempt) == ("completed", STEPS, 2)
-    assert trial.metrics["world_size"] == 4
-    checkpoint = results.checkpoint(trial.trial)
-    assert checkpoint is not None
-    with checkpoint.as_directory() as directory:
-        ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}
-    assert ranks == {f"rank-{rank}.json": STEPS for rank in range(4)}
-    assert not [each for each in Path(local_target.path).glob("nodes/1/trials/*/nodes/**/*") if each.is_file()]
+    require_trained_by_two_nodes(results, local_target, steps=STEPS, attempts=2)
 
 
 def test_what_nodes_cannot_be_is_refused_before_anything_is_written(local_target: LocalTarget) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -20,7 +19,7 @@ from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune
 from tests.fakes.task_runners import dask, ray, worker_of
 from tests.flows.driver import until
-from tests.flows.training import experiment_at
+from tests.flows.training import experiment_at, require_trained_by_two_nodes
 from tests.trainables.digits_table import curves
 from tests.trainables.witness import acts_of
 
@@ -92,15 +91,7 @@ def test_two_tasks_train_a_trial_as_two_nodes(
         nodes_per_trial=2,
         max_concurrent_trials=1,
     )
-    [trial] = results.trials.values()
-    assert (trial.status, trial.step, trial.attempt) == ("completed", _NODE_STEPS, 1 + bool(dies))
-    assert trial.metrics["world_size"] == 4
-    checkpoint = results.checkpoint(trial.trial)
-    assert checkpoint is not None
-    with checkpoint.as_directory() as directory:
-        ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}
-    assert ranks == {f"rank-{rank}.json": _NODE_STEPS for rank in range(4)}
-    assert not [each for each in Path(local_target.path).glob("nodes/1/trials/*/nodes/**/*") if each.is_file()]
+    require_trained_by_two_nodes(results, local_target, steps=_NODE_STEPS, attempts=1 + bool(dies))
 
 
 @pytest.mark.long

@@ -160,7 +160,6 @@ class OtherNodes:
 
     def __enter__(self) -> Self:
         """Begin to write. Raises NodesMissing: a task runner repeats what began an earlier attempt, with its nodes."""
-        on_target(self._spec.target, self._note_earlier)
         on_target(self._spec.target, self._delete_earlier)
         if self._had_these:
             raise NodesMissing("its worker is gone, and the other nodes with it: all begin again", is_stopped=False)
@@ -181,16 +180,14 @@ class OtherNodes:
         with suppress(TuneError), self._spec.target.open(timeout=_READ_WITHIN) as store:  # the next attempt does it
             store.delete([each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt)])
 
-    def _note_earlier(self, store: ObjectStore) -> None:
-        """Note whether an earlier attempt had the nodes of this one."""
-        left = node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)
-        earlier = {NodesKey.from_path(self._spec.trial, each.path) for each in left} - {None}
-        firsts = [numbered(each.messages(0), 1) for each in earlier if each is not None]
-        self._had_these = any(is_signed_with(store, each, self._secret) for each in firsts)
-
     def _delete_earlier(self, store: ObjectStore) -> None:
-        if earlier := node_messages_up_to(store, self._spec.trial, self._key.attempt - 1):
-            store.delete([each.path for each in earlier])
+        """Delete what earlier attempts have left; note whether one of them had the nodes of this one."""
+        left = [each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)]
+        firsts = {numbered(key.messages(0), 1) for each in left if (key := NodesKey.from_path(self._spec.trial, each))}
+        # Noted before it is deleted, and kept: this is repeated if the answer of the deletion is lost.
+        self._had_these |= any(is_signed_with(store, each, self._secret) for each in firsts)
+        if left:
+            store.delete(left)
 
     def _wait(self, stop: threading.Event) -> None:
         most, least = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial

@@ -175,6 +175,10 @@ class NodeMessages(Document):
         signature = blake3(plain, key=blake3(secret.encode()).digest()).hexdigest()
         return self.model_copy(update={"signature": signature})
 
+    def is_signed(self, secret: str, path: str) -> bool:
+        """Whether a node that has `secret` wrote them for the object at `path`."""
+        return compare_digest(self.signature, self.signed(secret, path).signature)
+
 
 def write_messages(  # noqa: PLR0913, PLR0917 - where, and what: none follows from another
     store: ObjectStore, key: NodesKey, node: int, number: int, written: NodeMessages, secret: str
@@ -201,7 +205,7 @@ def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int, sec
         found = read_sealed(store, NodeMessages, path, JournalCorrupt)
     except ObjectNotFound:
         return None
-    if not compare_digest(found.signature, found.signed(secret, path).signature):
+    if not found.is_signed(secret, path):
         raise JournalCorrupt(f"{path}: expected the signature of a node of this attempt, found another one")
     return found
 
@@ -209,18 +213,17 @@ def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int, sec
 def is_signed_with(store: ObjectStore, path: str, secret: str) -> bool:
     """Whether the object at `path` is there, and a node that has `secret` wrote it."""
     try:
-        found = read_sealed(store, NodeMessages, path, JournalCorrupt)
+        return read_sealed(store, NodeMessages, path, JournalCorrupt).is_signed(secret, path)
     except (ObjectNotFound, JournalCorrupt, UnknownVersion):
         return False
-    return compare_digest(found.signature, found.signed(secret, path).signature)
 
 
 def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int, secret: str) -> NodesKey | None:
     """Return the newest attempt from number `at_least` on whose node 0 has `secret` and waits for others."""
     attempts = {NodesKey.from_path(trial, each.path) for each in store.list(trial.nodes)}
-    found = sorted((each for each in attempts if each is not None), key=lambda each: -each.attempt)
-    ours = (each for each in found if is_signed_with(store, numbered(each.messages(0), 1), secret))
-    return next((each for each in ours if each.attempt >= at_least), None)
+    found = [each for each in attempts if each is not None and each.attempt >= at_least]
+    newest_first = sorted(found, key=lambda each: -each.attempt)
+    return next((each for each in newest_first if is_signed_with(store, numbered(each.messages(0), 1), secret)), None)
 
 
 def node_messages_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
