@@ -12,7 +12,7 @@ from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import drill_plan
-from prefect_tune.drills.run_drill import environment_with_api, temporary_folder
+from prefect_tune.drills.run_drill import environment_with_api, require_importable, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, TargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -39,8 +39,8 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
     """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.
 
     Compared are all metrics of all steps, and all files of all checkpoints: `torch.save`, safetensors, NumPy, JSON and
-    Parquet files by tensor, array, key or column, others by byte. If they differ, a second undisturbed run shows
-    whether the training itself is deterministic; and the states of generators, optimizers, schedules, scalers and
+    Parquet files by tensor, array, key or column, others by byte. If that does not show whether the training itself is
+    deterministic, a second undisturbed run does; and the states of generators, optimizers, schedules, scalers and
     counters at the resume show what was probably not restored. The runs train on this machine, one after another, with
     one thread for linear algebra, since sums are rounded in an order that depends on the number of threads.
 
@@ -64,7 +64,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         DrillReport: the verdict, what was compared, and what saves and kills cost.
 
     Raises:
-        NotExact: the runs differ; its `report` is the report. Its message names the first difference.
+        NotExact: the runs differ; its `report` is the report. Its message names the first difference and its cause.
         InvalidInput: an argument is invalid; nothing was trained.
         StoreUnavailable, StoreRefused: the target cannot be used.
         TuneError: a run failed otherwise; the message has its last output.
@@ -80,6 +80,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         hours_between_failures=hours_between_failures,
         processes=processes_per_trial,
     )
+    require_importable(trainable)
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
     with temporary_folder() if target is None else nullcontext(target) as place:
@@ -89,7 +90,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:
-        raise NotExact(next(report.lines()), report)
+        raise NotExact(report.summary(), report)
     return report
 
 

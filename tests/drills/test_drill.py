@@ -13,6 +13,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from inspect import unwrap
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,10 +28,20 @@ from rich.console import Console
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
-from prefect_tune.drills.evidence import read_records
+from prefect_tune.drills.evidence import DrillRun, Kill, read_records
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
-from prefect_tune.drills.run_drill import Drill, Track, cells_of, drill_in_terminal, legend_of, run_drill
+from prefect_tune.drills.run_drill import (
+    Drill,
+    Track,
+    cells_of,
+    drill_in_terminal,
+    last_output,
+    legend_of,
+    print_report,
+    require_importable,
+    run_drill,
+)
 from tests.flows.driver import until
 from tests.trainables.numpy_mlp import NumpyMlp
 
@@ -111,6 +122,75 @@ def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, 
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
     with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*nowhere"):
         run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment)
+
+
+def test_the_last_output_is_whole_lines_from_the_first_error_on(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+    log.write_text("x" * 3000 + "\nlast \x1b[32mline\x1b[0m\nof two\n")
+    assert last_output(log) == "last line\nof two"
+    log.write_text("11:05 | INFO    | begins\n\x1b[31m11:06 | ERROR   | attempt 1 failed\x1b[0m\nTraceback\n")
+    assert last_output(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
+    log.write_text("x" * 3000)
+    assert last_output(log) == "x" * 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("broken:Nett", "def train(config): ...", "module 'broken' (.*) has no 'Nett'"),
+        ("broken:train", "print('said')\nimport nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import ended the process"),
+        ("broken:train", "train = 3", "trainable 'broken:train': expected a function of"),
+        (
+            "broken:Net",
+            "import prefect_tune as pt\nclass Net(pt.Trainable):\n  def step(self): return {}",
+            "trainable broken:Net: it has no save_checkpoint",
+        ),
+    ],
+)
+def test_a_trainable_that_cannot_be_imported_is_refused_at_once(
+    name: str, code: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(TuneError, match=said) as caught:
+        require_importable(name)
+    assert "said" not in str(caught.value)
+    require_importable(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "runs", "steps"),
+    [
+        ({1: 0, 2: 1, 3: 2, 4: 3}, 0, []),
+        ({1: 9, 2: 1, 3: 2, 4: 3}, 0, [1]),
+        ({1: 9, 2: 1, 3: 2, 4: 9}, 0, [1]),
+        ({1: 0, 2: 1, 3: 9, 4: 3}, 1, [4]),
+    ],
+    ids=["equal", "before the first kill", "before it and after", "after it"],
+)
+def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_explain_what_differs(
+    metrics: dict[int, float], runs: int, steps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A metric that differs by itself counts here, since no checkpoint shows what training changes."""
+
+    def run(values: dict[int, float], *kills: Kill) -> DrillRun:
+        return DrillRun({step: {f"loss {step}": each} for step, each in values.items()}, {}, [], [], kills)
+
+    undisturbed = run({1: 0, 2: 1, 3: 2, 4: 3})
+    made: list[str] = []
+
+    def train(_drill: Drill, name: str) -> DrillRun:
+        made.append(name)
+        return run({1: 0, 2: 1, 3: 2, 4: 7})
+
+    monkeypatch.setattr(Drill, "train", train)
+    target = pt.LocalTarget(path=str(tmp_path / "target"))
+    with target.open(timeout=timedelta(seconds=60)) as store:
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None)
+        found = drill.compared(undisturbed, run(metrics, Kill("trial", 3, 2, 1.0), Kill("trial", 4, 3, 1.0)))
+    assert len(made) == runs
+    assert [each.step for each in found.unstable] == steps
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -264,7 +344,29 @@ def test_what_has_no_digest_is_shown_by_its_type() -> None:
     assert dict(states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
 
 
+class DataLoader:
+    """Names and attributes of PyTorch's iterator over batches."""
+
+    class _BaseDataLoaderIter:
+        def __init__(self) -> None:
+            self._num_yielded, self._sampler = 3, iter([1])
+
+
+def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> None:
+    assert dict(states({"batches": DataLoader._BaseDataLoaderIter()}))["data batches"] == "3"
+
+
 # ------------------------------------------------------------------------------------------------------- the picture
+
+
+def test_without_a_terminal_each_line_of_the_report_is_one_line() -> None:
+    lines = ["first " * 40, "  second " * 40]
+    report = cast(pt.DrillReport, SimpleNamespace(is_exact=False, lines=lambda: iter(lines)))
+    for is_terminal in (False, True):
+        console = Console(file=StringIO(), width=40, force_terminal=is_terminal)
+        print_report(report, console)
+        said = cast(StringIO, console.file).getvalue().splitlines()
+        assert (len(said) == 2) is not is_terminal, said
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,14 @@ def test_a_metric_that_differs_by_itself_does_not_matter() -> None:
     seconds = at(1, METRICS, "seconds")
     found = reported([seconds], [seconds])
     assert found.is_exact
-    assert any("a second undisturbed run too" in line and "`seconds`" in line for line in found.lines())
+    assert any("without a kill too" in line and "`seconds`" in line for line in found.lines())
 
 
 def test_what_differs_by_itself_and_training_does_not_change_does_not_matter() -> None:
     path = at(2, "args.bin", "output_dir", "'/tmp/b', expected '/tmp/a'")
     found = reported([path], [path], changing=[("m.pt", "w")])
     assert found.is_exact
-    assert any("a second undisturbed run too" in line and "/tmp/a" in line for line in found.lines())
+    assert any("without a kill too" in line and "/tmp/a" in line for line in found.lines())
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,17 @@ def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_ar
     assert any("look for an iterator" in each for each in reported([unread, at(4, METRICS, "loss")]).lines())
 
 
+def test_the_summary_is_the_verdict_and_the_causes() -> None:
+    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"counter it": str(step)}) for step in range(1, 5)]
+    resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})
+    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
+    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(3, "m.pt", "w")], (), ()))
+    assert found.summary().splitlines() == [
+        "not exact: first difference at step 3: `m.pt`, `w`, 2, expected 1",
+        "  probably not restored: a counter, `it` (0, expected 3), after step 3: save and load it",
+    ]
+
+
 def test_the_report_is_json() -> None:
     found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
     what = {"file": "m.pt", "key": "w", "what": "2, expected 1", "is_of_bytes": False}
@@ -278,7 +289,7 @@ def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if
     ("differs", "named"),
     [
         ({"counter place": "32", "optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["place"]),
-        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch", "adam.lr"]),
+        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch"]),
         ({"optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["adam.m", "loss"]),
     ],
 )
@@ -299,6 +310,42 @@ def test_what_does_not_change_at_each_step_is_evidence() -> None:
     like = run_of(*(record(step, {"scaler scaler.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
     (found,) = forgotten_in(like, resumed_at(4, like, **{"scaler scaler.scale": "1024"}))
     assert (found.name, found.found, found.expected) == ("scaler.scale", "1024", "2048")
+
+
+def test_the_rate_of_an_optimizer_follows_from_its_schedule() -> None:
+    like = undisturbed(cosine__last_epoch="schedule", adam__lr="optimizer", adam__mean="optimizer")
+    changed = {"schedule cosine.last_epoch": "0", "optimizer adam.lr": "0.1"}
+    assert [each.name for each in forgotten_in(like, resumed_at(3, like, **changed))] == ["cosine.last_epoch"]
+    found = forgotten_in(like, resumed_at(3, like, **changed, **{"optimizer adam.mean": DIGESTS[99]}))
+    assert [each.name for each in found] == ["cosine.last_epoch", "adam.mean"]
+
+
+def test_a_variable_that_holds_a_metric_is_named_only_if_it_counts() -> None:
+    differs = {"value loss": "9.5", "state mean": "9.5", "counter epoch": "1"}
+    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = replace(run_of(*like.records[:3], record(4, differs, attempt=2)), metrics={4: {"loss": 9.5, "epoch": 1}})
+    assert [each.name for each in forgotten_in(like, killed)] == ["epoch"]
+    without_counter = {name: each for name, each in differs.items() if not name.startswith("counter")}
+    killed = replace(killed, records=[*like.records[:3], record(4, without_counter, attempt=2)])
+    assert forgotten_in(like, killed) == []
+    restored = replace(killed, records=[*like.records[:4], record(4, without_counter, attempt=2, is_restored=True)])
+    assert [each.name for each in forgotten_in(like, restored)] == ["mean", "loss"]
+
+
+def test_the_place_in_the_data_is_said_with_what_to_save() -> None:
+    like = run_of(*(record(step, {"data batches": str(step)}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"data batches": "0"}))
+    assert str(found) == (
+        "the place in the data, `batches` (0, expected 3), after step 3: "
+        "save the order and the position, or use ResumableLoader"
+    )
+
+
+def test_what_differs_before_the_first_kill_is_no_evidence() -> None:
+    like = undisturbed(random="rng", other="rng")
+    first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
+    resumed = resumed_at(3, like, **{"rng random": DIGESTS[99], "rng other": DIGESTS[98]}).records[-1]
+    assert [each.name for each in forgotten_in(like, run_of(*first, resumed))] == ["other"]
 
 
 def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:

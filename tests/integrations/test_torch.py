@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import prefect_tune as pt
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
 
@@ -27,6 +28,54 @@ def learned(directory: Path) -> Mapping[str, Any]:
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
     example("torch", "Digits").ends_as_undisturbed(learned, reach=13, interval=10, steps={18, 54})
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""As many modules do, this one looks for a GPU when it is imported."""
+GIB = 1 << 30
+
+
+class Holding(pt.Trainable):
+    """Holds 1 GiB of a GPU, and multiplies matrices."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.held = torch.full((GIB // 4,), config["value"], device=DEVICE)
+        self.square = torch.ones(4096, 4096, device=DEVICE)
+
+    def step(self) -> Mapping[str, float]:
+        for _ in range(100):
+            self.square = self.square @ self.square / 4096
+        return {"sum": self.square.mean().item() + self.held[-1].item()}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        torch.save(self.square[0], f"{checkpoint_dir}/row.pt")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.square[0] = torch.load(f"{checkpoint_dir}/row.pt", weights_only=True, map_location=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
+@pytest.mark.usefixtures("prefect_server")
+def test_a_module_that_looks_for_a_gpu_is_not_forked_and_its_use_of_the_gpu_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = pt.tune(
+        Holding,
+        {"value": pt.grid_search([1.0, 2.0])},
+        target=str(tmp_path),
+        experiment="e",
+        metric="sum",
+        stop={"step": 20},
+    )
+    assert [(each.status, each.metrics["sum"]) for each in results.trials.values()] == [
+        ("completed", 2.0),
+        ("completed", 3.0),
+    ]
+    (why_not,) = (each for each in caplog.messages if "cannot be forked" in each)
+    assert "/dev/nvidia" in why_not
+    for attempt in results.to_arrow("attempts").to_pylist():
+        assert attempt["peak_gpu_memory_bytes"] > GIB
+        assert 0 < attempt["mean_gpu_utilization"] <= 1
 
 
 class Evil:

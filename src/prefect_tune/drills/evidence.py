@@ -86,6 +86,11 @@ class DrillRun:
     records: Sequence[Record]
     kills: Sequence[Kill]
 
+    @property
+    def undisturbed_steps(self) -> int:
+        """How many steps were trained, and not trained again after a kill."""
+        return min((each.resumed_from for each in self.kills), default=max(self.metrics, default=0))
+
 
 def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     """Return what the run has left.
@@ -159,8 +164,12 @@ class Difference:
 
 def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
+    return first_of_places([*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)])
+
+
+def first_of_places(differences: Sequence[Difference]) -> Sequence[Difference]:
+    """Return the first difference at each place, by step."""
     first: dict[tuple[str, str], Difference] = {}
-    differences = [*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)]
     for each in sorted(differences, key=lambda each: (each.step, each.what.file != METRICS)):
         first.setdefault(each.place, each)
     return list(first.values())

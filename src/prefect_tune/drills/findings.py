@@ -20,6 +20,7 @@ _NOUNS = {
     "schedule": "the learning-rate schedule",  # it sets the rate of the optimizer
     "scaler": "the gradient scaler",
     "optimizer": "the optimizer",
+    "data": "the place in the data",
     "counter": "a counter",
     "model": "the model",
     "value": "a value",
@@ -35,7 +36,7 @@ _MOST = 6
 _FILLED = frozenset({"optimizer", "schedule", "scaler"})
 """Kinds whose states have more entries once they are used, as the moments of an optimizer."""
 _ABSENT = "absent"
-LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
+LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler", "data"})
 """Kinds whose states matter later if they do not yet; an attribute may be anything."""
 
 
@@ -44,7 +45,7 @@ class Forgotten:
     """Something that was not restored."""
 
     kind: str
-    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `model`, `counter`, `value` or `state`."""
+    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `data`, `model`, `counter`, `value` or `state`."""
     name: str
     """The attribute or variable, or the library of a global generator."""
     step: int
@@ -65,7 +66,10 @@ class Forgotten:
         if _is_digest(self.found) or _is_digest(self.expected):
             values = f" ({_ABSENT})" if self.found == _ABSENT else ""
         noun = "a local variable" if self.is_local and self.kind == "state" else _NOUNS[self.kind]
-        return f"{noun}, `{self.name}`{values}, after step {self.step}: save and load it"
+        advice = (
+            "save the order and the position, or use ResumableLoader" if self.kind == "data" else "save and load it"
+        )
+        return f"{noun}, `{self.name}`{values}, after step {self.step}: {advice}"
 
 
 def _is_digest(text: str) -> bool:
@@ -78,20 +82,28 @@ def forgotten_in(
     """Return what was not restored at the first resume that shows it, the likeliest first.
 
     Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
-    undisturbed run. A state that training does not change, or that differs between two undisturbed runs, is no
-    evidence. Of a function all that follows from a sum differs after that step, whatever the cause: it is named only
-    if no generator, count or rate differs, and what is `saved` in the checkpoints only if nothing else differs.
+    undisturbed run. A state that training does not change, or that differs without a kill, is no evidence; nor is a
+    variable that holds a metric. Of a function all that follows from a sum differs after that step, whatever the
+    cause: it is named only if no generator, count or rate differs, and what is `saved` in the checkpoints only if
+    nothing else differs.
     """
     known = {each.step: each for each in undisturbed.records}
-    others = {each.step: each for each in again.records} if again is not None else known
     seen = {pair for each in undisturbed.records for pair in each.states.items()}
     values = Counter(name for name, _ in seen)
     changing = {name for name, count in values.items() if count > 1}
+    without_kills = [*(each for each in killed.records if each.attempt == 1), *(again.records if again else ())]
+    evidence = changing - {
+        name
+        for each in without_kills
+        for name, found in each.states.items()
+        if each.step in known and known[each.step].states.get(name) != found
+    }
     for record in _resumed(killed):
-        reference, other = known.get(record.step), others.get(record.step)
-        if reference is None or other is None:
+        if (reference := known.get(record.step)) is None:
             continue
-        if found := list(_unlike(record, reference, other, changing)):
+        metrics = {} if record.is_restored else killed.metrics.get(record.step, {})
+        results = {(kind, repr(each)) for each in metrics.values() for kind in ("value", "state")}
+        if found := [each for each in _unlike(record, reference, evidence) if (each.kind, each.found) not in results]:
             causes = [] if record.is_restored else [each for each in found if _is_cause(each)]
             unsaved = [] if record.is_restored else [each for each in found if each.name.partition(".")[0] not in saved]
             likely = _roots(causes or unsaved or found)
@@ -113,15 +125,16 @@ def _resumed(killed: DrillRun) -> Iterator[Record]:
             yield each
 
 
-def _unlike(record: Record, reference: Record, other: Record, changing: Collection[str]) -> Iterator[Forgotten]:
+def _unlike(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
     owners = {_owner(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
         found = record.states.get(name)
         if found is None and kind in _FILLED and _owner(name) in owners:
             found = _ABSENT  # such as the moments of a new optimizer
-        says_something = name in changing and other.states.get(name) == expected
-        if found is not None and found != expected and says_something and "<" not in {found[:1], expected[:1]}:
+        if found in {None, expected} or name not in evidence:
+            continue
+        if "<" not in {found[:1], expected[:1]}:
             step = record.step if record.is_restored else record.step - 1
             yield Forgotten(kind, path, step, found, expected, is_local=not record.is_restored)
 
@@ -132,9 +145,14 @@ def _owner(name: str) -> str:
 
 
 def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
-    """Return one of each object: a counter in it if there is one, since that says the most."""
+    """Return one of each object: a counter in it if there is one, since that says the most.
+
+    The rate of an optimizer follows from its schedule.
+    """
     first: dict[tuple[str, str], Forgotten] = {}
-    for each in sorted(found, key=lambda one: _is_digest(one.found)):
+    has_schedule = any(each.kind == "schedule" for each in found)
+    own = [each for each in found if not (has_schedule and each.kind == "optimizer" and each.name.endswith(".lr"))]
+    for each in sorted(own, key=lambda one: _is_digest(one.found)):
         owner = each.name if each.kind in {"global", "rng"} else each.name.partition(".")[0]
         first.setdefault((each.kind, owner), each)
     return list(first.values())
@@ -162,7 +180,7 @@ class Runs(NamedTuple):
     differences: Sequence[Difference]
     """Between the first two."""
     unstable: Sequence[Difference]
-    """Between the undisturbed ones."""
+    """Without a kill: between the undisturbed ones, and before the first kill."""
     changing: Collection[tuple[str, str]]
     """The places in checkpoints that training changes."""
 
@@ -216,7 +234,7 @@ class DrillReport:
     differences: Sequence[Difference]
     """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
     unstable: Sequence[Difference]
-    """What differs in a second undisturbed run too."""
+    """What differs without a kill too."""
     forgotten: Sequence[Forgotten]
     """What was probably not restored."""
     save: SaveCosts | None
@@ -241,9 +259,15 @@ class DrillReport:
             yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
             yield from _listed("", _summed(self.differences)[1:], _SHOWN)
         if self.verdict != "not deterministic" and self.unstable:
-            yield from _listed(
-                "differs in a second undisturbed run too, and is left out: ", _summed(self.unstable), _SHOWN_LEFT_OUT
-            )
+            yield from _listed("differs without a kill too, and is left out: ", _summed(self.unstable), _SHOWN_LEFT_OUT)
+        yield from self._causes()
+        yield from self._costs()
+
+    def summary(self) -> str:
+        """Return the verdict, and what was probably not restored: the message of `NotExact`."""
+        return "\n".join((self._headline(), *self._causes()))
+
+    def _causes(self) -> Iterator[str]:
         found = (
             "probably not restored"
             if self.verdict == "not exact"
@@ -253,7 +277,6 @@ class DrillReport:
             yield f"  {found}: {each}"
         if self.verdict == "not exact" and not self.forgotten:
             yield self._hint()
-        yield from self._costs()
 
     def _hint(self) -> str:
         if all(each.what.is_of_bytes for each in self.differences):

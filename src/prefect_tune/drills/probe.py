@@ -258,6 +258,7 @@ def _kind_of(value: object) -> str | None:
         ("optimizer", {"Optimizer"}),
         ("schedule", {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}),
         ("scaler", {"GradScaler"}),
+        ("data", {"_BaseDataLoaderIter"}),
         ("model", {"Module"}),
     ):
         if names & known:
@@ -270,6 +271,8 @@ def _kind_of(value: object) -> str | None:
 def _state_of(value: Any) -> object:
     if hasattr(value, "bit_generator"):
         return _digest(value.bit_generator.state)
+    if (batches := getattr(value, "_num_yielded", None)) is not None:  # an iterator of PyTorch's DataLoader
+        return batches
     for method in _STATES:
         found = getattr(value, method, None)
         if callable(found):

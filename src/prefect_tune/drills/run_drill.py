@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,7 +26,6 @@ from prefect.logging import get_logger
 from prefect.settings import get_current_settings
 from rich.console import Console
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +34,16 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drills.evidence import DrillRun, changing_places, compare, kills_in, read_records, read_run
+from prefect_tune.drills.evidence import (
+    Difference,
+    DrillRun,
+    changing_places,
+    compare,
+    first_of_places,
+    kills_in,
+    read_records,
+    read_run,
+)
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import RunPlan, Victim
@@ -41,10 +51,22 @@ from prefect_tune.prefect_api.local_server import start_prefect_server
 
 _log = get_logger("prefect_tune")
 _LOOK_SECONDS = 0.2
-_TAIL = 2000
+_TAIL, _ERROR = 2000, "| ERROR "
 _TIMES, _LEAST_LIMIT_SECONDS = 10, 600.0  # of an undisturbed run: a run that takes longer hangs
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_IMPORT = """import sys
+from prefect_tune.core.errors import TuneError
+from prefect_tune.runtime.load_named import load_trainable
+from prefect_tune.runtime.trainable import Trainable
+try:
+    found = load_trainable(sys.argv[1])
+    if getattr(found, "save_checkpoint", None) is Trainable.save_checkpoint:
+        raise TuneError(f"trainable {sys.argv[1]}: it has no save_checkpoint, so that nothing can be resumed")
+except TuneError as error:
+    sys.exit("\\0" + str(error))"""
+_SAID = "\0"  # before the message: the module may print, too
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass
@@ -70,7 +92,7 @@ def run_drill(
     keep: bool = False,
     tracks: list[Track] | None = None,
 ) -> DrillReport:
-    """Train undisturbed, and again with kills, and compare; if they differ, train a second time undisturbed.
+    """Train undisturbed, and again with kills, and compare; if need be, train a second time undisturbed.
 
     Args:
         plan: what is trained, and where it is killed.
@@ -93,12 +115,7 @@ def run_drill(
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
         require_resumed(undisturbed, killed)
-        differences = compare(store, undisturbed, killed)
-        again = drill.train("undisturbed again") if differences else None
-        unstable = compare(store, undisturbed, again) if again else []
-        can_show = bool(unstable) and len(undisturbed.manifests) > 1  # it reads every checkpoint once more
-        changing = changing_places(store, undisturbed) if can_show else [each.place for each in unstable]
-        return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable, changing))
+        return report_of(plan, drill.name, drill.compared(undisturbed, killed))
 
 
 def require_resumed(undisturbed: DrillRun, killed: DrillRun) -> None:
@@ -150,10 +167,31 @@ class Drill:
                 if starts > len(kills):
                     break
         if code:
-            said = _tail(folder / "output.log")
+            said = last_output(folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
         self.most_seconds = self.most_seconds or max(_LEAST_LIMIT_SECONDS, _TIMES * (time.monotonic() - began))
         return read_run(self.store, trial, plan)
+
+    def compared(self, undisturbed: DrillRun, killed: DrillRun) -> Runs:
+        """Return what differs, and what of it differs without a kill.
+
+        Before its first kill the second run is undisturbed too. Only if that does not explain what differs, a third
+        run is made.
+        """
+        differences = compare(self.store, undisturbed, killed)
+        unstable: Sequence[Difference] = [each for each in differences if each.step <= killed.undisturbed_steps]
+        changing, again = self._changing(undisturbed, unstable), None
+        if len(unstable) < len(differences) and not any(each.place in changing for each in unstable):
+            again = self.train("undisturbed again")
+            unstable = first_of_places([*compare(self.store, undisturbed, again), *unstable])
+            changing = self._changing(undisturbed, unstable)
+        return Runs(undisturbed, killed, again, differences, unstable, changing)
+
+    def _changing(self, undisturbed: DrillRun, unstable: Sequence[Difference]) -> Collection[tuple[str, str]]:
+        """Return the places that training changes; those of `unstable`, if one checkpoint cannot show it."""
+        if unstable and len(undisturbed.manifests) > 1:  # it reads every checkpoint once more
+            return changing_places(self.store, undisturbed)
+        return [each.place for each in unstable]
 
     def _process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
         options = {
@@ -180,7 +218,7 @@ class Drill:
             except subprocess.TimeoutExpired:
                 raise TuneError(
                     f"{trial.experiment} did not end within {self.most_seconds:.0f} s, {_TIMES} times as long as the "
-                    f"undisturbed run took; its last output:\n{_tail(log)}"
+                    f"undisturbed run took; its last output:\n{last_output(log)}"
                 ) from None
             finally:
                 process.kill()
@@ -223,8 +261,28 @@ class Drill:
                 _log.warning("experiment %s of the drill is still on the target: %s", trial.experiment, error)
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-_TAIL:]
+def last_output(log: Path) -> str:
+    """Return the last lines, from the first error in them on if there is one, without the codes of colors."""
+    lines = _ESCAPES.sub("", log.read_text(errors="replace")).splitlines()
+    sizes = accumulate(len(each) + 1 for each in reversed(lines))
+    last = lines[-max(1, sum(size <= _TAIL for size in sizes)) :]
+    first_error = next((place for place, each in enumerate(last) if _ERROR in each), 0)
+    return "\n".join(last[first_error:])[-_TAIL:]
+
+
+def require_importable(trainable: str) -> None:
+    """Import the trainable in a process of its own, before anything that takes longer is started for it.
+
+    Raises:
+        TuneError: it cannot be imported, is no trainable, or is a class that saves nothing.
+    """
+    with tempfile.TemporaryFile() as output:
+        command = [sys.executable, "-c", _IMPORT, trainable]
+        done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, stdout=output, stderr=output, check=False)
+        output.seek(0)
+        said = output.read().decode(errors="replace").rstrip()
+    if done.returncode:
+        raise TuneError(said.rpartition(_SAID)[2] or f"trainable {trainable!r}: its import ended the process")
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -257,7 +315,7 @@ def api_of_drill() -> Iterator[dict[str, str]]:
             server = start_prefect_server(own, output, "few")
         try:
             if not server.answers():
-                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{_tail(log)}")
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{last_output(log)}")
             yield {**own, "PREFECT_API_URL": server.url}
         finally:
             server.end()
@@ -285,25 +343,37 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     Raises as `run_drill`.
     """
     tracks: list[Track] = []
+    console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n", soft_wrap=True)
+    require_importable(plan.trainable)
     with ExitStack() as at_end:
         if place is None and keep:
             place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
         elif place is None:
             place = at_end.enter_context(temporary_folder())
         environment = at_end.enter_context(api_of_drill())
-        console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n")
-        with Live(get_renderable=lambda: picture_of(tracks), console=console):
-            report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
-    console.print("" if console.is_terminal else "\n", f"  {legend_of(tracks)}\n", sep="\n")
-    first, *others = map(visible, report.lines())
-    found = Table.grid(padding=(0, 1, 0, 0))
-    found.add_row(Text("  ✓", "bold green") if report.is_exact else Text("  ✗", "bold red"), Text(first))
-    console.print(found)
-    for line in others:
-        console.print(Padding(Text(line.strip()), (0, 0, 0, 4), expand=False))
+        try:
+            with Live(get_renderable=lambda: picture_of(tracks), console=console):
+                report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+        finally:
+            console.print("" if console.is_terminal else "\n")
+    console.print(f"  {legend_of(tracks)}\n")
+    print_report(report, console)
     if keep:
         console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
     return report
+
+
+def print_report(report: DrillReport, console: Console) -> None:
+    """Print the lines of the report, wrapped below their own beginnings only in a terminal."""
+    mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
+    first, *others = map(visible, report.lines())
+    for before, line in ((mark, first), *((Text("    "), each.strip()) for each in others)):
+        if console.is_terminal:
+            found = Table.grid()
+            found.add_row(before, Text(line))
+            console.print(found)
+        else:  # a file, or a program that reads lines
+            console.print(before + Text(line), soft_wrap=True)
 
 
 def picture_of(tracks: Sequence[Track]) -> Table:

@@ -32,12 +32,17 @@ def whole() -> dict[str, Any]:
     }
 
 
+def device() -> str:
+    """Return where the ranks of this group hold their tensors: on GPUs if there is one for each."""
+    return "cuda" if torch.cuda.device_count() >= distributed.get_world_size() else "cpu"
+
+
 def of_ranks() -> dict[str, Any]:
     """Return the same state with three tensors distributed over all ranks."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh(device(), (distributed.get_world_size(),))
     state = whole()
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("all", Replicate())):
-        state[name] = distribute_tensor(state[name], mesh, [placement])
+        state[name] = distribute_tensor(state[name].to(device()), mesh, [placement])
     return state
 
 
@@ -83,14 +88,21 @@ def load(folder: Path) -> None:
     state = zeroed(of_ranks())
     dcp.load(state, storage_reader=CheckpointReader(folder))
     for name in ("rows", "columns", "all"):
-        state[name] = state[name].full_tensor()
+        assert state[name].device.type == device()
+        state[name] = state[name].full_tensor().cpu()
     assert flat(state) == flat(whole())
 
 
 def _rank(rank: int, ranks: int, folder: Path, act: Callable[[Path], None]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    has_gpus = torch.cuda.device_count() >= ranks
+    if has_gpus:
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/group-{act.__name__}-{ranks}", rank=rank, world_size=ranks
+        "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+        init_method=f"file://{folder}/group-{act.__name__}-{ranks}",
+        rank=rank,
+        world_size=ranks,
     )
     act(folder)
     distributed.destroy_process_group()

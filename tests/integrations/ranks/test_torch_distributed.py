@@ -63,6 +63,17 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(beside: str, tmp_path:
     saving.on_ranks(2, saving.load, tmp_path)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
+@pytest.mark.parametrize("save", ["save", "save_in_thread", "save_in_process"])
+def test_tensors_on_gpus_are_saved_and_loaded(save: str, tmp_path: Path) -> None:
+    from tests.integrations.ranks import saving
+
+    ranks = torch.cuda.device_count()
+    saving.on_ranks(ranks, getattr(saving, save), tmp_path)
+    merged(tmp_path, ranks)
+    saving.on_ranks(ranks, saving.load, tmp_path)
+
+
 def merged(folder: Path, ranks: int) -> None:
     """Merge the directories of all ranks into `folder`, as the supervisor of a trial does."""
     first, *others = [folder / f"rank-{rank}" for rank in range(ranks)]

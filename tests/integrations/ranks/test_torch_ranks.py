@@ -100,6 +100,19 @@ def test_after_the_death_of_any_rank_the_state_of_each_is_bit_for_bit_as_undistu
         assert found == undisturbed
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
+@pytest.mark.parametrize("case", CASES)
+def test_after_the_death_of_a_rank_the_state_on_each_gpu_is_bit_for_bit_as_undisturbed(
+    case: str, tmp_path: Path
+) -> None:
+    """NCCL connects the ranks, one for each GPU."""
+    ranks = torch.cuda.device_count()
+    _, undisturbed = trained(tmp_path / "undisturbed", case, ranks)
+    result, found = trained(tmp_path / "killed", case, ranks, [ranks - 1, 7])
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+    assert found == undisturbed
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_goes_on_from_a_distributed_checkpoint(ranks: int, tmp_path: Path) -> None:
     """The batches are the same, so only the order in which FSDP adds up gradients differs."""
