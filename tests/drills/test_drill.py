@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from inspect import unwrap
 from io import StringIO
@@ -28,7 +29,9 @@ from rich.console import Console
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
-from prefect_tune.drills.evidence import DrillRun, Kill, read_records
+from prefect_tune.drills import run_drill as run_drill_module
+from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record, read_records
+from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import (
@@ -42,6 +45,7 @@ from prefect_tune.drills.run_drill import (
     require_importable,
     run_drill,
 )
+from tests.drills.test_findings import MANIFEST
 from tests.flows.driver import until
 from tests.trainables.numpy_mlp import NumpyMlp
 
@@ -124,73 +128,109 @@ def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, 
         run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment)
 
 
-def test_the_last_output_is_whole_lines_from_the_first_error_on(tmp_path: Path) -> None:
+def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path) -> None:
     log = tmp_path / "output.log"
-    log.write_text("x" * 3000 + "\nlast \x1b[32mline\x1b[0m\nof two\n")
-    assert last_output(log) == "last line\nof two"
-    log.write_text("11:05 | INFO    | begins\n\x1b[31m11:06 | ERROR   | attempt 1 failed\x1b[0m\nTraceback\n")
+    log.write_text("KeyError: 'cause'\n\x1b[31m11:06 | ERROR   | wandb\x1b[0m\n")
+    assert last_output(log) == "KeyError: 'cause'\n11:06 | ERROR   | wandb"
+    log.write_text("x" * 3000 + "\nlast\n\x1b[31m11:06 | ERROR   | attempt 1 failed\x1b[0m\nTraceback\n")
     assert last_output(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
-    log.write_text("x" * 3000)
-    assert last_output(log) == "x" * 2000
+    log.write_text("x" * 3000 + "\nsee the log\n")
+    assert last_output(log) == "…" + "x" * 1988 + "\nsee the log"
 
 
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("broken:Nett", "def train(config): ...", "module 'broken' (.*) has no 'Nett'"),
-        ("broken:train", "print('said')\nimport nothing_of_that_name", "No module named 'nothing_of_that_name'"),
-        ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import ended the process"),
+        (
+            "broken:Nett",
+            "def train(config): ...",
+            r"^trainable 'broken:Nett': module 'broken' \(.*\) has no 'Nett'; it has train$",
+        ),
+        ("broken:train", "print('prints')\nimport nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import ended its process with 3; "),
+        ("broken:train", "print('x' * 9999, flush=True)\nimport os; os._exit(3)", "last output:\n…x{2000}$"),
         ("broken:train", "train = 3", "trainable 'broken:train': expected a function of"),
+        ("broken:Net", "class Net(Trainable):\n  def step(self): return {}", "'broken:Net': it has no save_checkpoint"),
         (
             "broken:Net",
-            "import prefect_tune as pt\nclass Net(pt.Trainable):\n  def step(self): return {}",
-            "trainable broken:Net: it has no save_checkpoint",
+            "class Net(Trainable):\n  def step(self): return {}\n  def save_checkpoint(self, d): ...",
+            "'broken:Net': it has no load_checkpoint",
         ),
     ],
 )
 def test_a_trainable_that_cannot_be_imported_is_refused_at_once(
     name: str, code: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "broken.py").write_text(code)
+    (tmp_path / "broken.py").write_text(f"from prefect_tune import Trainable\n{code}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(TuneError, match=said) as caught:
         require_importable(name)
-    assert "said" not in str(caught.value)
-    require_importable(MODEL)
+    assert "prints" not in str(caught.value)
+
+
+def test_what_a_module_starts_at_its_import_ends_with_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "starts.py").write_text(
+        "import atexit, os, subprocess, sys, threading, time\n"
+        "assert sys.stdin.read() == ''\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "subprocess.Popen(['sleep', '604'], stdout=subprocess.DEVNULL)\n"
+        "atexit.register(os._exit, 7)\n"
+        "def train(config): ...\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    require_importable("starts:train")
+    until(lambda: not _with_argument("sleep 604"), seconds=60, what=lambda: "the end of what it started")
+
+
+def test_a_module_that_drills_at_its_import_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "drills.py").write_text(
+        "import prefect_tune as pt\npt.run_drill.fn('drills:train')\ndef train(config): ..."
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(TuneError, match="drill: the import of module 'drills' calls it"):
+        require_importable("drills:train")
+
+
+MISSED = Difference(1, FileDifference(METRICS, "", "the step was not reported"))
+SECONDS, WEIGHT, BIAS = (
+    Difference(step, FileDifference(file, key, "2, expected 1"))
+    for step, file, key in ((1, METRICS, "seconds"), (2, "m.npz", "w"), (3, "m.npz", "b"))
+)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "runs", "steps"),
+    ("differ", "again", "unstable"),
     [
-        ({1: 0, 2: 1, 3: 2, 4: 3}, 0, []),
-        ({1: 9, 2: 1, 3: 2, 4: 3}, 0, [1]),
-        ({1: 9, 2: 1, 3: 2, 4: 9}, 0, [1]),
-        ({1: 0, 2: 1, 3: 9, 4: 3}, 1, [4]),
+        ([], None, []),
+        ([SECONDS], None, [SECONDS]),
+        ([WEIGHT, BIAS], None, [WEIGHT]),
+        ([SECONDS, BIAS], [BIAS], [SECONDS, BIAS]),
+        ([BIAS], [], []),
+        ([MISSED], [], []),
     ],
-    ids=["equal", "before the first kill", "before it and after", "after it"],
+    ids=["equal", "by itself", "training differs by itself", "in a third run", "after a kill", "a lost report"],
 )
 def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_explain_what_differs(
-    metrics: dict[int, float], runs: int, steps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    differ: list[Difference],
+    again: list[Difference] | None,
+    unstable: list[Difference],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """A metric that differs by itself counts here, since no checkpoint shows what training changes."""
-
-    def run(values: dict[int, float], *kills: Kill) -> DrillRun:
-        return DrillRun({step: {f"loss {step}": each} for step, each in values.items()}, {}, [], [], kills)
-
-    undisturbed = run({1: 0, 2: 1, 3: 2, 4: 3})
+    """The killed run resumed from step 2."""
+    undisturbed, third = (DrillRun({each: {}}, {2: MANIFEST}, [], [], []) for each in (1, 2))
+    killed = replace(undisturbed, records=[Record(2, 2, True, 1.0, 0.5, 0.0, {})])
+    found = {id(killed): differ, id(third): again}
+    monkeypatch.setattr(run_drill_module, "compare", lambda _store, _one, other: found[id(other)])
     made: list[str] = []
-
-    def train(_drill: Drill, name: str) -> DrillRun:
-        made.append(name)
-        return run({1: 0, 2: 1, 3: 2, 4: 7})
-
-    monkeypatch.setattr(Drill, "train", train)
+    monkeypatch.setattr(Drill, "train", lambda _drill, name: made.append(name) or third)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None)
-        found = drill.compared(undisturbed, run(metrics, Kill("trial", 3, 2, 1.0), Kill("trial", 4, 3, 1.0)))
-    assert len(made) == runs
-    assert [each.step for each in found.unstable] == steps
+        runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None).compared(undisturbed, killed)
+    assert len(made) == (again is not None)
+    assert (list(runs.differences), list(runs.unstable)) == (differ, unstable)
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -253,6 +293,14 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
         assert sorted(victim for _, victim in drawn) == ["search", "search", "trial", "trial", "upload", "upload"]
         assert "rank" in dict(map(reversed, kills_of(12, 1, (), seed, processes=2)))
     assert [step for step, _ in kills_of(12, 3, (7, 3), 0)] == [3, 7]
+
+
+def test_kills_are_drawn_after_the_first_save_if_there_are_enough_steps() -> None:
+    for seed in range(50):
+        assert min(kills_of(12, 3, (), seed, first_save=3))[0] > 3
+        assert [step for step, _ in kills_of(6, 3, (), seed, first_save=2)] == [3, 4, 5]
+    assert len(kills_of(6, 4, (), 0, first_save=2)) == 4
+    assert [step for step, _ in kills_of(12, 3, (1,), 0, first_save=3)] == [1]
 
 
 @pytest.mark.parametrize(

@@ -191,9 +191,9 @@ def test_the_summary_is_the_verdict_and_the_causes() -> None:
     like = [Record(step, 1, False, float(step), 0.5, 0.0, {"counter it": str(step)}) for step in range(1, 5)]
     resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})
     undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
-    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(3, "m.pt", "w")], (), ()))
+    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(4, "m.pt", "w")], (), ()))
     assert found.summary().splitlines() == [
-        "not exact: first difference at step 3: `m.pt`, `w`, 2, expected 1",
+        "not exact: first difference at step 4: `m.pt`, `w`, 2, expected 1",
         "  probably not restored: a counter, `it` (0, expected 3), after step 3: save and load it",
     ]
 
@@ -320,16 +320,81 @@ def test_the_rate_of_an_optimizer_follows_from_its_schedule() -> None:
     assert [each.name for each in found] == ["cosine.last_epoch", "adam.mean"]
 
 
-def test_a_variable_that_holds_a_metric_is_named_only_if_it_counts() -> None:
-    differs = {"value loss": "9.5", "state mean": "9.5", "counter epoch": "1"}
+@pytest.mark.parametrize(
+    ("differs", "named"),
+    [
+        ({"value loss": "9.5", "state mean": "9.5", "counter epoch": "1"}, [("counter", "epoch")]),
+        ({"value loss": "9.5", "state mean": "9.5"}, [("metric", "loss"), ("metric", "mean")]),
+        ({"value lr": "9.5", "state weights": DIGESTS[97]}, [("metric", "lr")]),
+        ({"value loss": "9.5", "state other": DIGESTS[97]}, [("state", "other")]),
+        ({"value warm": "False", "state weights": DIGESTS[97]}, [("value", "warm")]),
+    ],
+)
+def test_a_variable_that_holds_a_metric_may_be_a_cause_if_no_other_is_left(
+    differs: Mapping[str, str], named: Sequence[tuple[str, str]]
+) -> None:
+    """`weights` are in the checkpoint."""
     like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
-    killed = replace(run_of(*like.records[:3], record(4, differs, attempt=2)), metrics={4: {"loss": 9.5, "epoch": 1}})
-    assert [each.name for each in forgotten_in(like, killed)] == ["epoch"]
-    without_counter = {name: each for name, each in differs.items() if not name.startswith("counter")}
-    killed = replace(killed, records=[*like.records[:3], record(4, without_counter, attempt=2)])
-    assert forgotten_in(like, killed) == []
-    restored = replace(killed, records=[*like.records[:4], record(4, without_counter, attempt=2, is_restored=True)])
-    assert [each.name for each in forgotten_in(like, restored)] == ["mean", "loss"]
+    metrics = {4: {"loss": 9.5, "epoch": 1, "done": False}}
+    killed = replace(run_of(*like.records[:3], record(4, differs, attempt=2)), metrics=metrics)
+    found = forgotten_in(like, killed, saved=["weights"])
+    assert sorted((each.kind, each.name) for each in found) == named
+    if named[0][0] == "metric":
+        assert str(found[0]).endswith(" after step 3: save and load it if the next step reads it")
+
+
+def test_a_resume_after_the_runs_have_differed_says_nothing_of_what_was_restored() -> None:
+    like = undisturbed(weights="model")
+    first, second = resumed_at(3, like).records[-1], resumed_at(5, like, **{"model weights": DIGESTS[99]}).records[-1]
+    killed = run_of(*like.records[:3], first, *like.records[3:], replace(second, attempt=3))
+    assert [each.name for each in forgotten_in(like, killed)] == ["weights"]
+    assert forgotten_in(like, killed, differs_at=5) == []
+    assert [each.name for each in forgotten_in(like, killed, differs_at=6)] == ["weights"]
+
+
+def test_what_differs_by_itself_later_is_evidence() -> None:
+    like = undisturbed(adam__mean="optimizer")
+    again = run_of(*like.records[:4], replace(like.records[4], states={"optimizer adam.mean": DIGESTS[77]}))
+    killed = resumed_at(3, like, **{"optimizer adam.mean": DIGESTS[99]})
+    assert [each.name for each in forgotten_in(like, killed, again)] == ["adam.mean"]
+
+
+def test_the_rate_of_another_optimizer_is_named_beside_a_schedule() -> None:
+    like = undisturbed(cosine__last_epoch="schedule", gen__lr="optimizer", critic__lr="optimizer")
+    changed = {"schedule cosine.last_epoch": "0", "optimizer critic.lr": "0.1"}
+    found = forgotten_in(like, resumed_at(3, like, **changed))
+    assert [each.name for each in found] == ["cosine.last_epoch", "critic.lr"]
+
+
+def test_a_training_that_is_not_deterministic_is_said_by_what_training_changes() -> None:
+    seconds, weight = at(1, METRICS, "seconds"), at(3, "m.pt", "w")
+    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"counter it": str(step)}) for step in range(1, 5)]
+    killed = replace(run(), records=[*like[:3], Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})])
+    runs = Runs(replace(run(), records=like), killed, None, [seconds, weight], [seconds, weight], [weight.place])
+    said = list(report_of(PLAN, "drill-0", runs).lines())
+    assert said[0].startswith("not deterministic: two runs differ without a kill, from step 3 on; first step 3: `m.pt`")
+    assert not any("no effect" in each for each in said)
+
+
+def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
+    loss = at(1, METRICS, "loss")
+    with pytest.raises(TuneError, match="nothing to compare after the resume: all metrics differ without a kill"):
+        report_of(PLAN, "drill-0", Runs(run(), run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ()))
+    later = replace(run(), manifests={2: MANIFEST, 4: MANIFEST})
+    records = [*run().records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})]
+    killed = replace(later, records=records)
+    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], ()))
+    assert (found.is_exact, found.compared_metrics) == (True, 0)
+
+
+def test_a_restart_that_was_not_planned_disturbs_a_run_too() -> None:
+    first = run().records
+    assert run().undisturbed_steps == 4
+    for resumed, steps in (
+        (Record(2, 2, True, 3.5, 0.5, 0.0, {}), 2), (Record(3, 2, False, 3.5, 0.5, 0.0, {}), 2),
+        (Record(1, 2, False, 3.5, 0.5, 0.0, {}), 0),
+    ):  # fmt: skip
+        assert replace(run(), records=[*first[:3], resumed, *first[2:]]).undisturbed_steps == steps
 
 
 def test_the_place_in_the_data_is_said_with_what_to_save() -> None:

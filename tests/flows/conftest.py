@@ -25,7 +25,7 @@ from tests.flows.resuming.left_run import LeftRun
 from tests.flows.ui import Ui
 
 BUCKET = "durable"
-_POOL = "tune-test"
+POOL = "tune-test"
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -151,13 +151,13 @@ def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def _deploy(environment: dict[str, str]) -> None:
     with get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name=_POOL, type="process"), overwrite=True)
-    _done(environment, "prefect-tune", "deploy", "--work-pool", _POOL, "--no-automations")
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+    _done(environment, "prefect-tune", "deploy", "--work-pool", POOL, "--no-automations")
 
 
 @contextmanager
 def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, *options]
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, *options]
     with (folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
     yield process

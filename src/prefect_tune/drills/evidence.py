@@ -43,6 +43,11 @@ class Record:
     states: Mapping[str, str]
     """A value or a digest, by kind and name; see `probe.states`."""
 
+    @property
+    def resumed_from(self) -> int:
+        """The step after which an attempt resumed, of its first record."""
+        return self.step if self.is_restored else self.step - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -88,8 +93,18 @@ class DrillRun:
 
     @property
     def undisturbed_steps(self) -> int:
-        """How many steps were trained, and not trained again after a kill."""
-        return min((each.resumed_from for each in self.kills), default=max(self.metrics, default=0))
+        """How many steps the first attempt trained that no later one trained again."""
+        restarts = [each.resumed_from for each in first_records(self)]
+        return min(restarts, default=max(self.metrics, default=0))
+
+
+def first_records(run: DrillRun) -> Iterator[Record]:
+    """Yield the first record of each attempt after the first one."""
+    attempt = 1
+    for each in run.records:
+        if each.attempt != attempt:
+            attempt = each.attempt
+            yield each
 
 
 def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
@@ -155,6 +170,11 @@ class Difference:
     def place(self) -> tuple[str, str]:
         """The file and the key: the same thing at every step."""
         return self.what.file, self.what.key
+
+    @property
+    def is_absence(self) -> bool:
+        """Whether one of the runs lacks the report or the file."""
+        return self.place == (METRICS, "") or self.what.what in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
         """Name the step, the place and the difference."""

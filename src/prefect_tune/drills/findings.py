@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
+from prefect_tune.core.errors import TuneError
 from prefect_tune.core.shown_text import plural, shown_size
-from prefect_tune.drills.evidence import MISSING, UNEXPECTED, Difference, DrillRun, Kill, Record
+from prefect_tune.drills.evidence import (
+    METRICS,
+    MISSING,
+    UNEXPECTED,
+    Difference,
+    DrillRun,
+    Kill,
+    Record,
+    first_records,
+)
 from prefect_tune.drills.plan import DrillPlan
 
 _NOUNS = {
@@ -25,6 +35,7 @@ _NOUNS = {
     "model": "the model",
     "value": "a value",
     "state": "an attribute",
+    "metric": "a variable that holds a metric",
 }
 _GLOBAL = {
     "random": ("Python's generator", "random.getstate()"),
@@ -33,10 +44,14 @@ _GLOBAL = {
 }
 _ORDER = list(_NOUNS)
 _MOST = 6
+_ADVICE = {
+    "data": "save the order and the position, or use ResumableLoader",
+    "metric": "save and load it if the next step reads it",
+}
 _FILLED = frozenset({"optimizer", "schedule", "scaler"})
 """Kinds whose states have more entries once they are used, as the moments of an optimizer."""
 _ABSENT = "absent"
-LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler", "data"})
+LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
 """Kinds whose states matter later if they do not yet; an attribute may be anything."""
 
 
@@ -45,7 +60,7 @@ class Forgotten:
     """Something that was not restored."""
 
     kind: str
-    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `data`, `model`, `counter`, `value` or `state`."""
+    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `data`, `model`, `counter`, `value`, `state` or `metric`."""
     name: str
     """The attribute or variable, or the library of a global generator."""
     step: int
@@ -66,10 +81,7 @@ class Forgotten:
         if _is_digest(self.found) or _is_digest(self.expected):
             values = f" ({_ABSENT})" if self.found == _ABSENT else ""
         noun = "a local variable" if self.is_local and self.kind == "state" else _NOUNS[self.kind]
-        advice = (
-            "save the order and the position, or use ResumableLoader" if self.kind == "data" else "save and load it"
-        )
-        return f"{noun}, `{self.name}`{values}, after step {self.step}: {advice}"
+        return f"{noun}, `{self.name}`{values}, after step {self.step}: {_ADVICE.get(self.kind, 'save and load it')}"
 
 
 def _is_digest(text: str) -> bool:
@@ -77,52 +89,61 @@ def _is_digest(text: str) -> bool:
 
 
 def forgotten_in(
-    undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None, saved: Collection[str] = ()
+    undisturbed: DrillRun,
+    killed: DrillRun,
+    again: DrillRun | None = None,
+    saved: Collection[str] = (),
+    differs_at: int | None = None,
 ) -> Sequence[Forgotten]:
     """Return what was not restored at the first resume that shows it, the likeliest first.
 
     Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
-    undisturbed run. A state that training does not change, or that differs without a kill, is no evidence; nor is a
-    variable that holds a metric. Of a function all that follows from a sum differs after that step, whatever the
-    cause: it is named only if no generator, count or rate differs, and what is `saved` in the checkpoints only if
-    nothing else differs.
+    undisturbed run. A state that training does not change, or that differs without a kill up to then, is no evidence;
+    nor is a resume after the runs have differed, at step `differs_at`. Of a function all that follows from a sum
+    differs after that step, whatever the cause: it is named only if no generator, count or rate differs, a variable
+    that holds a metric only if nothing but it and what is `saved` in the checkpoints differs, and what is saved only if
+    nothing else does.
     """
     known = {each.step: each for each in undisturbed.records}
     seen = {pair for each in undisturbed.records for pair in each.states.items()}
     values = Counter(name for name, _ in seen)
     changing = {name for name, count in values.items() if count > 1}
     without_kills = [*(each for each in killed.records if each.attempt == 1), *(again.records if again else ())]
-    evidence = changing - {
-        name
-        for each in without_kills
-        for name, found in each.states.items()
-        if each.step in known and known[each.step].states.get(name) != found
-    }
-    for record in _resumed(killed):
-        if (reference := known.get(record.step)) is None:
+    for record in first_records(killed):
+        reference = known.get(record.step)
+        if reference is None or (differs_at is not None and record.resumed_from >= differs_at):
             continue
-        metrics = {} if record.is_restored else killed.metrics.get(record.step, {})
-        results = {(kind, repr(each)) for each in metrics.values() for kind in ("value", "state")}
-        if found := [each for each in _unlike(record, reference, evidence) if (each.kind, each.found) not in results]:
-            causes = [] if record.is_restored else [each for each in found if _is_cause(each)]
-            unsaved = [] if record.is_restored else [each for each in found if each.name.partition(".")[0] not in saved]
-            likely = _roots(causes or unsaved or found)
-            return sorted(likely, key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[:_MOST]
+        evidence = changing - {
+            name
+            for each in without_kills
+            for name, found in each.states.items()
+            if each.step <= record.step and each.step in known and known[each.step].states.get(name) != found
+        }
+        if found := list(_unlike(record, reference, evidence)):
+            likely = found if record.is_restored else _likely(found, killed.metrics.get(record.step, {}), saved)
+            roots = _roots(likely, has_one_optimizer=_optimizers(reference) == 1)
+            return sorted(roots, key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[:_MOST]
     return []
+
+
+def _likely(found: Sequence[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> Sequence[Forgotten]:
+    """Return what of the differences one step after a resume may be their cause."""
+    results = {repr(each) for each in metrics.values() if isinstance(each, float)}
+    unsaved = [each for each in found if each.name.partition(".")[0] not in saved]
+    plain = [each for each in unsaved if each.found not in results]
+    held = [replace(each, kind="metric") for each in unsaved if each.kind in {"value", "state"}]
+    return (
+        [each for each in found if _is_cause(each) and each.found not in results] or plain or held or unsaved or found
+    )
+
+
+def _optimizers(record: Record) -> int:
+    return len({_owner(name) for name in record.states if name.startswith("optimizer ")})
 
 
 def _is_cause(found: Forgotten) -> bool:
     """Whether it is no result of another difference one step later: sums are, generators and counts are not."""
     return found.kind in {"global", "rng"} or not (_is_digest(found.found) or found.kind == "value")
-
-
-def _resumed(killed: DrillRun) -> Iterator[Record]:
-    """Yield the first record of each attempt after the first one."""
-    attempt = 1
-    for each in killed.records:
-        if each.attempt != attempt:
-            attempt = each.attempt
-            yield each
 
 
 def _unlike(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
@@ -135,8 +156,7 @@ def _unlike(record: Record, reference: Record, evidence: Collection[str]) -> Ite
         if found in {None, expected} or name not in evidence:
             continue
         if "<" not in {found[:1], expected[:1]}:
-            step = record.step if record.is_restored else record.step - 1
-            yield Forgotten(kind, path, step, found, expected, is_local=not record.is_restored)
+            yield Forgotten(kind, path, record.resumed_from, found, expected, is_local=not record.is_restored)
 
 
 def _owner(name: str) -> str:
@@ -144,14 +164,14 @@ def _owner(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
+def _roots(found: Sequence[Forgotten], *, has_one_optimizer: bool) -> Sequence[Forgotten]:
     """Return one of each object: a counter in it if there is one, since that says the most.
 
-    The rate of an optimizer follows from its schedule.
+    The rate of the one optimizer follows from its schedule.
     """
     first: dict[tuple[str, str], Forgotten] = {}
-    has_schedule = any(each.kind == "schedule" for each in found)
-    own = [each for each in found if not (has_schedule and each.kind == "optimizer" and each.name.endswith(".lr"))]
+    is_scheduled = has_one_optimizer and any(each.kind == "schedule" for each in found)
+    own = [each for each in found if not (is_scheduled and each.kind == "optimizer" and each.name.endswith(".lr"))]
     for each in sorted(own, key=lambda one: _is_digest(one.found)):
         owner = each.name if each.kind in {"global", "rng"} else each.name.partition(".")[0]
         first.setdefault((each.kind, owner), each)
@@ -221,7 +241,7 @@ class DrillReport:
     trainable: str
     """Its import path."""
     verdict: Verdict
-    """`exact`; `not exact`; or `not deterministic`, if two undisturbed runs differ."""
+    """`exact`; `not exact`; or `not deterministic`, if two runs differ without a kill."""
     steps: int
     compared_metrics: int
     """Values of metrics."""
@@ -234,7 +254,7 @@ class DrillReport:
     differences: Sequence[Difference]
     """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
     unstable: Sequence[Difference]
-    """What differs without a kill too."""
+    """What differs without a kill too: what training changes first."""
     forgotten: Sequence[Forgotten]
     """What was probably not restored."""
     save: SaveCosts | None
@@ -268,11 +288,8 @@ class DrillReport:
         return "\n".join((self._headline(), *self._causes()))
 
     def _causes(self) -> Iterator[str]:
-        found = (
-            "probably not restored"
-            if self.verdict == "not exact"
-            else f"no effect in {self.steps} steps, but not restored"
-        )
+        no_effect = f"no effect in {self.steps} steps, but not restored"
+        found = no_effect if self.is_exact else "probably not restored"
         for each in self.forgotten:
             yield f"  {found}: {each}"
         if self.verdict == "not exact" and not self.forgotten:
@@ -297,8 +314,8 @@ class DrillReport:
             first = self.unstable[0]
             is_named = first.what.what in {MISSING, UNEXPECTED}
             return (
-                f"not deterministic: two undisturbed runs differ, from step {first.step} on; first {first}. A resume "
-                "cannot be shown to be exact before they are the same: "
+                f"not deterministic: two runs differ without a kill, from step {first.step} on; first {first}. "
+                "A resume cannot be shown to be exact before they are the same: "
                 f"{_NAME_ALIKE if is_named else _SET_SEEDS}"
             )
         return f"not exact: first difference at {_summed(self.differences)[0]}"
@@ -352,25 +369,38 @@ def _summed(differences: Sequence[Difference]) -> Sequence[str]:
 
 
 def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
-    """Return the report of the runs of a drill."""
+    """Return the report of the runs of a drill.
+
+    Raises:
+        TuneError: all that could be compared after the first resume differs without a kill.
+    """
     undisturbed, killed, again, differences, unstable, changing = runs
     places = {each.place for each in unstable}
     left = [each for each in differences if each.place not in places]
-    saved = {name for each in differences for name in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
-    forgotten = [each for each in forgotten_in(undisturbed, killed, again, saved) if left or each.kind in LASTING]
+    saved = {part for each in differences for part in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
+    differs_at = left[0].step if left else None
+    forgotten = forgotten_in(undisturbed, killed, again, saved, differs_at)
+    verdict = _verdict(left, [each for each in unstable if each.place in changing])
+    metrics = [key for each in undisturbed.metrics.values() for key in each if (METRICS, key) not in places]
+    both = undisturbed.manifests.keys() & killed.manifests.keys()
+    if verdict == "exact" and not metrics and max(both, default=0) <= killed.undisturbed_steps:
+        raise TuneError(
+            "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint follows it; "
+            "train more --steps, or save more often (--save-every)"
+        )
     save = _save_costs(undisturbed)
     return DrillReport(
         name=name,
         trainable=plan.trainable,
-        verdict=_verdict(left, [each for each in unstable if each.place in changing]),
+        verdict=verdict,
         steps=plan.steps,
-        compared_metrics=sum(map(len, undisturbed.metrics.values())),
-        compared_files=sum(len(each.files) for step, each in undisturbed.manifests.items() if step in killed.manifests),
+        compared_metrics=len(metrics),
+        compared_files=sum(len(undisturbed.manifests[step].files) for step in both),
         kills=[replace(each, kept_bytes=_kept_bytes(each, undisturbed, killed)) for each in killed.kills],
         missed_kills=len(plan.kills) - len(killed.kills),
         differences=left,
-        unstable=unstable,
-        forgotten=forgotten,
+        unstable=sorted(unstable, key=lambda each: (each.place not in changing, each.step)),
+        forgotten=[each for each in forgotten if left or each.kind in LASTING],
         save=save,
         advice=_advice(plan, undisturbed, killed, save),
     )

@@ -32,10 +32,12 @@ class DrillPlan:
     """How many train the trial together."""
 
 
-def kills_of(
-    steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1
+def kills_of(  # noqa: PLR0913 - the options of the command that say where it kills
+    steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
     """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
+
+    They are drawn after the first save, if there are enough steps: a resume from the beginning shows little.
 
     Raises:
         InvalidInput: a step is not between 1 and the last one but one, or there are too few steps.
@@ -48,6 +50,8 @@ def kills_of(
             f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
         )
     chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
+    while not at and chosen[0] <= first_save and count < steps - first_save:
+        chosen = sorted(drawn.sample(range(1, steps), count))
     kinds = _VICTIMS if processes == 1 else _OF_SEVERAL_RANKS
     victims = [kinds[index % len(kinds)] for index in range(len(chosen))]
     drawn.shuffle(victims)
@@ -83,5 +87,6 @@ def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
         )
     if not 1 <= processes <= MOST_PROCESSES:
         raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, found {processes}")
-    chosen, every = kills_of(steps, kills, at, seed, processes), save_every or max(1, steps // 4)
+    every = save_every or max(1, steps // 4)
+    chosen = kills_of(steps, kills, at, seed, processes, first_save=every)
     return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures, processes)

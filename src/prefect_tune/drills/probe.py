@@ -243,7 +243,9 @@ def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str
         for key, each in parts.items():
             yield from _states_of(f"{name}.{key}", each, depth - 1)
     else:
-        for path, leaf in flat_values(_state_of(value), name):
+        # Of an iterator of PyTorch's DataLoader: how many batches it has yielded.
+        state = value._num_yielded if kind == "data" else _state_of(value)  # noqa: SLF001 - it has no public name
+        for path, leaf in flat_values(state, name):
             yield f"{kind} {path}", _shown(leaf)
 
 
@@ -271,8 +273,6 @@ def _kind_of(value: object) -> str | None:
 def _state_of(value: Any) -> object:
     if hasattr(value, "bit_generator"):
         return _digest(value.bit_generator.state)
-    if (batches := getattr(value, "_num_yielded", None)) is not None:  # an iterator of PyTorch's DataLoader
-        return batches
     for method in _STATES:
         found = getattr(value, method, None)
         if callable(found):

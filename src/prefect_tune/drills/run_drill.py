@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 from uuid import uuid4
 
@@ -31,10 +30,11 @@ from rich.text import Text
 
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.shown_text import visible
+from prefect_tune.core.shown_text import visible_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.evidence import (
+    METRICS,
     Difference,
     DrillRun,
     changing_places,
@@ -48,6 +48,7 @@ from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.prefect_api.local_server import start_prefect_server
+from prefect_tune.runtime.load_named import require_not_importing
 
 _log = get_logger("prefect_tune")
 _LOOK_SECONDS = 0.2
@@ -55,17 +56,21 @@ _TAIL, _ERROR = 2000, "| ERROR "
 _TIMES, _LEAST_LIMIT_SECONDS = 10, 600.0  # of an undisturbed run: a run that takes longer hangs
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_IMPORT = """import sys
+_IMPORT = """import os, sys
+from pathlib import Path
 from prefect_tune.core.errors import TuneError
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.trainable import Trainable
 try:
     found = load_trainable(sys.argv[1])
-    if getattr(found, "save_checkpoint", None) is Trainable.save_checkpoint:
-        raise TuneError(f"trainable {sys.argv[1]}: it has no save_checkpoint, so that nothing can be resumed")
+    for name in ("save_checkpoint", "load_checkpoint"):
+        if getattr(found, name, None) is getattr(Trainable, name):
+            raise TuneError(f"trainable {sys.argv[1]!r}: it has no {name}, so that nothing can be resumed")
 except TuneError as error:
-    sys.exit("\\0" + str(error))"""
-_SAID = "\0"  # before the message: the module may print, too
+    Path(sys.argv[2]).write_text(str(error), errors="replace")
+    os._exit(1)
+os._exit(0)"""
+_IMPORT_WITHIN = 600.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -103,7 +108,7 @@ def run_drill(
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
-        TuneError: a run failed; the message has its last output.
+        TuneError: a run failed (the message has its last output), or there was nothing to compare.
     """
     if not (checked := target.check()).ok:
         raise StoreRefused(checked.message)
@@ -179,19 +184,24 @@ class Drill:
         run is made.
         """
         differences = compare(self.store, undisturbed, killed)
-        unstable: Sequence[Difference] = [each for each in differences if each.step <= killed.undisturbed_steps]
-        changing, again = self._changing(undisturbed, unstable), None
-        if len(unstable) < len(differences) and not any(each.place in changing for each in unstable):
-            again = self.train("undisturbed again")
-            unstable = first_of_places([*compare(self.store, undisturbed, again), *unstable])
-            changing = self._changing(undisturbed, unstable)
-        return Runs(undisturbed, killed, again, differences, unstable, changing)
+        before_kills = killed.undisturbed_steps
+        # What is absent may have been there before the kill.
+        unstable: Sequence[Difference] = [
+            each for each in differences if each.step <= before_kills and not each.is_absence
+        ]
+        changing = self._changing(undisturbed, unstable)
+        if len(unstable) == len(differences) or any(each.place in changing for each in unstable):
+            return Runs(undisturbed, killed, None, differences, unstable, changing)
+        again = self.train("undisturbed again")
+        unstable = first_of_places([*compare(self.store, undisturbed, again), *unstable])
+        return Runs(undisturbed, killed, again, differences, unstable, self._changing(undisturbed, unstable))
 
     def _changing(self, undisturbed: DrillRun, unstable: Sequence[Difference]) -> Collection[tuple[str, str]]:
-        """Return the places that training changes; those of `unstable`, if one checkpoint cannot show it."""
-        if unstable and len(undisturbed.manifests) > 1:  # it reads every checkpoint once more
+        """Return the places in checkpoints that training changes; those of `unstable`, if one cannot show it."""
+        of_files = [each.place for each in unstable if each.what.file != METRICS]
+        if of_files and len(undisturbed.manifests) > 1:  # it reads every checkpoint once more
             return changing_places(self.store, undisturbed)
-        return [each.place for each in unstable]
+        return of_files
 
     def _process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
         options = {
@@ -262,27 +272,47 @@ class Drill:
 
 
 def last_output(log: Path) -> str:
-    """Return the last lines, from the first error in them on if there is one, without the codes of colors."""
-    lines = _ESCAPES.sub("", log.read_text(errors="replace")).splitlines()
-    sizes = accumulate(len(each) + 1 for each in reversed(lines))
-    last = lines[-max(1, sum(size <= _TAIL for size in sizes)) :]
-    first_error = next((place for place, each in enumerate(last) if _ERROR in each), 0)
-    return "\n".join(last[first_error:])[-_TAIL:]
+    """Return the end of the output without the codes of colors; if it is long, from the first error in its end on."""
+    said = _ESCAPES.sub("", log.read_text(errors="replace")).rstrip()
+    if len(said) <= _TAIL:
+        return said
+    end = said[-_TAIL:]
+    return end[end.rfind("\n", 0, place) + 1 :] if (place := end.find(_ERROR)) > 0 else f"…{end}"
 
 
 def require_importable(trainable: str) -> None:
     """Import the trainable in a process of its own, before anything that takes longer is started for it.
 
     Raises:
-        TuneError: it cannot be imported, is no trainable, or is a class that saves nothing.
+        InvalidInput: the import of a trainable's module calls this.
+        TuneError: it cannot be imported, is no trainable, or is a class that saves or loads nothing.
     """
-    with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-c", _IMPORT, trainable]
-        done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, stdout=output, stderr=output, check=False)
-        output.seek(0)
-        said = output.read().decode(errors="replace").rstrip()
-    if done.returncode:
-        raise TuneError(said.rpartition(_SAID)[2] or f"trainable {trainable!r}: its import ended the process")
+    require_not_importing("drill")
+    with temporary_folder() as folder:
+        why, log = Path(folder, "why"), Path(folder, "output.log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _IMPORT, trainable, str(why)],
+                env={**os.environ, **_ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(_IMPORT_WITHIN)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with suppress(ProcessLookupError):  # with it what the module has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code == 0:
+            return
+        if why.exists():
+            raise TuneError(why.read_text())
+        ended = f"did not end within {_IMPORT_WITHIN:.0f} s" if code is None else f"ended its process with {code}"
+        raise TuneError(f"trainable {trainable!r}: its import {ended}; its last output:\n{last_output(log)}")
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -343,7 +373,8 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     Raises as `run_drill`.
     """
     tracks: list[Track] = []
-    console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n", soft_wrap=True)
+    of_what = f" of {visible_line(plan.trainable)}, {plan.steps} steps\n"
+    console.print(Text.assemble("\n  ", ("prefect-tune drill", "bold"), of_what), soft_wrap=True)
     require_importable(plan.trainable)
     with ExitStack() as at_end:
         if place is None and keep:
@@ -359,14 +390,15 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     console.print(f"  {legend_of(tracks)}\n")
     print_report(report, console)
     if keep:
-        console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
+        kept = f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed"
+        console.print(Text(kept, "dim"), soft_wrap=True)
     return report
 
 
 def print_report(report: DrillReport, console: Console) -> None:
     """Print the lines of the report, wrapped below their own beginnings only in a terminal."""
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
-    first, *others = map(visible, report.lines())
+    first, *others = map(visible_line, report.lines())
     for before, line in ((mark, first), *((Text("    "), each.strip()) for each in others)):
         if console.is_terminal:
             found = Table.grid()

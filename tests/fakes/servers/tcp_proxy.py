@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can become a black hole: it accepts, reads, and never answers."""
+"""A TCP proxy that can become a black hole: it accepts, reads, and never answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _503 = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: cl
 
 
 class TcpProxy:
-    """Passes connections on to `port` of this machine, for the time of a `with` block."""
+    """Passes connections to `host` on to `port` of this machine, for the time of a `with` block."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._to = port
+        self._host = host
         self._swallows = threading.Event()
         self._refuses = threading.Event()
         self._fails = threading.Event()
@@ -27,7 +28,7 @@ class TcpProxy:
     def __enter__(self) -> Self:
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", 0))
+        self._listener.bind((self._host, 0))
         self._listener.listen(256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -43,7 +44,7 @@ class TcpProxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     @property
     def established(self) -> int:
