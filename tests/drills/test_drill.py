@@ -225,7 +225,12 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
     found = {id(killed): differ, id(third): again}
     monkeypatch.setattr(run_drill_module, "compare", lambda _store, _one, other: found[id(other)])
     made: list[str] = []
-    monkeypatch.setattr(Drill, "train", lambda _drill, name: made.append(name) or third)
+
+    def train(_drill: Drill, run: str) -> DrillRun:
+        made.append(run)
+        return third
+
+    monkeypatch.setattr(Drill, "train", train)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
         runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None).compared(undisturbed, killed)
