@@ -49,9 +49,7 @@ class Digits(pt.Trainable):
 
     def own(self, checkpoint_dir: str) -> Path:
         """Return the folder of this rank, whose random state differs from that of the others."""
-        folder = Path(checkpoint_dir, f"rank-{self.trial.rank}")
-        folder.mkdir(exist_ok=True)
-        return folder
+        return Path(checkpoint_dir, f"rank-{self.trial.rank}")
 
     def cleanup(self) -> None:
         distributed.destroy_process_group()

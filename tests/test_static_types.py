@@ -37,6 +37,7 @@ NOT_CHECKED = {
     "storage-layout.md": "it works without this package",
 }
 UNTYPED = (
+    "deepspeed",
     "keras",
     "lightgbm",
     "lightning",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -347,6 +349,26 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
 
 def broke(message: str) -> Broke:
     return Broke(cause=Cause.USER, message=message, traceback="File x, line 1")
+
+
+@pytest.mark.parametrize(("is_there", "cause"), [(True, Cause.MACHINE), (False, Cause.USER)])
+def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_their_launcher(
+    is_there: bool, cause: Cause, spec: TrialSpec
+) -> None:
+    """The message of the one that has failed is received before the death of the other."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    failed = FakeChannel([LOADED, broke("RuntimeError: connection reset by peer")])
+    channels = {OWN: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
+    group = RankGroup(cast("Sequence[TrialChannel]", list(channels.values())))
+    group._channels = cast("dict[int, TrialChannel]", channels)
+    group._open = dict(group._channels)
+    group._pids = {0: dead.pid, 1: os.getpid() if is_there else dead.pid}
+    found = attempt_supervisor.supervise(
+        group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), UsageMeter()
+    )
+    assert isinstance(found, Failed)
+    assert found.cause is cause, found
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,14 @@ def test_what_another_rank_has_forgotten_is_a_difference_in_its_file(prefect_ser
     found = drilled("OwnGenerators", prefect_server, tmp_path, ((3, "rank"),), forgets=1)
     assert not found.is_exact
     assert "`rank-1.json`" in "\n".join(found.lines()), list(found.lines())
+
+
+def test_ranks_that_a_launcher_in_the_trial_has_started_are_killed_and_compared(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    plan = DrillPlan("tests.trainables.grouped:runs_programs", {}, 6, 2, ((3, "trial"), (5, "search")))
+    environment = {**environment_with_api(), "PREFECT_API_URL": prefect_server}
+    found = run_drill(plan, LocalTarget(path=str(tmp_path)), environment)
+    assert found.is_exact, list(found.lines())
+    assert [(each.victim, each.resumed_from) for each in found.kills] == [("trial", 2), ("search", 4)]
+    assert found.compared_files >= 2 * 3, "the files of both ranks"

@@ -120,6 +120,7 @@ def test_the_drill_does_not_initialize_cuda() -> None:
         ("keras_digits:train", {"lr": 0.01, "width": 16}),
         ("xgboost_digits:train", {"max_depth": 3, "eta": 0.3}),
         ("lightgbm_digits:train", {"num_leaves": 8, "learning_rate": 0.1}),
+        ("torchrun_digits:train", {"lr": 0.1, "width": 16}),
     ],
 )
 def test_each_example_passes_its_drill(

@@ -56,7 +56,8 @@ _CAUSE_KNOWN_WITHIN = timedelta(minutes=1)
 """How long the same may take where nodes write every few seconds only."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
 """What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
-first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause."""
+first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause, or
+the death of one that it cannot have ended."""
 _OTHERS_END_WITHIN = timedelta(seconds=20)
 """How long the other ranks have to end after rank 0."""
 _ALL_JOIN_WITHIN = timedelta(minutes=10)
@@ -261,7 +262,8 @@ class _Supervisor:
         if ended.rank > 0 and self._group.is_led and isinstance(self._end, Done):
             self._rank_ends[ended.rank] = _RETURNED  # rank 0 had started it, and has ended
             return self._waited_enough()
-        return self._fail(self._died(ended.rank), _FAILED if self._group.is_launched else _DIED, ended.rank)
+        is_ended = self._group.is_launched and ended.rank not in self._group.died_by_themselves
+        return self._fail(self._died(ended.rank), _FAILED if is_ended else _DIED, ended.rank)
 
     def _fail(self, failed: Failed, place: int, rank: int = OWN) -> Outcome | None:
         """Return the failure, once those that may have caused it are known; `place` is among what causes what."""

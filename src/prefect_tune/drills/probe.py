@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
 from prefect_tune.drills.file_contents import as_array, flat_values
-from prefect_tune.runtime.group_session import FollowingSession
+from prefect_tune.runtime.group_session import ON_JOIN, FollowingSession
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
@@ -133,13 +133,30 @@ def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
 def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
     """Return the function with a probe at each report, which may come from the callback of a framework."""
     code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # an object that is called has none
+
+    @functools.wraps(train)
+    def run(config: dict[str, Any]) -> object:
+        os.environ[ON_JOIN] = f"{__name__}:{probe_rank.__name__}"
+        _probe_reports(plan, lambda frame: _frame_of(code, frame))
+        return train(config)
+
+    return run
+
+
+def probe_rank() -> None:
+    """Probe the reports of this process, a rank that a launcher in the trial has started, as `run` does."""
+    _probe_reports(RunPlan.of_environment(), _frame_of_program)
+
+
+def _probe_reports(plan: RunPlan, frame_of: Callable[[FrameType | None], FrameType | None]) -> None:
+    """Record at each report of this process, which ends with the trial; a fork inherits the probe."""
     probe = _Probe(plan)
 
     def probed(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def reports(session: TrialSession, *given: Any, **options: Any) -> None:
             probe.ends()
-            frame = _frame_of(code, inspect.currentframe())
+            frame = frame_of(inspect.currentframe())
             probe.record(session.step + 1, {} if frame is None else frame.f_locals)
             try:
                 method(session, *given, **options)
@@ -148,19 +165,22 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
 
         return reports
 
-    @functools.wraps(train)
-    def run(config: dict[str, Any]) -> object:
-        for kind in (TrialSession, FollowingSession):  # in this process, which ends with the trial
-            for name in ("report", "report_step"):
-                setattr(kind, name, probed(vars(kind)[name]))
-        probe.begins()
-        return train(config)
-
-    return run
+    for kind in (TrialSession, FollowingSession):
+        for name in ("report", "report_step"):
+            if not hasattr(method := vars(kind)[name], "__wrapped__"):
+                setattr(kind, name, probed(method))
+    probe.begins()
 
 
 def _frame_of(code: object, frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _frame_of_program(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the program that reports, maybe through a framework; None if a module does."""
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
         frame = frame.f_back
     return frame
 

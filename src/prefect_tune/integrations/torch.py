@@ -43,6 +43,7 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
         parts: everything that the next step depends on, under names of your own.
     """
     states = {name: part.state_dict() for name, part in parts.items()}
+    Path(directory).mkdir(parents=True, exist_ok=True)  # such as that of a rank
     torch.save({"parts": states, "random": random_state(), "extra": dict(extra or {})}, Path(directory, _FILE))
 
 

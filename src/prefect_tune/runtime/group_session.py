@@ -251,6 +251,10 @@ _joined: dict[int, LeadingSession | FollowingSession] = {}
 """The session of this process, by its id: a forked child has none."""
 
 
+ON_JOIN = "PREFECT_TUNE_ON_JOIN"
+"""What a rank that a launcher has started calls when it joins, as `package.module:function`: a drill's probe."""
+
+
 class RankOver(TrialOver, SystemExit):
     """Ends a rank when its trial ends: a launcher sees a process that exits with code 0."""
 
@@ -290,12 +294,18 @@ def joined_session(call: str) -> LeadingSession | FollowingSession | None:
         prepend_import_path(start.import_path)  # another program has its own
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
+    _join(session)
+    return session
+
+
+def _join(session: LeadingSession | FollowingSession) -> None:
     _joined[os.getpid()] = session
     os.environ[RANKS_AT] = ""  # what this process starts is no rank, and what it forks reads which trial this is
     enter(session, whole_process=True)
     if started_by() is not None:
         _say_how_it_ends(session)
-    return session
+    if on_join := os.environ.get(ON_JOIN):
+        cast("Callable[[], None]", load_named(on_join))()
 
 
 def _connected(address: str, call: str) -> SupervisorConnection:

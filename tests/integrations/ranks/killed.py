@@ -16,12 +16,12 @@ def killed(config: Mapping[str, Any]) -> None:
     example, strike, *_ = (config["example"], config["strike"])
     trial = pt.get_trial()
     if trial.attempt == 1 and strike is not None and strike[0] == trial.rank:
-        _kill_after(strike[1])
+        kill_after(strike[1])
     train: Callable[[Mapping[str, Any]], None] = importlib.import_module(f"examples.{example}").train
     train({name: each for name, each in config.items() if name not in ("example", "strike")})
 
 
-def _kill_after(steps: int) -> None:
+def kill_after(steps: int) -> None:
     hooks: Any = importlib.import_module("torch.optim.optimizer")
     taken = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from tests.integrations.ranks.several_ranks import fabric, launches_ranks, train
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 pytest.importorskip("torch")
+if True:  # only with torch
+    from tests.integrations.ranks.test_torch_ranks import of_ddp
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,22 @@ def test_a_launcher_that_starts_the_program_again_starts_a_rank_of_the_trial(tmp
     pytest.importorskip("lightning")
     result = trained(tmp_path, fabric)
     assert (result.status, result.step, result.attempts, result.metrics) == ("completed", 1, 1, {"rank": 0}), result
+
+
+def test_after_the_death_of_any_rank_of_torchrun_the_state_of_each_is_bit_for_bit_as_undisturbed(
+    tmp_path: Path,
+) -> None:
+    from tests.integrations.ranks.struck_program import train
+
+    def learned(name: str, strike: list[int] | None) -> tuple[int, Mapping[str, Any]]:
+        config = {"lr": 0.1, "width": 16, "strike": strike}
+        result = pt.durable_trainable(train, config, target=str(tmp_path / name), experiment="e", stop={"step": 12})
+        assert (result.status, result.step) == ("completed", 12), result
+        assert result.checkpoint is not None
+        with result.checkpoint.as_directory() as directory:
+            return result.attempts, of_ddp(Path(directory))
+
+    attempts, undisturbed = learned("undisturbed", None)
+    assert (attempts, len(undisturbed)) == (1, 2)
+    for rank in range(2):
+        assert learned(f"killed-{rank}", [rank, 7]) == (2, undisturbed)

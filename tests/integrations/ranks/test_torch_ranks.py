@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,20 @@ def of_fsdp(directory: Path) -> Mapping[str, Any]:
     return {path.name: path.read_bytes() for path in directory.glob("shard-*.bin")}
 
 
-CASES = {"ddp": (StruckDDP, of_ddp), "fsdp": (StruckFSDP, of_fsdp)}
+CASES: dict[str, tuple[type[Any], Callable[[Path], Mapping[str, Any]]]] = {
+    "ddp": (StruckDDP, of_ddp),
+    "fsdp": (StruckFSDP, of_fsdp),
+}
+if find_spec("deepspeed"):  # `pip install deepspeed`: it compiles a part of itself, for minutes
+
+    class StruckDeepSpeed(Struck, _example("deepspeed_digits")):  # type: ignore[misc]  # its base is known only then
+        """The example with DeepSpeed."""
+
+    def of_deepspeed(directory: Path) -> Mapping[str, Any]:
+        """Return the files of all ranks."""
+        return {path.name: path.read_bytes() for path in directory.rglob("*.pt")}
+
+    CASES["deepspeed"] = (StruckDeepSpeed, of_deepspeed)
 
 
 def trained(
@@ -93,7 +107,7 @@ def trained(
 @pytest.mark.parametrize("case", CASES)
 def test_after_the_death_of_any_rank_the_state_of_each_is_bit_for_bit_as_undisturbed(case: str, tmp_path: Path) -> None:
     _, undisturbed = trained(tmp_path / "undisturbed", case, 2)
-    assert len(undisturbed) == 2
+    assert len(undisturbed) == (3 if case == "deepspeed" else 2)
     for rank, step in ((0, 7), (1, 7), (1, 2)):
         result, found = trained(tmp_path / f"{rank}-{step}", case, 2, [rank, step])
         assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)

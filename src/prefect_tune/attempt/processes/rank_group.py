@@ -25,6 +25,7 @@ from typing import Final
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import (
+    Broke,
     FromTrial,
     Join,
     Rank,
@@ -35,6 +36,7 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
 )
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
+from prefect_tune.runtime.processes.linux import command_of
 from prefect_tune.runtime.ranks import reached
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
@@ -74,6 +76,10 @@ class RankGroup:
         self._joins = joins
         self.is_led = False
         """Whether the trial's own process is rank 0 of ranks that a launcher in it has started."""
+        self._pids: dict[int, int] = {}
+        """The processes of the ranks that have joined."""
+        self.died_by_themselves: set[int] = set()
+        """The ranks of a launcher that were dead before it could end them because another had failed."""
         self._outboxes: dict[int, _Outbox] = {}
         self._served = 0
         self._for_later: list[ToTrial] = []
@@ -129,9 +135,17 @@ class RankGroup:
             if isinstance(message, Join):
                 self._let_lead(rank, message)
                 return 0, message
+            if isinstance(message, Broke) and self.is_launched:
+                self._note_deaths_before(rank)
             if message is not None:
                 return rank, message
         return None
+
+    def _note_deaths_before(self, failed: int) -> None:
+        """Note which ranks are dead while the one that has failed still exits: a launcher has not ended these."""
+        dead = {rank for rank in self._open if rank in self._pids and not command_of(self._pids[rank])}
+        if command_of(self._pids.get(failed, 0)):
+            self.died_by_themselves |= dead
 
     def _let_lead(self, rank: int, join: Join) -> None:
         """The trial's own process is rank 0; others may have joined before.
@@ -160,6 +174,7 @@ class RankGroup:
             channel.tell(Refused(why=f"rank {rank.rank} of {rank.world_size}: this trial has {found} already"))
             return None
         self._channels[rank.rank] = self._open[rank.rank] = channel
+        self._pids[rank.rank] = join.pid
         for message in (start.model_copy(update={"rank": rank}), *(self._for_later if rank.rank else ())):
             self._outbox(rank.rank).put(message)
         return rank.rank, join

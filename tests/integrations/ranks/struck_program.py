@@ -1,0 +1,24 @@
+"""The program of `examples/torchrun_digits.py`, one rank of which is killed in the first attempt, as `strike` says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import prefect_tune as pt
+from examples import torchrun_digits
+from tests.integrations.ranks.killed import kill_after
+
+
+def train(config: dict[str, object]) -> None:
+    """Train as the example does, with this file as the program."""
+    vars(torchrun_digits)["__file__"] = __file__
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])
+    torchrun_digits.train(config)
+
+
+if __name__ == "__main__":
+    trial = pt.get_trial()
+    if trial.attempt == 1 and trial.config["strike"] and trial.config["strike"][0] == trial.rank:
+        kill_after(trial.config["strike"][1])
+    torchrun_digits.train_rank()
