@@ -147,7 +147,7 @@ def test_files_that_have_other_names_in_each_run_are_to_be_named_alike() -> None
     missing = Difference(2, FileDifference("model-0712.pt", "", MISSING))
     said = next(reported([missing], [missing], [missing.place]).lines())
     assert said.endswith(
-        "first step 2: `model-0712.pt`, missing. A resume cannot be shown to be exact before they are the "
+        "at step 2: `model-0712.pt`, missing. A resume cannot be shown to be exact before they are the "
         "same: give the files of a checkpoint the same names in each run"
     )
 
@@ -372,7 +372,10 @@ def test_a_training_that_is_not_deterministic_is_said_by_what_training_changes()
     killed = replace(run(), records=[*like[:3], Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})])
     runs = Runs(replace(run(), records=like), killed, None, [seconds, weight], [seconds, weight], [weight.place])
     said = list(report_of(PLAN, "drill-0", runs).lines())
-    assert said[0].startswith("not deterministic: two runs differ without a kill, from step 3 on; first step 3: `m.pt`")
+    assert said[0].startswith(
+        "not deterministic: two runs differ without a kill, at step 3: `m.pt`, `w`, 2, expected 1. "
+    )
+    assert said[1] == "  differs without a kill too: step 1: metric `seconds`: 2, expected 1"
     assert not any("no effect" in each for each in said)
 
 

@@ -278,8 +278,11 @@ class DrillReport:
             first = self.differences[0]
             yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
             yield from _listed("", _summed(self.differences)[1:], _SHOWN)
-        if self.verdict != "not deterministic" and self.unstable:
-            yield from _listed("differs without a kill too, and is left out: ", _summed(self.unstable), _SHOWN_LEFT_OUT)
+        without_kills = _summed(self.unstable)
+        if self.verdict == "not deterministic":  # the headline has the first
+            yield from _listed("differs without a kill too: ", without_kills[1:], _SHOWN_LEFT_OUT)
+        else:
+            yield from _listed("differs without a kill too, and is left out: ", without_kills, _SHOWN_LEFT_OUT)
         yield from self._causes()
         yield from self._costs()
 
@@ -314,8 +317,8 @@ class DrillReport:
             first = self.unstable[0]
             is_named = first.what.what in {MISSING, UNEXPECTED}
             return (
-                f"not deterministic: two runs differ without a kill, from step {first.step} on; first {first}. "
-                "A resume cannot be shown to be exact before they are the same: "
+                f"not deterministic: two runs differ without a kill, at {first}. A resume cannot be shown to be exact "
+                "before they are the same: "
                 f"{_NAME_ALIKE if is_named else _SET_SEEDS}"
             )
         return f"not exact: first difference at {_summed(self.differences)[0]}"
