@@ -82,7 +82,6 @@ class Machine:
             "PYTHONPATH": str(Path.cwd()),
             "GLOO_SOCKET_IFNAME": "eth0",  # gloo asks for the machine's name, which no one resolves here
             "NO_PROXY": "*",
-            "OMP_NUM_THREADS": "1",
         }
 
     def start(self) -> None:
