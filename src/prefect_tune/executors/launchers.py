@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,8 +24,9 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 
+from prefect_tune.attempt.nodes.node_stream import IS_SILENT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
@@ -37,6 +38,7 @@ from prefect_tune.prefect_api.api_client import is_temporary
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
 _NODES_END_SECONDS = 60.0
+_ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nodes
 _LEAST_CPU = 0.01
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
@@ -156,6 +158,9 @@ class DeploymentLauncher:
         self._polled_at = -math.inf
         self._awaited: set[UUID] = set()
         self._ended: set[UUID] = set()
+        self._others: dict[UUID, set[UUID]] = {}
+        """The runs of the other nodes, by that of node 0."""
+        self._alone_since: dict[UUID, float] = {}
 
     def require(self, spec: TrialSpec) -> None:
         """Check the deployment and the specification, before anything is written.
@@ -203,8 +208,10 @@ class DeploymentLauncher:
             self._latest_run(spec, {**parameters, "node": node}, _of_node(key, node))
             for node in range(1, spec.nodes_per_trial)
         ]
-        with self._poll:
-            self._awaited |= {each.id for each in others}  # to be withdrawn, if they have not begun then
+        if others:
+            with self._poll:
+                self._others[first.id] = {each.id for each in others}
+                self._awaited |= self._others[first.id]  # to be withdrawn, if they have not begun then
         names = ", ".join(each.name for each in (first, *others))
         log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
@@ -282,9 +289,31 @@ class DeploymentLauncher:
             if time.monotonic() - self._polled_at >= _LOOK_SECONDS:
                 with suppress(*_AWAY), get_client(sync_client=True) as client:
                     self._ended |= _ended_among(client, sorted(self._awaited), withdrawn=self._withdrawn.is_set())
+                    self._mark_silent(client)
                 self._polled_at = time.monotonic()
                 self._awaited -= self._ended
             return flow_run in self._ended
+
+    def _mark_silent(self, client: SyncPrefectClient) -> None:
+        """Mark the run of a node 0 as crashed where the other nodes have ended since it writes nothing any more.
+
+        A machine that dies together with its worker leaves the run as it was. One that was marked by mistake ends at
+        its next write, which its journal refuses.
+        """
+        for first, others in self._others.items():
+            if first not in self._awaited or not others <= self._ended:
+                continue
+            if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _ENDS_AFTER_OTHERS_SECONDS:
+                continue
+            self._alone_since[first] = time.monotonic()
+            runs = client.read_flow_runs(flow_run_filter=_runs_with(others), limit=_RUNS_PER_REQUEST)
+            messages = [each.state.message or "" for each in runs if each.state is not None]
+            if said := next((each for each in messages if f"node 0 {IS_SILENT}" in each), None):
+                client.set_flow_run_state(first, Crashed(message=said))
+
+
+def _runs_with(ids: Collection[UUID]) -> FlowRunFilter:
+    return FlowRunFilter(id=FlowRunFilterId(any_=list(ids)))
 
 
 def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
@@ -322,8 +351,8 @@ def _ended_among(client: SyncPrefectClient, awaited: Sequence[UUID], *, withdraw
     ended: set[UUID] = set()
     for first in range(0, len(awaited), _RUNS_PER_REQUEST):
         batch = awaited[first : first + _RUNS_PER_REQUEST]
-        wanted = FlowRunFilter(id=FlowRunFilterId(any_=list(batch)))
-        states = {run.id: run.state for run in client.read_flow_runs(flow_run_filter=wanted, limit=_RUNS_PER_REQUEST)}
+        runs = client.read_flow_runs(flow_run_filter=_runs_with(batch), limit=_RUNS_PER_REQUEST)
+        states = {run.id: run.state for run in runs}
         for run in batch:
             state = states.get(run)
             if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 from uuid import UUID, uuid4
@@ -268,3 +269,37 @@ def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_i
         request = AttemptRequest(experiment_id=experiment_id)
         DeploymentLauncher("flow/deployment").start(spec, request, 1)
     assert len(api.runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "ends_as"),
+    [
+        ("node 0 has written nothing for 40 s: it is gone, or cannot reach the target", "Crashed"),
+        ("the attempt is over", "Scheduled"),
+    ],
+)
+def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_nodes_have_ended(
+    message: str, ends_as: str, api: Api, spec: TrialSpec
+) -> None:
+    deployment = DeploymentLauncher("flow/deployment")
+    first = deployment.start(replace(spec, nodes_per_trial=3), AttemptRequest(), 1)
+    others = [each for each in api.runs.values() if each.id != first]
+    assert len(others) == 2
+    deployment._awaited.add(first)  # as `wait_for` does
+
+    others[0].state = Completed(message=message)
+    ended = [_has_ended_after(api, deployment, first, 60)]
+    others[1].state = Completed(message="the attempt is over")
+    ended += [_has_ended_after(api, deployment, first, seconds) for seconds in (28, 6)]
+    assert ended == [False, False, ends_as == "Crashed"]
+    state = api.read_flow_run(first).state
+    assert state is not None
+    assert (state.name, state.message) == (ends_as, message if ends_as == "Crashed" else None)
+
+
+def _has_ended_after(api: Api, deployment: DeploymentLauncher, run: UUID, seconds: float) -> bool:
+    """Look every 2 s, for so long."""
+    for _ in range(int(seconds / 2)):
+        api.slept.append(2.0)
+        ended = deployment._has_ended(run)
+    return ended

@@ -26,6 +26,8 @@ ALIVE_EVERY = timedelta(seconds=5)
 """How often a node says that it is alive."""
 SILENCE = timedelta(seconds=40)
 """From which silence on a node is lost."""
+IS_SILENT = "has written nothing for"
+"""What is said of a lost node; a search reads it in the state of the run that says so."""
 _REQUEST = timedelta(seconds=30)
 _PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 _AFTER_ERROR_SECONDS = 1.0
@@ -180,7 +182,7 @@ class NodeReader:
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         if now - self._silent_since > SILENCE.total_seconds():
-            self._over(f"has written nothing for {SILENCE.total_seconds():g} s: it is gone, or cannot reach the target")
+            self._over(f"{IS_SILENT} {SILENCE.total_seconds():g} s: it is gone, or cannot reach the target")
 
     def _over(self, why: str) -> None:
         self._closed.set()
