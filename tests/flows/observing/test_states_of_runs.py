@@ -96,19 +96,15 @@ def test_attempts_end_completed_pruned_or_failed_with_the_reason_and_the_search_
 @pytest.mark.usefixtures("prefect_server")
 def test_attempts_that_give_their_slots_to_others_end_paused(local_target: LocalTarget) -> None:
     promotion = ASHA(max_t=4, reduction_factor=2, variant="promotion")
-    found = states_of(run_of(searched(local_target, [0.3, 0.1], scheduler=promotion)))
-    assert found["train 00001 · attempt 1"][0] == "Paused"
-    assert {name for name, _ in found.values()} <= {"Paused", "Completed", "Pruned"}
+    flow_run = run_of(searched(local_target, [0.3, 0.1], scheduler=promotion))
 
+    def fits() -> bool:
+        """The server records the states a moment later, one after the other."""
+        found = states_of_attempts(flow_run)
+        paused = found.get("train 00001 · attempt 1", ("", ""))[0] == "Paused"
+        return paused and {name for name, _ in found.values()} <= {"Paused", "Completed", "Pruned"}
 
-def states_of(flow_run: str) -> Mapping[str, tuple[str | None, str | None]]:
-    """Return the states once all of them are final."""
-    until(
-        lambda: not {name for name, _ in states_of_attempts(flow_run).values()} & {"Running", "Pending"},
-        seconds=60,
-        what=lambda: str(states_of_attempts(flow_run)),
-    )
-    return states_of_attempts(flow_run)
+    until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
 
 
 @pytest.mark.usefixtures("prefect_server")
