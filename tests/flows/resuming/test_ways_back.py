@@ -100,9 +100,9 @@ def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_s
     assert ui.until_final(training.run).is_completed(), ui.log(training.run)
     training.require_identical_end()
     training.require_no_committed_step_again()
-    names = ui.history(training.run)
-    assert names.count("Crashed") <= 2, names  # runner and worker both report the kill, the second one maybe very late
-    assert "Failed" not in names
+    names = ui.history(training.run)  # runner and worker both report the kill; the second report is late
+    after_the_alarm = names[len(names) - names[::-1].index("AwaitingRetry") :]
+    assert not {"Crashed", "Failed"} & set(after_the_alarm), names
     eventually("the log", lambda: "this process is owner 2, and owner 3" in ui.log(training.run), timedelta(seconds=30))
     owners = [entry.events[0].owner.by_hand for entry in entries_at(training.target, "retried") if _opens(entry)]
     assert owners == [False, True, False]
