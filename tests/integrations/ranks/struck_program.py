@@ -7,7 +7,7 @@ from pathlib import Path
 
 import prefect_tune as pt
 from examples import torchrun_digits
-from tests.integrations.ranks.killed import kill_after
+from tests.integrations.ranks.killed import kill_if_struck
 
 
 def train(config: dict[str, object]) -> None:
@@ -18,7 +18,5 @@ def train(config: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    trial = pt.get_trial()
-    if trial.attempt == 1 and trial.config["strike"] and trial.config["strike"][0] == trial.rank:
-        kill_after(trial.config["strike"][1])
+    kill_if_struck(pt.get_trial().config["strike"])
     torchrun_digits.train_rank()
