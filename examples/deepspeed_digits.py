@@ -24,7 +24,10 @@ torch.serialization.add_safe_globals([fragment_address, LossScaler, ZeroStageEnu
 
 class Digits(pt.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
-        self.trial = pt.get_trial()
+        self.trial = trial = pt.get_trial()
+        # DeepSpeed reads them from the environment only, and a trial of one process has none of them.
+        for name, value in (("RANK", trial.rank), ("LOCAL_RANK", trial.local_rank), ("WORLD_SIZE", trial.world_size)):
+            os.environ.setdefault(name, str(value))
         deepspeed.init_distributed(auto_mpi_discovery=False)
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(64, config["width"]), nn.ReLU(), nn.Linear(config["width"], 10))

@@ -72,7 +72,8 @@ def test_a_module_that_looks_for_a_gpu_is_not_forked_and_its_use_of_the_gpu_is_m
         ("completed", 3.0),
     ]
     (why_not,) = (each for each in caplog.messages if "cannot be forked" in each)
-    assert "/dev/nvidia" in why_not
+    # The driver has its files open; where it also starts a thread, that is the reason.
+    assert "/dev/nvidia" in why_not or "a library's cuda" in why_not
     for attempt in results.to_arrow("attempts").to_pylist():
         assert attempt["peak_gpu_memory_bytes"] > GIB
         assert 0 < attempt["mean_gpu_utilization"] <= 1
