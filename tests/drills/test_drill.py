@@ -17,7 +17,7 @@ from inspect import unwrap
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # the package has no types
@@ -395,6 +395,26 @@ def test_values_are_shown_and_arrays_are_digests_by_their_paths() -> None:
 def test_what_has_no_digest_is_shown_by_its_type() -> None:
     assert dict(states({"batches": iter([1])}))["state batches"].startswith(("<", *"0123456789abcdef"))
     assert dict(states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
+
+
+class Quantized:
+    """A tensor of a class that NumPy cannot hold."""
+
+    is_floating_point = False
+
+    def detach(self) -> Self:
+        return self
+
+    def cpu(self) -> Self:
+        return self
+
+    def numpy(self) -> object:
+        raise RuntimeError(".numpy() is not supported for tensor subclasses.")
+
+
+def test_a_tensor_that_cannot_be_read_does_not_end_the_training() -> None:
+    assert set(dict(states({"odd": Quantized(), "steps": 5}))) >= {"counter steps"}
+    assert "counter parts.n" in dict(states({"parts": {"odd": Quantized(), "n": 1}}))
 
 
 class DataLoader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,25 @@ def test_what_it_forgets_is_named(
     assert first.name.removeprefix("made.").startswith(name)
 
 
-def test_the_example_with_ddp_is_exact_whichever_rank_is_killed(prefect_server: str, tmp_path: Path) -> None:
-    config, kills = {"lr": 0.1, "width": 16}, ((2, "rank"), (4, "trial"))
-    plan = DrillPlan("examples.torch_ddp_digits:Digits", config, 6, 2, kills, processes=2)
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        "torch_ddp_digits:Digits",
+        "torch_fsdp_digits:Digits",
+        "lightning_digits:train",
+        "transformers_digits:train",
+        pytest.param(
+            "deepspeed_digits:Digits",
+            marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install deepspeed`"),
+        ),
+    ],
+)
+def test_the_examples_with_ranks_are_exact_whichever_rank_is_killed(
+    trainable: str, prefect_server: str, tmp_path: Path
+) -> None:
+    config: dict[str, object] = {"lr": 0.1, "width": 16, "weight_decay": 0.01}  # no example reads all of them
+    kills = ((2, "rank"), (4, "trial"))
+    plan = DrillPlan(f"examples.{trainable}", config, 6, 2, kills, processes=2)
     found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
     assert found.is_exact, list(found.lines())
     assert [each.victim for each in found.kills] == ["rank", "trial"]
@@ -130,6 +147,20 @@ def test_each_example_passes_its_drill(
     monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     found = drilled(trainable, config, prefect_server, tmp_path)
     assert found.is_exact, list(found.lines())
+
+
+def test_the_part_of_this_rank_is_read_of_a_distributed_tensor() -> None:
+    """In a process of its own: the group of ranks is one for each process."""
+    code = """
+from torch import distributed, ones
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from prefect_tune.drills.probe import states
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+first, second = (distribute_tensor(ones(4) * each, init_device_mesh("cpu", (1,)), [Shard(0)]) for each in (1, 2))
+found = dict(states({"first": first, "second": second, "like_first": ones(4)}))
+assert found["state first"] == found["state like_first"] != found["state second"], found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---------------------------------------------------------------------------------------------- the examples of others

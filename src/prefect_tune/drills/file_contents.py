@@ -241,7 +241,8 @@ def as_array(value: Any) -> Any:
     """Return a tensor as an array; NumPy has no bfloat16 and no 8-bit floats, so those are widened, which is exact."""
     if not all(hasattr(value, each) for each in ("detach", "is_floating_point")):
         return value
-    plain = value.detach().cpu()
+    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: the part of this rank
+    plain = own.detach().cpu()
     plain = plain.to_dense() if getattr(plain, "is_sparse", False) else plain
     try:
         return plain.numpy()
