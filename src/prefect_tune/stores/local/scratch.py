@@ -140,8 +140,7 @@ def new_output_file() -> io.FileIO:
 def _locked_directory() -> Iterator[Path]:
     """Yield a new locked directory and remove it at the end; first remove those of killed processes."""
     shared = user_folder()
-    _clear_away_the_dead(shared)
-    _clear_away_old_output(shared)
+    _clear_away(shared)
     directory, alive = _made(shared)
     try:
         yield directory
@@ -164,20 +163,29 @@ def _made(shared: Path) -> tuple[Path, FileLock]:
             return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
 
 
-def _clear_away_the_dead(shared: Path) -> None:
-    """Remove directories of dead processes of this machine; a shared disk may not show other machines' locks."""
-    for directory in shared.glob(f"{_this_machine()}-*"):
-        if directory.is_symlink() or not (directory / _LOCK).exists():
-            continue  # not locked yet by its maker, or not a scratch directory
-        with suppress(FileNotFoundError):  # another process removed it first
-            if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-                lock.release()
+def _clear_away(shared: Path) -> None:
+    """Remove what earlier processes of this machine have left, in one pass: other things in the folder cost little."""
+    machine = _this_machine()
+    with os.scandir(shared) as entries:
+        for each in entries:
+            if each.name.startswith(f"{machine}-"):
+                _remove_if_dead(Path(each.path))
+            elif each.name.startswith(f"{_OUTPUT}{machine}-"):
+                _remove_if_old(each)
 
 
-def _clear_away_old_output(shared: Path) -> None:
-    """Remove files of output of this machine that nothing was written to for a day."""
-    for file in shared.glob(f"{_OUTPUT}{_this_machine()}-*.log"):
-        with suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - file.lstat().st_mtime > _OUTPUT_STAYS.total_seconds():
-                file.unlink()
+def _remove_if_dead(directory: Path) -> None:
+    """Remove the directory of a dead process; a shared disk may not show other machines' locks."""
+    if directory.is_symlink() or not (directory / _LOCK).exists():
+        return  # not locked yet by its maker, or not a scratch directory
+    with suppress(FileNotFoundError):  # another process removed it first
+        if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            lock.release()
+
+
+def _remove_if_old(output: os.DirEntry[str]) -> None:
+    """Remove a file of output that nothing was written to for a day."""
+    with suppress(FileNotFoundError):  # another process removed it first
+        if time.time() - output.stat(follow_symlinks=False).st_mtime > _OUTPUT_STAYS.total_seconds():
+            Path(output.path).unlink()
