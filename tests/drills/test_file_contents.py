@@ -70,6 +70,8 @@ def near(value: float) -> Any:
          ["`w.npz`, `w`, 1 of 32 values, max |Δ| 2e-09"]),
         ("w.npy", as_npy, near(0), near(-0.0), ["`w.npy`, 1 of 32 values, max |Δ| 0"]),
         ("w.npy", as_npy, near(np.nan), near(np.nan), []),
+        ("w.npy", as_npy, near(0), near(np.nan), ["`w.npy`, 1 of 32 values, max |Δ| nan"]),
+        ("w.npy", as_npy, np.zeros(0), np.zeros(0, np.float32), ["`w.npy`, float32 (0,), expected float64 (0,)"]),
         ("w.npy", as_npy, near(0), near(0).astype(np.float64), ["`w.npy`, float64 (4, 8), expected float32 (4, 8)"]),
         ("w.npy", as_npy, np.array([True, False]), np.array([True, True]), ["`w.npy`, 1 of 2 values, max |Δ| 1"]),
         ("s.json", as_json, {"epoch": 5, "lr": [0.1]}, {"epoch": 7, "lr": [0.1]}, ["`s.json`, `epoch`, 7, expected 5"]),
@@ -92,6 +94,12 @@ def test_a_difference_is_named_as_the_format_allows(
     name: str, write: Write, expected: object, found: object, shown: list[str], differences: Callable[..., list[str]]
 ) -> None:
     assert differences(name, write, expected, found) == shown
+
+
+def test_large_arrays_are_compared_a_part_at_a_time(differences: Callable[..., list[str]]) -> None:
+    expected, found = np.zeros((5, 1 << 19)), np.zeros((5, 1 << 19))
+    found[0, 1], found[4, -1], found[2, 5] = 5, -0.0, -7
+    assert differences("w.npy", as_npy, expected, found) == ["`w.npy`, 3 of 2,621,440 values, max |Δ| 7"]
 
 
 def test_archives_that_differ_only_in_their_times_are_the_same(differences: Callable[..., list[str]]) -> None:

@@ -127,17 +127,21 @@ def _of_arrays(expected: Any, found: Any) -> str:
         return f"{found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}"
     numpy = import_module("numpy")
     one, other = (numpy.ascontiguousarray(each).reshape(-1) for each in (expected, found))
+    count, farthest, is_number = 0, 0.0, one.dtype.kind in "biufc"
+    wide = numpy.complex128 if one.dtype.kind == "c" else numpy.float64
     width = one.dtype.itemsize
-    unlike = (one.view(numpy.uint8) != other.view(numpy.uint8)).reshape(-1, width).any(axis=1) if width else one[:0]
-    count = int(unlike.sum())
+    for start in range(0, one.size if width else 0, _CHUNK):  # checkpoints are large: a part of their values at a time
+        left, right = (each[start : start + _CHUNK] for each in (one, other))
+        unlike = (left.view(numpy.uint8) != right.view(numpy.uint8)).reshape(-1, width).any(axis=1)
+        if here := int(unlike.sum()):
+            count += here
+            if is_number:
+                with numpy.errstate(invalid="ignore", over="ignore"):
+                    distances = numpy.abs(left[unlike].astype(wide) - right[unlike].astype(wide))
+                farthest = float(numpy.maximum(farthest, distances.max()))  # NaN, if one of them is
     if not count:
         return ""
-    far = ""
-    if one.dtype.kind in "biufc":
-        with numpy.errstate(invalid="ignore", over="ignore"):
-            wide = numpy.complex128 if one.dtype.kind == "c" else numpy.float64
-            far = f", max |Δ| {float(numpy.abs(one[unlike].astype(wide) - other[unlike].astype(wide)).max()):.2g}"
-    return f"{count:,} of {one.size:,} values{far}"
+    return f"{count:,} of {one.size:,} values{f', max |Δ| {farthest:.2g}' if is_number else ''}"
 
 
 def _shown(value: object) -> str:
@@ -162,7 +166,8 @@ def _read(path: Path, suffix: str, head: bytes) -> Mapping[str, Any] | None:
     if head.startswith(_ZIP):
         return _read_zip(path)
     if head.startswith(_NPY):
-        return {"": import_module("numpy").load(path, allow_pickle=False)}
+        mapped = "r" if path.stat().st_size > _CHUNK else None  # an array without values cannot be mapped
+        return {"": import_module("numpy").load(path, mmap_mode=mapped, allow_pickle=False)}
     if head.startswith(_PARQUET):
         table = import_module("pyarrow.parquet").read_table(path)
         columns = {name: table.column(name) for name in table.column_names}
@@ -222,7 +227,9 @@ def _without_ids(node: Any, members: Mapping[str, bytes]) -> Any:
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
-    return dict(flat_values(import_module("torch").load(path, map_location="cpu", weights_only=True)))
+    """Read from the disk what is compared when it is compared: a checkpoint may be larger than the memory."""
+    torch, is_mapped = import_module("torch"), zipfile.is_zipfile(path)
+    return dict(flat_values(torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)))
 
 
 def flat_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
