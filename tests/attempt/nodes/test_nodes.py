@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -45,14 +46,15 @@ def undisturbed(ranks: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("processes", long_after(1, [1, 2]))
 def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(processes: int, cluster: Cluster) -> None:
-    first, second = cluster.train(processes_per_trial=processes)
-    trial = cluster.trial()
+    first, second = cluster.train(processes_per_trial=processes, metrics_from="mean")
+    trial, ends = cluster.trial(), undisturbed(2 * processes)
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 1), first
     assert trial.metrics["world_size"] == 2 * processes
+    assert trial.metrics["number"] == fmean(number for _, number in ends.values()), "of the ranks of both nodes"
     assert (ranks := trial.records[-1].ranks) is not None
     assert (len(ranks.writing), len(ranks.sending)) == (2 * processes, 2)
     assert all(each > 0 for each in ranks.sending)
-    assert cluster.state() == undisturbed(2 * processes)
+    assert cluster.state() == ends
     assert "ENDED the attempt is over" in second
     assert cluster.left() == []
 
