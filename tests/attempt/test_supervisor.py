@@ -24,7 +24,7 @@ from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
+from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup, _JoinedRank
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
@@ -439,6 +439,45 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
     assert (meter.ranks is None) == (len(ranks) == 1)
     use = meter.use()
     assert isinstance(use, GroupUse) == bool(ends)
+
+
+class OutOfMemory(UsageMeter):
+    """The memory was near its limit."""
+
+    def is_out_of_memory(self) -> bool:
+        return True
+
+
+def test_a_rank_of_a_launcher_that_was_killed_for_memory_is_not_taken_for_a_failure_of_the_machine(
+    spec: TrialSpec,
+) -> None:
+    killed = FakeChannel([LOADED], _JoinedRank(7).end())
+    channels = cast("Sequence[TrialChannel]", [FakeChannel([0.01] * 9), killed])
+    found = attempt_supervisor.supervise(
+        RankGroup(channels),
+        cast("CommitWorker", FakeCommitWorker()),
+        replace(spec, silence=None),
+        line(),
+        OutOfMemory(),
+    )
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.OUT_OF_MEMORY, found
+
+
+def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_memory_of_this_one(
+    spec: TrialSpec,
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as of_same_number:
+        here, loaded = (TrainableLoaded(code="", pid=pid) for pid in (os.getpid(), of_same_number.pid))
+        channels = cast("Sequence[TrialChannel]", [FakeChannel([here, *[0.01] * 9]), FakeChannel([loaded], KILLED)])
+        meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
+        found = attempt_supervisor.supervise(
+            RankGroup(channels, ranks_here=1), worker, replace(spec, silence=None), line(), meter
+        )
+        of_same_number.kill()
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.MACHINE, found
+    assert meter.use().peak_memory_bytes is None
 
 
 def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(

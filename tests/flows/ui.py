@@ -79,10 +79,9 @@ class Ui:
         only = LogFilter.model_validate({"flow_run_id": {"any_": [str(run)]}})
         return "\n".join(each.message for each in self._client.read_logs(only, limit=200))
 
-    def history(self, run: UUID) -> list[str]:
-        """The names of its states, oldest first."""
-        states = self._client.read_flow_run_states(run)
-        return [str(each.name) for each in sorted(states, key=lambda each: each.timestamp)]
+    def history(self, run: UUID) -> list[State[Any]]:
+        """Its states, oldest first."""
+        return sorted(self._client.read_flow_run_states(run), key=lambda each: each.timestamp)
 
     @contextmanager
     def restarting_crashed(self, within: timedelta) -> Iterator[None]:

@@ -196,7 +196,8 @@ class _Supervisor:
 
     def _has_loaded(self, rank: int, pid: int) -> None:
         """From when all ranks are loaded on, silence is no loading."""
-        self._meter.loaded(pid, decides=rank in (0, OWN))
+        if self._group.is_here(rank):  # another machine's process may have the number of one of this machine
+            self._meter.loaded(pid, decides=rank in (0, OWN))
         self._loaded.add(rank)
         if len(self._loaded) >= self._group.world_size:
             self._last_message_at = time.monotonic()
@@ -439,7 +440,8 @@ class _Supervisor:
         became = self._group.end(rank)
         how = became.partition("\n")[0]  # its last output follows, which may contain any text
         self._rank_ends[rank] = _short(how)
-        if "SIGKILL" in how and self._meter.is_out_of_memory():
+        is_killed = "SIGKILL" in how or "was killed" in how  # the latter of a launcher's rank
+        if is_killed and self._group.is_here(rank) and self._meter.is_out_of_memory():
             why = f"{self._meter.memory_words()}; the trial's process {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
         own = "exited with code" in how or any(name in how for name in OWN_SIGNALS)

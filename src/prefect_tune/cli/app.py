@@ -72,7 +72,8 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_WRONG_USAGE = 2
+COULD_NOT_RUN = 2
+"""The exit code for arguments that are wrong, and of a verdict that was not reached."""
 PANELS = {
     "getting_started": "Getting started",
     "search": "Search",
@@ -173,4 +174,4 @@ def run_app() -> None:
         advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
         print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
-        sys.exit(_WRONG_USAGE if is_wrong_usage else 1)
+        sys.exit(COULD_NOT_RUN if is_wrong_usage else 1)

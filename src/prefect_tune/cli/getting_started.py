@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command
+from prefect_tune.cli.app import COULD_NOT_RUN, PANELS, AsJson, Command, Group, Target, app, asks, command
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.shown_text import visible
 
@@ -119,9 +119,6 @@ def drill(
     _drilled(plan, target, keep=keep, as_json=as_json)
 
 
-_COULD_NOT_RUN = 2
-
-
 def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -> None:
     """Run a drill, print what it found, and exit with 1 if the runs differ, or with 2 if it could not run."""
     from rich.console import Console
@@ -134,7 +131,7 @@ def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -
         report = drill_in_terminal(plan, place, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:
         print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        raise typer.Exit(_COULD_NOT_RUN) from None
+        raise typer.Exit(COULD_NOT_RUN) from None
     if as_json:
         print(json.dumps(report.fields(), indent=2))
     if not report.is_exact:

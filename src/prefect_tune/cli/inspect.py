@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from prefect_tune.cli.app import OF_A_DAMAGED_JOURNAL, AsJson, ExperimentName, Target, TrialName, asks, command
+from prefect_tune.cli.app import (
+    COULD_NOT_RUN,
+    OF_A_DAMAGED_JOURNAL,
+    AsJson,
+    ExperimentName,
+    Target,
+    TrialName,
+    asks,
+    command,
+)
 from prefect_tune.cli.open_target import (
     caught_up,
     chosen_trials,
@@ -27,7 +36,7 @@ from prefect_tune.cli.open_target import (
     viewed,
     written_at,
 )
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, UnknownVersion
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.experiment.cost import AttemptCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
@@ -453,7 +462,7 @@ def audit(
     """Derive each proposal and decision of an experiment again from its journal, and name the first that differs.
 
     It only reads, and imports nothing that you do not name here.
-    Exits with 1 if one differs.
+    Exits with 1 if one differs or the journal is damaged, and with 2 if the audit could not run.
     """
     from prefect_tune.runtime.load_named import load_named
     from prefect_tune.tuner.audit import audit as audited
@@ -464,7 +473,13 @@ def audit(
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
     given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
-    report = audited(experiment, target=target, **given)
+    try:
+        report = audited(experiment, target=target, **given)
+    except JournalCorrupt:
+        raise
+    except (TuneError, OSError) as error:  # a target that does not answer is no finding
+        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+        raise typer.Exit(COULD_NOT_RUN) from None
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:

@@ -58,3 +58,9 @@ def test_what_a_person_passes_is_a_name_and_a_wrong_one_is_one_line(run: Run, se
         assert wrong.err.count("\n") == 1
     assert run("audit", search, "other").code == 2
     assert run("audit", search / "nowhere", "e").code == 2
+
+
+def test_a_target_that_does_not_answer_is_no_finding(run: Run) -> None:
+    done = run("audit", "s3://bucket?endpoint=http://127.0.0.1:9&timeout_seconds=1", "e")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("\n") == 1

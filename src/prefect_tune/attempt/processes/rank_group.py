@@ -67,8 +67,10 @@ class RankGroup:
         joins: _Joins | None = None,
         known_up_to: Callable[[], float] = lambda: math.inf,
         node_count: int = 1,
+        ranks_here: float = math.inf,
     ) -> None:
         self.node_count = node_count
+        self._ranks_here = ranks_here
         self.known_up_to = known_up_to
         """Returns up to when it is known of all ranks whether they are gone, in seconds of the monotonic clock."""
         self._channels = dict(enumerate(channels))
@@ -90,6 +92,10 @@ class RankGroup:
     def is_launched(self) -> bool:
         """Whether a launcher in the trial has started the ranks."""
         return OWN in self._channels
+
+    def is_here(self, rank: int) -> bool:
+        """Whether the process of a rank is on this machine: the first ranks are, and those of a launcher."""
+        return rank < self._ranks_here
 
     @property
     def open_ranks(self) -> frozenset[int]:
@@ -309,7 +315,7 @@ def rank_group(
     with ExitStack() as opened:
         if placement.world_size > 1:
             here = [opened.enter_context(open_channel(each)) for each in _starts(start, placement)]
-            group = RankGroup([*here, *elsewhere], known_up_to=known_up_to, node_count=placement.node_count)
+            group = RankGroup([*here, *elsewhere], None, known_up_to, placement.node_count, len(here))
             opened.callback(group.close)
             yield group
             return
