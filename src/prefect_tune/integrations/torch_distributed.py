@@ -14,9 +14,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeAlias, cast
@@ -50,6 +50,8 @@ __all__ = ["CheckpointReader", "CheckpointWriter"]
 _METADATA = "checkpoint.json"
 _SHARD = "shard-{}.bin"
 _ALIGNED_BYTES = 64
+_RUN_BYTES, _GAP_BYTES = 1 << 26, 1 << 20
+"""What is read at once, in chunks side by side, and what may be read between two parts: chunks are larger."""
 _Number: TypeAlias = Annotated[int, Field(ge=0)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -94,6 +96,16 @@ class _Document(_Model):
     """What is no tensor, as `torch.save` writes it, by name."""
     paths: dict[str, _Path] | None
     """Where each name was in the state dict before it was flattened; None if it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of a file that an item of a plan needs."""
+
+    file: str
+    start: int
+    end: int
+    item: Any
 
 
 class CheckpointWriter(StorageWriter):
@@ -258,24 +270,35 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointCorrupt: a file is shorter than the metadata has it, or a value is a pickle that may run code.
         """
-        wanted = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
-        wanted.sort(key=lambda each: (each[0].file, each[0].start))
-        for name, group in groupby(wanted, key=lambda each: each[0].file):
+        for name, parts in groupby(sorted(map(self._part, plan.items), key=_place), key=lambda each: each.file):
             with self._open(name) as file:
-                for place, item in group:
-                    self._read_item(file, place, item, planner)
+                for run in _runs(parts):
+                    begins = run[0].start // _ALIGNED_BYTES * _ALIGNED_BYTES
+                    raw = memoryview(_read(file, begins, max(each.end for each in run) - begins))
+                    for each in run:
+                        self._load(each, raw[each.start - begins : each.end - begins], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, file: IO[bytes], place: _Bytes, item: Any, planner: Any) -> None:
+    def _part(self, item: Any) -> _Part:
+        """Return the bytes that an item needs: of a tensor whole rows."""
+        place = self._metadata.storage_data[item.storage_index]
+        if item.type is LoadItemType.BYTE_IO or not place.sizes:  # an object, or a number
+            return _Part(place.file, place.start, place.start + place.length, item)
+        row_bytes = place.length // place.sizes[0] if place.sizes[0] else 0
+        first = place.start + item.storage_offsets[0] * row_bytes
+        return _Part(place.file, first, first + item.lengths[0] * row_bytes, item)
+
+    def _load(self, part: _Part, raw: memoryview, planner: Any) -> None:
+        item = part.item
         if item.type is LoadItemType.BYTE_IO:
-            planner.load_bytes(item, _harmless(item.storage_index.fqn, _read(file, place.start, place.length)))
+            planner.load_bytes(item, _harmless(item.storage_index.fqn, raw))
             return
         stored = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[item.storage_index.fqn])
-        tensor = _rows(file, cast("_Chunk", place), stored.properties.dtype, item.storage_offsets, item.lengths)
+        place = self._metadata.storage_data[item.storage_index]
         target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
+        target.copy_(_rows(raw, place.sizes, stored.properties.dtype, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
 
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
@@ -312,7 +335,7 @@ def _loadable(name: str, data: io.BytesIO) -> memoryview:
     return data.getbuffer()
 
 
-def _harmless(name: str, raw: bytearray) -> io.BytesIO:
+def _harmless(name: str, raw: memoryview) -> io.BytesIO:
     """Return bytes that hold no code: DCP's planner reads them as any pickle."""
     try:
         value = torch.load(io.BytesIO(raw), weights_only=True)
@@ -371,18 +394,29 @@ def _require_fit(name: str, tensor: _Tensor, chunk: _Chunk, item_bytes: int) -> 
         raise _DoesNotFit(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
 
 
+def _place(part: _Part) -> tuple[str, int]:
+    return part.file, part.start
+
+
+def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Yield parts of a file, in the order of its bytes, that are near enough to be read at once."""
+    run: list[_Part] = []
+    for each in parts:
+        if run and (each.start - run[-1].end > _GAP_BYTES or each.end - run[0].start > _RUN_BYTES):
+            yield run
+            run = []
+        run.append(each)
+    yield run
+
+
 def _rows(
-    file: IO[bytes], chunk: _Chunk, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+    raw: memoryview, whole: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Read a part of a chunk: the rows that it is in, and of them what is asked for."""
-    rest = chunk.sizes[1:]
-    first, count = (offsets[0], sizes[0]) if chunk.sizes else (0, 1)
-    row_bytes = math.prod(rest) * dtype.itemsize
-    raw = _read(file, chunk.start + first * row_bytes, count * row_bytes)
+    """Return a part of a chunk of these sizes from the bytes of the rows that it is in."""
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    if not chunk.sizes:
+    if not whole:
         return flat.reshape(())
-    return narrow_tensor_by_index(flat.reshape((count, *rest)), (0, *offsets[1:]), sizes)
+    return narrow_tensor_by_index(flat.reshape((sizes[0], *whole[1:])), (0, *offsets[1:]), sizes)
 
 
 def _read(file: IO[bytes], start: int, length: int) -> bytearray:

@@ -14,11 +14,13 @@ import pyarrow.fs as arrow
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.stores.local.download import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
+from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetPlace
 
 _TIMEOUT = timedelta(minutes=5)
+_AT_ONCE_BYTES = 1 << 26
 
 
 def committed_view(place: TargetPlace) -> arrow.FileSystem:
@@ -116,15 +118,15 @@ def _folders_of(path: str, root: str) -> Iterable[str]:
 
 
 class _VerifiedFile(io.RawIOBase):
-    """One file of a checkpoint, read chunk by chunk; the last chunk is kept."""
+    """One file of a checkpoint, read by chunks: those of one call side by side. The last chunk is kept."""
 
     def __init__(self, place: TargetPlace, manifest: Manifest, file: FileRef) -> None:
         self._place = place
         self._manifest = manifest
         self._file = file
         self._at = 0
-        self._chunk_start = 0
-        self._chunk = b""
+        self._kept_from = 0
+        self._kept = b""
 
     def readable(self) -> bool:
         return True
@@ -143,20 +145,23 @@ class _VerifiedFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._at >= self._file.size_bytes:
             return 0
-        self._load()
-        start = self._at - self._chunk_start
-        data = self._chunk[start : start + len(buffer)]
+        begins, found = self._kept_from, self._kept
+        if not begins <= self._at < begins + len(found):
+            begins, found = self._chunks_of(min(len(buffer), _AT_ONCE_BYTES))
+        data = memoryview(found)[self._at - begins :][: len(buffer)]
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _load(self) -> None:
-        """Read the chunk that holds the current position, unless it is the one kept."""
-        if self._chunk_start <= self._at < self._chunk_start + len(self._chunk):
-            return
-        for start, chunk in self._file.placed_chunks():
-            if start <= self._at < start + chunk.length:
-                alone = FileRef(path=self._file.path, size_bytes=chunk.length, chunks=(chunk,))
-                with self._place.open(timeout=_TIMEOUT) as store:
-                    self._chunk_start, self._chunk = start, read_committed(store, self._manifest, alone)
-                return
+    def _chunks_of(self, length: int) -> tuple[int, bytes]:
+        """Read the chunks that hold `length` bytes from the current position on; return where they begin, and them."""
+        first, end = self._at, self._at + length
+        placed = self._file.placed_chunks()
+        wanted = [(start, each) for start, each in placed if start < end and first < start + each.length]
+        chunks = tuple(each for _, each in wanted)
+        alone = FileRef(path=self._file.path, size_bytes=sum(each.length for each in chunks), chunks=chunks)
+        with self._place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+            found = read_committed(store, self._manifest, alone, transfers)
+        (begins, _), (self._kept_from, last) = wanted[0], wanted[-1]
+        self._kept = found[-last.length :]
+        return begins, found

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import pickle
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pyarrow.fs as arrow
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
 from prefect_tune.core.storage.object_store import Listed
 from prefect_tune.stores.local.download import fetch_plain
@@ -284,6 +286,21 @@ def test_the_file_system_of_a_plain_directory_opens_its_files(plain: str) -> Non
     assert checkpoint.filesystem.type_name == "s3"
     with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/model.safetensors") as file:
         assert file.read() == PLAIN["model.safetensors"]
+
+
+def test_a_read_of_a_committed_file_costs_its_chunks_once_however_it_is_cut(sink: S3Sink, tmp_path: Path) -> None:
+    half = CHUNK_BYTES // 2
+    content = random.Random(0).randbytes(5 * half)
+    target = f"s3://bucket/large?endpoint_url={sink.endpoint}"
+    with open_location(read_uri(target), timeout=MINUTE) as store:
+        committed(store, write(tmp_path / "large", {"model.bin": content}))
+    checkpoint = pt.Checkpoint(target.replace("large", f"large/{KEY.folder}"))
+    sink.reset()
+    with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/model.bin") as file:
+        for start, end in ((10, 3 * half), (3 * half, 4 * half), (4 * half, 5 * half), (2 * half + 1, 4 * half)):
+            file.seek(start)
+            assert file.read(end - start) == content[start:end]
+    assert served(sink) == len(content) + CHUNK_BYTES, "each chunk once, but for one that was no longer kept"
 
 
 def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:

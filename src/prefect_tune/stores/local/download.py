@@ -14,7 +14,7 @@ from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap, is_inside, is_too_long
 from prefect_tune.core.values import digest_of
 from prefect_tune.stores.local.staging import DirectorySink, fresh_directory, transfer_pool
 
@@ -78,10 +78,10 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
 
 
-def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytes:
+def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef, side_by_side: ParallelMap = map) -> bytes:
     """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
     memory = _Memory(file.size_bytes)
-    restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=map)
+    restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=side_by_side)
     return bytes(memory.data)
 
 
