@@ -45,8 +45,13 @@ from prefect_tune.stores.local.staging import transfer_pool
 
 
 def new_write_id() -> Stamp:
-    """Return a random write id with the current UTC time; the time is only shown to people and decides nothing."""
-    return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
+    """Return a random write id with the current time."""
+    return Stamp(write_id=uuid4().hex, at=utc_now())
+
+
+def utc_now() -> str:
+    """Return the current UTC time: it is shown to people, and decides nothing."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:

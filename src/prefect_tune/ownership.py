@@ -65,6 +65,7 @@ from prefect_tune.journal_access import (
     new_write_id,
     open_journal,
     read_undamaged,
+    utc_now,
 )
 from prefect_tune.parameters.argument_checks import require_one_runner
 from prefect_tune.parameters.resume_compatibility import require_goes_on
@@ -334,9 +335,9 @@ def opening_events(
 ) -> Sequence[Event]:
     """Return the events after which the trial runs and may report `step`; none if it may already."""
     if trial is None:
-        began = Started(trial=name, attempt=1, from_step=0, at=new_write_id().at)
+        began = Started(trial=name, attempt=1, from_step=0, at=utc_now())
         return [TrialAdded(trial=name, config=config or {}), began]
-    started = next_start(trial, new_write_id().at)
+    started = next_start(trial, utc_now())
     if trial.phase is Phase.RUNNING:
         why = f"step {step} is trained again, after step {started.from_step}"
         return [] if step >= trial.step else _restarted(trial, why)
@@ -347,7 +348,7 @@ def opening_events(
 
 def _restarted(trial: Trial, why: str) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
-    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial, new_write_id().at)]
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial, utc_now())]
 
 
 def going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]:

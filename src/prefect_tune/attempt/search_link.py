@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.values import StepReport
-from prefect_tune.journal_access import new_write_id
+from prefect_tune.journal_access import utc_now
 
 Answer: TypeAlias = Proceed | Leave
 
@@ -137,7 +137,7 @@ class InProcessLink(AnsweringLink):
         self._receive(StepReported(self.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._receive(EntryWritten(self.trial, experiment.number, tuple(events), new_write_id().at, experiment))
+        self._receive(EntryWritten(self.trial, experiment.number, tuple(events), utc_now(), experiment))
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -21,7 +21,7 @@ from prefect_tune.core.messages.live_status import (
     delete_live_status,
     write_live_status,
 )
-from prefect_tune.journal_access import new_write_id
+from prefect_tune.journal_access import utc_now
 
 _REQUEST = timedelta(seconds=30)
 _FIRST = timedelta(seconds=1)
@@ -98,7 +98,7 @@ class LiveStatusPublisher:
             term=experiment.term,
             owner=experiment.owner,
             number=self._written_count + 1,
-            at=new_write_id().at,
+            at=utc_now(),
             period_seconds=next_pause.total_seconds(),
             trials=running,
         )

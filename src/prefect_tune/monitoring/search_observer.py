@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.core.values import StepReport
-from prefect_tune.journal_access import new_write_id
+from prefect_tune.journal_access import utc_now
 
 
 class SearchObserver:
@@ -87,10 +87,10 @@ class AttemptRecorder(SearchObserver):
     """Records what the attempts of a search report; what shows the search reads `attempts`, so this one comes first."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self.attempts = RunningAttempts(experiment, new_write_id().at, time.monotonic())
+        self.attempts = RunningAttempts(experiment, utc_now(), time.monotonic())
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self.attempts.applied(event, experiment, new_write_id().at, time.monotonic())
+        self.attempts.applied(event, experiment, utc_now(), time.monotonic())
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
@@ -98,7 +98,7 @@ class AttemptRecorder(SearchObserver):
 
     def record(self, trial: str, report: StepReport) -> None:
         """Record the report of a step that is trained now."""
-        self.attempts.reported(trial, report, new_write_id().at, time.monotonic())
+        self.attempts.reported(trial, report, utc_now(), time.monotonic())
 
     def latest(self, newest: LatestReport) -> None:
         self.attempts.latest(newest.trial, newest.report, newest.at, time.monotonic())

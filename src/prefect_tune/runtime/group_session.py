@@ -48,6 +48,7 @@ from prefect_tune.runtime.ranks import (
     RANKS_AT,
     is_copy_for_rank,
     is_launched,
+    may_be_rank,
     rank_here,
     reached,
     started_by,
@@ -269,6 +270,8 @@ def joined_session(call: str) -> LeadingSession | FollowingSession | None:
     """
     if (session := _joined.get(os.getpid())) is not None:
         return session
+    if not may_be_rank():
+        return None
     rank = rank_here()
     is_rank = rank.world_size > 1 or is_launched()
     if not is_rank or not (address := os.environ.get(RANKS_AT)) or multiprocessing.current_process().daemon:

@@ -79,12 +79,23 @@ def rank_here() -> Rank:
     """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
     found = (each for each in _LAUNCHERS if os.environ.keys() >= {*each[:2]})
     rank_name, size_name, local_name = next(found, _LAUNCHERS[0])
-    local_rank, distributed = _number(local_name), sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    local_rank = _number(local_name)
+    if (distributed := _initialized_group()) is not None:
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
         rank, size = _number(rank_name) or local_rank, max(1, _number(size_name))
     return Rank(rank=rank, world_size=size, local_rank=local_rank)
+
+
+def may_be_rank() -> bool:
+    """Whether `rank_here` may find more than one rank, or `is_launched` one: a quick answer, for each report."""
+    return _initialized_group() is not None or any(size in os.environ for _, size, _ in _LAUNCHERS)
+
+
+def _initialized_group() -> Any:
+    """Return `torch.distributed` if this process has initialized it; else None."""
+    found: Any = sys.modules.get("torch.distributed")
+    return found if found is not None and found.is_available() and found.is_initialized() else None
 
 
 def is_launched() -> bool:

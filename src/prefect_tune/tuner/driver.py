@@ -41,7 +41,7 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     have_ended,
 )
-from prefect_tune.journal_access import JournalWriter, Opening, current_owner, new_write_id, open_journal
+from prefect_tune.journal_access import JournalWriter, Opening, current_owner, new_write_id, open_journal, utc_now
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.storage_retries import on_target
@@ -299,7 +299,7 @@ class Driver:
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
-        self._slots[trial] = new_write_id().at, time.monotonic()
+        self._slots[trial] = utc_now(), time.monotonic()
         self._pending_entry.then(lambda: self._executor.start(spec, request, number, state.absorbed))
         if finds:
             self._answer_again(trial)

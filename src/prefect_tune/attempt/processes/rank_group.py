@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 import os
 import random
+import select
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, TypeAlias
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.core.errors import InvalidInput
@@ -42,6 +43,7 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 
 OWN: Final = -1
 """In place of a rank: the trial's own process, whose launcher has started the ranks."""
+_Source: TypeAlias = "Connection | socket.socket"
 _NOW = timedelta(0)
 _JOIN_BYTES = 64 * 1024
 # Below the ports that the kernel gives to clients: none of them takes it between this choice and rank 0's use.
@@ -84,6 +86,7 @@ class RankGroup:
         """The ranks of a launcher that were dead before it could end them because another had failed."""
         self._outboxes: dict[int, _Outbox] = {}
         self._served = 0
+        self._watch = _Watch()
         self._for_later: list[ToTrial] = []
         self.world_size = len(channels)
         """The number of ranks."""
@@ -126,7 +129,7 @@ class RankGroup:
         """
         sources = {each.connection: rank for rank, each in self._open.items()}
         arriving = [] if self._joins is None else self._joins.sources
-        ready = wait([*sources, *arriving], patience.total_seconds())
+        ready = self._watch.ready([*sources, *arriving], patience)
         if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
             return self._take_in(*arrived, self._joins.start)
         self._served += 1  # each rank in its turn: none waits while another sends
@@ -207,6 +210,23 @@ class RankGroup:
         """Send nothing more."""
         for each in self._outboxes.values():
             each.put(None)
+
+
+class _Watch:
+    """Waits for the same few connections again and again: `multiprocessing.connection.wait` begins anew each time."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._watched: Collection[int] = ()
+
+    def ready(self, watched: Sequence[_Source], patience: timedelta) -> list[_Source]:
+        """Return which can be read, or are closed by their other side, after at most `patience`."""
+        by_number = {each.fileno(): each for each in watched}
+        if by_number.keys() != self._watched:
+            self._poll, self._watched = select.poll(), by_number.keys()
+            for number in by_number:
+                self._poll.register(number, select.POLLIN)
+        return [by_number[number] for number, _ in self._poll.poll(patience / timedelta(milliseconds=1))]
 
 
 class _Outbox:
