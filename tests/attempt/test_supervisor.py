@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +27,7 @@ from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup, _JoinedRank
+from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup, _JoinedRank, _Watch
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
@@ -334,6 +337,24 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
     assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")
 
 
+def test_connections_are_watched_as_they_come_and_go() -> None:
+    watch = _Watch()
+    (near, far), (other, its) = Pipe(), Pipe()
+    assert watch.ready([near], timedelta(0)) == []
+    far.send(1)
+    assert watch.ready([near, other], timedelta(0)) == [near]
+    its.send(1)
+    assert watch.ready([other], timedelta(0)) == [other]
+    far.close()
+    assert watch.ready([near, other], timedelta(0)) == [near, other]
+    number = near.fileno()
+    near.close()
+    with closing(socket.socketpair()[0]) as again:
+        os.dup2(again.fileno(), number)  # another connection gets the number
+    with Connection(number) as reused:
+        assert watch.ready([reused, other], timedelta(seconds=-1)) == [reused, other], "its other side is closed"
+
+
 @pytest.mark.parametrize("received", range(4))
 def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(received: int) -> None:
     launcher, rank = (
@@ -442,9 +463,9 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 
 
 class OutOfMemory(UsageMeter):
-    """The memory was near its limit."""
+    """The kernel has killed a process."""
 
-    def is_out_of_memory(self) -> bool:
+    def _was_killed(self) -> bool:
         return True
 
 
@@ -471,10 +492,12 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
         here, loaded = (TrainableLoaded(code="", pid=pid) for pid in (os.getpid(), of_same_number.pid))
         channels = cast("Sequence[TrialChannel]", [FakeChannel([here, *[0.01] * 9]), FakeChannel([loaded], KILLED)])
         meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
-        found = attempt_supervisor.supervise(
-            RankGroup(channels, ranks_here=1), worker, replace(spec, silence=None), line(), meter
-        )
-        of_same_number.kill()
+        try:
+            found = attempt_supervisor.supervise(
+                RankGroup(channels, ranks_here=1), worker, replace(spec, silence=None), line(), meter
+            )
+        finally:
+            of_same_number.kill()
     assert isinstance(found, Failed)
     assert found.cause is Cause.MACHINE, found
     assert meter.use().peak_memory_bytes is None

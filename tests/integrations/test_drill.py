@@ -160,7 +160,7 @@ first, second = (distribute_tensor(ones(4) * each, init_device_mesh("cpu", (1,))
 found = dict(states({"first": first, "second": second, "like_first": ones(4)}))
 assert found["state first"] == found["state like_first"] != found["state second"], found
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 # ---------------------------------------------------------------------------------------------- the examples of others

@@ -236,7 +236,7 @@ class _Supervisor:
             return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
         self._rank_ends[rank] = _short(message.message)
         why = f"{self._named(rank)}{message.message}"
-        if message.cause is Cause.OUT_OF_MEMORY:
+        if message.cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
             why = f"{why}; {self._meter.memory_words()}"
         failed = self._failed(message.cause, f"{why}\n{message.traceback}".rstrip())
         if rank > 0 and isinstance(self._end, Done) and not message.after_end:
@@ -440,8 +440,8 @@ class _Supervisor:
         became = self._group.end(rank)
         how = became.partition("\n")[0]  # its last output follows, which may contain any text
         self._rank_ends[rank] = _short(how)
-        is_killed = "SIGKILL" in how or "was killed" in how  # the latter of a launcher's rank
-        if is_killed and self._group.is_here(rank) and self._meter.is_out_of_memory():
+        is_killed, is_hidden = "SIGKILL" in how, "was killed" in how  # the latter by a launcher
+        if (is_killed or is_hidden) and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=is_killed):
             why = f"{self._meter.memory_words()}; the trial's process {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
         own = "exited with code" in how or any(name in how for name in OWN_SIGNALS)

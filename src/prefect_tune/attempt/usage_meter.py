@@ -116,13 +116,13 @@ class UsageMeter:
             return GroupUse(seconds=_rounded(seconds), **figures, ends=tuple(self.rank_ends))
         return AttemptUse(seconds=_rounded(seconds), **figures)
 
-    def is_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process in the last seconds, or the trial was near the limit.
+    def is_out_of_memory(self, *, is_killed: bool) -> bool:
+        """Return whether the kernel has killed a process in the last seconds, or a killed trial was near the limit.
 
         The count is that of a control group, or of the machine: an earlier kill may be that of another trial.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
-        return self._was_killed() or (peak or 0) >= _NEAR * self._memory_limit.limit_bytes()
+        return self._was_killed() or (is_killed and (peak or 0) >= _NEAR * self._memory_limit.limit_bytes())
 
     def memory_words(self) -> str:
         """Return the highest memory, the limit, and the largest process of the trial with its last sample."""

@@ -467,13 +467,13 @@ def audit(
     from prefect_tune.runtime.load_named import load_named
     from prefect_tune.tuner.audit import audit as audited
 
-    existing_place(target)
     named = {"space": space, "search": search, "scheduler": scheduler, "stop": stop}
     for option, name in named.items():
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
     given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
+        existing_place(target)
         report = audited(experiment, target=target, **given)
     except JournalCorrupt:
         raise

@@ -108,7 +108,8 @@ def _compared(expected: Mapping[str, Any], found: Mapping[str, Any], name: str) 
 
 
 def difference(expected: Any, found: Any) -> str:
-    """Return how two values differ: arrays, or JSON values without children; empty if they are the same, bit by bit."""
+    """Return how two values differ: arrays, tensors, or JSON values without children; empty if no bit does."""
+    expected, found = as_array(expected), as_array(found)
     if hasattr(expected, "dtype") and hasattr(found, "dtype"):
         return _of_arrays(expected, found)
     if type(expected) is type(found) and (expected == found or _both_nan(expected, found)):
@@ -229,19 +230,23 @@ def _without_ids(node: Any, members: Mapping[str, bytes]) -> Any:
 def _read_torch(path: Path) -> Mapping[str, Any]:
     """Read from the disk what is compared when it is compared: a checkpoint may be larger than the memory."""
     torch, is_mapped = import_module("torch"), zipfile.is_zipfile(path)
-    return dict(flat_values(torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)))
+    return dict(_leaves(torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)))
 
 
 def flat_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings and sequences with their paths, such as `state.3.exp_avg`."""
+    return ((path, as_array(leaf)) for path, leaf in _leaves(value, name))
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
-            yield from flat_values(each, f"{name}.{key}" if name else str(key))
+            yield from _leaves(each, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple) and value:
         for index, each in enumerate(value):
-            yield from flat_values(each, f"{name}.{index}" if name else str(index))
+            yield from _leaves(each, f"{name}.{index}" if name else str(index))
     else:
-        yield name, as_array(value)
+        yield name, value
 
 
 def as_array(value: Any) -> Any:

@@ -265,14 +265,9 @@ def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str
     else:
         # Of an iterator of PyTorch's DataLoader: how many batches it has yielded.
         state = value._num_yielded if kind == "data" else _state_of(value)  # noqa: SLF001 - it has no public name
-        yield from ((f"{kind} {path}", shown) for path, shown in _leaves(state, name))
-
-
-def _leaves(state: object, name: str) -> list[tuple[str, str]]:
-    try:
-        return [(path, _shown(leaf)) for path, leaf in flat_values(state, name)]
-    except Exception:  # noqa: BLE001 - a class of tensors that NumPy cannot hold: a hint is lost, not the training
-        return []
+        with suppress(Exception):  # a class of tensors that NumPy cannot hold: a hint is lost, not the training
+            for path, leaf in flat_values(state, name):
+                yield f"{kind} {path}", _shown(leaf)
 
 
 def _kind_of(value: object) -> str | None:

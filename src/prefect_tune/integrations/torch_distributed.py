@@ -273,10 +273,7 @@ class CheckpointReader(StorageReader):
         for name, parts in groupby(sorted(map(self._part, plan.items), key=_place), key=lambda each: each.file):
             with self._open(name) as file:
                 for run in _runs(parts):
-                    begins = run[0].start // _ALIGNED_BYTES * _ALIGNED_BYTES
-                    raw = memoryview(_read(file, begins, max(each.end for each in run) - begins))
-                    for each in run:
-                        self._load(each, raw[each.start - begins : each.end - begins], planner)
+                    self._load_run(file, run, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -289,6 +286,12 @@ class CheckpointReader(StorageReader):
         row_bytes = place.length // place.sizes[0] if place.sizes[0] else 0
         first = place.start + item.storage_offsets[0] * row_bytes
         return _Part(place.file, first, first + item.lengths[0] * row_bytes, item)
+
+    def _load_run(self, file: IO[bytes], run: Sequence[_Part], planner: Any) -> None:
+        begins = run[0].start // _ALIGNED_BYTES * _ALIGNED_BYTES
+        raw = memoryview(_read(file, begins, max(each.end for each in run) - begins))
+        for each in run:
+            self._load(each, raw[each.start - begins : each.end - begins], planner)
 
     def _load(self, part: _Part, raw: memoryview, planner: Any) -> None:
         item = part.item

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetPlace
 
 _TIMEOUT = timedelta(minutes=5)
-_AT_ONCE_BYTES = 1 << 26
+_BUFFER_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 25
 
 
 def committed_view(place: TargetPlace) -> arrow.FileSystem:
@@ -64,7 +64,7 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         return [self._info(path) for path in sorted(wanted)]
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        return pa.PythonFile(io.BufferedReader(self._opened(path), 1 << 20), mode="r")
+        return pa.PythonFile(io.BufferedReader(self._opened(path), _BUFFER_BYTES), mode="r")
 
     def open_input_stream(self, path: str) -> pa.PythonFile:
         return self.open_input_file(path)
@@ -126,7 +126,7 @@ class _VerifiedFile(io.RawIOBase):
         self._file = file
         self._at = 0
         self._kept_from = 0
-        self._kept = b""
+        self._kept = bytearray()
 
     def readable(self) -> bool:
         return True
@@ -147,13 +147,14 @@ class _VerifiedFile(io.RawIOBase):
             return 0
         begins, found = self._kept_from, self._kept
         if not begins <= self._at < begins + len(found):
-            begins, found = self._chunks_of(min(len(buffer), _AT_ONCE_BYTES))
+            is_small = len(buffer) <= _BUFFER_BYTES  # what follows the chunk may never be asked for
+            begins, found = self._chunks_of(1 if is_small else min(len(buffer), _AT_ONCE_BYTES))
         data = memoryview(found)[self._at - begins :][: len(buffer)]
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _chunks_of(self, length: int) -> tuple[int, bytes]:
+    def _chunks_of(self, length: int) -> tuple[int, bytearray]:
         """Read the chunks that hold `length` bytes from the current position on; return where they begin, and them."""
         first, end = self._at, self._at + length
         placed = self._file.placed_chunks()
@@ -162,6 +163,7 @@ class _VerifiedFile(io.RawIOBase):
         alone = FileRef(path=self._file.path, size_bytes=sum(each.length for each in chunks), chunks=chunks)
         with self._place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             found = read_committed(store, self._manifest, alone, transfers)
-        (begins, _), (self._kept_from, last) = wanted[0], wanted[-1]
-        self._kept = found[-last.length :]
-        return begins, found
+        last_start, last = wanted[-1]
+        kept = found[-last.length :]
+        self._kept_from, self._kept = last_start, kept
+        return wanted[0][0], found

@@ -10,6 +10,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.stores import obstore_store
 from tests.fakes.command_line import Run
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch
 from tests.tuner.altered_journals import alterations_of, entries_of, write_altered
@@ -60,7 +61,11 @@ def test_what_a_person_passes_is_a_name_and_a_wrong_one_is_one_line(run: Run, se
     assert run("audit", search / "nowhere", "e").code == 2
 
 
-def test_a_target_that_does_not_answer_is_no_finding(run: Run) -> None:
-    done = run("audit", "s3://bucket?endpoint=http://127.0.0.1:9&timeout_seconds=1", "e")
+def test_a_target_that_does_not_answer_is_no_finding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    done = run("audit", "s3://bucket?endpoint_url=http://127.0.0.1:9", "e")
     assert (done.code, done.out) == (2, "")
+    assert "127.0.0.1:9" in done.err
     assert done.err.count("\n") == 1

@@ -223,10 +223,11 @@ class _Watch:
         """Return which can be read, or are closed by their other side, after at most `patience`."""
         by_number = {each.fileno(): each for each in watched}
         if by_number.keys() != self._watched:
-            self._poll, self._watched = select.poll(), by_number.keys()
+            poll = select.poll()
             for number in by_number:
-                self._poll.register(number, select.POLLIN)
-        return [by_number[number] for number, _ in self._poll.poll(patience / timedelta(milliseconds=1))]
+                poll.register(number, select.POLLIN)
+            self._poll, self._watched = poll, by_number.keys()
+        return [by_number[number] for number, _ in self._poll.poll(max(0.0, patience / timedelta(milliseconds=1)))]
 
 
 class _Outbox:

@@ -78,11 +78,11 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
 
 
-def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef, side_by_side: ParallelMap = map) -> bytes:
+def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef, side_by_side: ParallelMap = map) -> bytearray:
     """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
     memory = _Memory(file.size_bytes)
     restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=side_by_side)
-    return bytes(memory.data)
+    return memory.data
 
 
 class _Memory:
@@ -94,7 +94,7 @@ class _Memory:
         self.data[offset : offset + len(data)] = data
 
 
-def read_metadata(data: bytes, where: str) -> dict[str, object]:
+def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
     """Return the metadata in the bytes of a `.metadata.json`.
 
     Raises:
