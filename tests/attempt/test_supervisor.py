@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -349,8 +348,9 @@ def test_connections_are_watched_as_they_come_and_go() -> None:
     assert watch.ready([near, other], timedelta(0)) == [near, other]
     number = near.fileno()
     near.close()
-    with closing(socket.socketpair()[0]) as again:
-        os.dup2(again.fileno(), number)  # another connection gets the number
+    if (again := socket.socketpair()[0].detach()) != number:
+        os.dup2(again, number)  # another connection has the number
+        os.close(again)
     with Connection(number) as reused:
         assert watch.ready([reused, other], timedelta(seconds=-1)) == [reused, other], "its other side is closed"
 
