@@ -128,7 +128,8 @@ def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Li
             try:
                 yield _listed(store, load(store, current_journal(store, name), side_by_side=transfers))
             except (JournalCorrupt, UnknownVersion) as error:
-                yield _Listed(name, "damaged", damage=str(error)), UNKNOWN
+                kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
+                yield _Listed(name, kind, damage=str(error)), UNKNOWN
             except Superseded:
                 continue  # deleted since it was listed
 

@@ -19,6 +19,7 @@ REFUSED = (
 NAMES = sorted(path.name for path in DEVELOPMENT.iterdir())
 VERBS: Sequence[Sequence[str]] = (
     ["show"],
+    ["audit"],
     ["checkpoints"],
     ["verify"],
     ["gc"],
@@ -44,8 +45,8 @@ def test_every_command_that_names_one_refuses_it_in_one_sentence(run: Run, tmp_p
 
 def test_ls_lists_them_with_that_sentence(run: Run) -> None:
     listed = json.loads(run("ls", DEVELOPMENT, "--json").out)
-    assert [(each["experiment"], each["damage"]) for each in listed] == [
-        (name, REFUSED.format(name, name)) for name in NAMES
+    assert [(each["experiment"], each["kind"], each["damage"]) for each in listed] == [
+        (name, "not read", REFUSED.format(name, name)) for name in NAMES
     ]
 
 
