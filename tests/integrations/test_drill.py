@@ -59,24 +59,23 @@ def test_what_it_forgets_is_named(
 
 
 @pytest.mark.parametrize(
-    "trainable",
+    ("trainable", "config"),
     [
-        "torch_ddp_digits:Digits",
-        "torch_fsdp_digits:Digits",
-        "lightning_digits:train",
-        "transformers_digits:train",
+        ("torch_ddp_digits:Digits", {"lr": 0.1, "width": 16}),
+        ("torch_fsdp_digits:Digits", {"lr": 0.1, "width": 16}),
+        ("lightning_digits:train", {"lr": 0.1, "width": 16}),
+        ("transformers_digits:train", {"lr": 1e-3, "weight_decay": 0.01}),
         pytest.param(
             "deepspeed_digits:Digits",
+            {"lr": 0.1, "width": 16},
             marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install deepspeed`"),
         ),
     ],
 )
 def test_the_examples_with_ranks_are_exact_whichever_rank_is_killed(
-    trainable: str, prefect_server: str, tmp_path: Path
+    trainable: str, config: dict[str, object], prefect_server: str, tmp_path: Path
 ) -> None:
-    config: dict[str, object] = {"lr": 0.1, "width": 16, "weight_decay": 0.01}  # no example reads all of them
-    kills = ((2, "rank"), (4, "trial"))
-    plan = DrillPlan(f"examples.{trainable}", config, 6, 2, kills, processes=2)
+    plan = DrillPlan(f"examples.{trainable}", config, 6, 2, kills=((2, "rank"), (4, "trial")), processes=2)
     found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
     assert found.is_exact, list(found.lines())
     assert [each.victim for each in found.kills] == ["rank", "trial"]
