@@ -43,8 +43,9 @@ class Cluster:
         return log
 
     def train(self, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> list[str]:
-        """Train an attempt on two nodes; return their output."""
-        logs = [self.start(node, attempt, config, **options) for node in range(2)]
+        """Train an attempt on two nodes, or on `nodes_per_trial`; return their output."""
+        nodes = range(options.get("nodes_per_trial", 2))
+        logs = [self.start(node, attempt, config, **options) for node in nodes]
         self.wait()
         return [each.read_text() for each in logs]
 

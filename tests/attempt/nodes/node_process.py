@@ -6,17 +6,19 @@ import logging
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.nodes import first_node, node_stream
+from prefect_tune.attempt.nodes import first_node, node_stream, other_node
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_link import StoreLink
@@ -58,6 +60,25 @@ def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], opti
             link.close()
 
 
+def _fail_once(fault: str) -> None:
+    """Let the first part of this node meet a target that hangs, refuses it, or loses the reply to its last request."""
+    send, faults = other_node._send, [fault]
+
+    def failing(*arguments: Any) -> None:
+        match faults.pop() if faults else "none":
+            case "hangs":
+                time.sleep(9)
+                raise StoreUnavailable("no answer")
+            case "refuses":
+                raise StoreRefused("no space is left")
+            case "loses the reply":
+                send(*arguments)
+                raise StoreUnavailable("the connection was reset")
+        send(*arguments)
+
+    other_node._send = failing
+
+
 def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, options: Any) -> None:
     """Run a node, as a machine of its own would; all output goes to `log`."""
     in_own_session(log)
@@ -66,4 +87,8 @@ def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, o
     logging.getLogger("httpx").setLevel(logging.WARNING)
     node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=options.pop("silence", 60)), timedelta(seconds=1)
     first_node._FEWER_AFTER = timedelta(seconds=2)
+    if fault := options.pop("fault", None):
+        first_node.PARTS_WITHIN = timedelta(seconds=6)
+        if node == options["nodes_per_trial"] - 1:
+            _fail_once(fault)
     print("ENDED", run_node(folder, node, attempt, config, options), flush=True)

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import prefect_tune as pt
+from prefect_tune.attempt.trial_spec import pickled_or_path
+from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.target_messages import Arrived, NodeMessages, write_messages
 from prefect_tune.core.storage.layout import NodesKey
@@ -137,6 +140,30 @@ def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
     assert "ENDED another process is node 1 of attempt 1" in logs[1].read_text()
     assert "rank 1's process is on node 1, which has written nothing for 5 s" in logs[0].read_text()
     assert cluster.checkpoints() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize(("fault", "is_saved"), [("hangs", False), ("refuses", False), ("loses the reply", True)])
+def test_a_target_that_fails_a_node_fails_that_save_alone_while_all_train_on(
+    fault: str, is_saved: bool, nodes: int, cluster: Cluster, record_property: Callable[[str, object], None]
+) -> None:
+    first, *_ = cluster.train(
+        trainable="tests.trainables.grouped:Paced",
+        stopper=pickled_or_path(as_stopper({"step": 60})),
+        cadence=pt.Cadence(every_steps=20),
+        sync=pt.SyncConfig(commit="async"),
+        nodes_per_trial=nodes,
+        fault=fault,
+    )
+    trial = cluster.trial()
+    assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 60, 1), first
+    steps = sorted(int(each.parent.name.partition("-")[0]) for each in cluster.checkpoints())
+    assert (20 in steps) == is_saved, steps
+    assert len(steps) > 1, "the next save commits"
+    assert steps[-1] == 60
+    assert ("step 20 is not committed" in first) != is_saved, first
+    record_property("longest time between two steps, seconds", trial.metrics["longest"])
 
 
 def test_what_another_one_writes_for_a_node_is_not_read(cluster: Cluster) -> None:
