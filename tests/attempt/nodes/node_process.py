@@ -76,7 +76,7 @@ def _fail_once(fault: str) -> None:
                 raise StoreUnavailable("the connection was reset")
         send(*arguments)
 
-    other_node._send = failing
+    vars(other_node)["_send"] = failing
 
 
 def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, options: Any) -> None:
@@ -88,7 +88,7 @@ def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, o
     node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=options.pop("silence", 60)), timedelta(seconds=1)
     first_node._FEWER_AFTER = timedelta(seconds=2)
     if fault := options.pop("fault", None):
-        first_node.PARTS_WITHIN = timedelta(seconds=6)
+        vars(first_node)["PARTS_WITHIN"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
             _fail_once(fault)
     print("ENDED", run_node(folder, node, attempt, config, options), flush=True)
