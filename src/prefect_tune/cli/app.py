@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -72,8 +72,7 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-COULD_NOT_RUN = 2
-"""The exit code for arguments that are wrong, and of a verdict that was not reached."""
+_COULD_NOT_RUN = 2
 PANELS = {
     "getting_started": "Getting started",
     "search": "Search",
@@ -160,6 +159,12 @@ OF_A_DAMAGED_JOURNAL = (
 )
 
 
+def could_not_run(error: Exception) -> NoReturn:
+    """Print why a drill or an audit has no verdict, and exit with 2: exit code 1 would be a finding."""
+    print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+    raise typer.Exit(_COULD_NOT_RUN) from None
+
+
 def run_app() -> None:
     """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback.
 
@@ -173,4 +178,4 @@ def run_app() -> None:
         advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
         print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
-        sys.exit(COULD_NOT_RUN if is_wrong_usage else 1)
+        sys.exit(_COULD_NOT_RUN if is_wrong_usage else 1)

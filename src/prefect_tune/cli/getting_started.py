@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import COULD_NOT_RUN, PANELS, AsJson, Command, Group, Target, app, asks, command
+from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command, could_not_run
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.shown_text import visible
 
 if TYPE_CHECKING:
     from prefect_tune.drills.plan import DrillPlan
@@ -130,8 +129,7 @@ def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -
     try:
         report = drill_in_terminal(plan, place, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:
-        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        raise typer.Exit(COULD_NOT_RUN) from None
+        could_not_run(error)
     if as_json:
         print(json.dumps(report.fields(), indent=2))
     if not report.is_exact:

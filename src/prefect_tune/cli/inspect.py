@@ -15,7 +15,6 @@ import typer
 from rich.table import Table
 
 from prefect_tune.cli.app import (
-    COULD_NOT_RUN,
     OF_A_DAMAGED_JOURNAL,
     AsJson,
     ExperimentName,
@@ -23,6 +22,7 @@ from prefect_tune.cli.app import (
     TrialName,
     asks,
     command,
+    could_not_run,
 )
 from prefect_tune.cli.open_target import (
     caught_up,
@@ -479,8 +479,7 @@ def audit(
     except JournalCorrupt:
         raise
     except (TuneError, OSError) as error:  # a target that does not answer is no finding
-        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        raise typer.Exit(COULD_NOT_RUN) from None
+        could_not_run(error)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:

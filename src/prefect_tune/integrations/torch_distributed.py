@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeAlias, cast
 
@@ -270,9 +271,10 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointCorrupt: a file is shorter than the metadata has it, or a value is a pickle that may run code.
         """
-        for name, parts in groupby(sorted(map(self._part, plan.items), key=_place), key=lambda each: each.file):
+        parts = sorted(map(self._part, plan.items), key=attrgetter("file", "start"))
+        for name, of_file in groupby(parts, key=attrgetter("file")):
             with self._open(name) as file:
-                for run in _runs(parts):
+                for run in _runs(of_file):
                     self._load_run(file, run, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -395,10 +397,6 @@ def _require_fit(name: str, tensor: _Tensor, chunk: _Chunk, item_bytes: int) -> 
     )
     if not is_inside or chunk.length != math.prod(chunk.sizes) * item_bytes:
         raise _DoesNotFit(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
-
-
-def _place(part: _Part) -> tuple[str, int]:
-    return part.file, part.start
 
 
 def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
