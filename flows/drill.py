@@ -22,7 +22,7 @@ __all__ = ["drill", "run_drill"]
 
 
 @flow_with_server(name="drill", persist_result=False)
-def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and where it is stored
+def drill(
     trainable: str,
     config: ConfigField = None,
     *,

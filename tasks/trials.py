@@ -118,7 +118,7 @@ class TasksOfAttempt:
 
     spec: TrialSpec
 
-    def save(  # noqa: PLR0917 - as `AttemptTasks`
+    def save(
         self,
         key: CheckpointKey,
         directory: Path,

@@ -11,15 +11,11 @@ from prefect_tune import cli
 from prefect_tune.cli.app import COMMANDS, PANELS
 from tools.house import (
     FILE_LINES,
-    FOLDER_FILES,
     PACKAGE_LINES,
     Source,
     exemptions,
-    full_folders,
-    function_lines,
     journeys,
     main,
-    nesting,
     shared_class_names,
     size_of_the_package,
     unpromised,
@@ -32,17 +28,12 @@ def source(text: str) -> Source:
     return Source(Path("src/some.py"), text, ast.parse(text))
 
 
-def only_function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    (function,) = source(text).functions()
-    return function
-
-
 def test_a_house_with_one_long_file_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "long.py").write_text("x = 1\n" * (FILE_LINES + 1))
     (tmp_path / "CONTRIBUTING.md").touch()
     assert main(tmp_path) == 1
-    assert "src/long.py:1: 601 lines" in capsys.readouterr().out
+    assert "src/long.py:1: 701 lines" in capsys.readouterr().out
 
 
 def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None:
@@ -60,12 +51,6 @@ def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None
     assert missing == [f"CONTRIBUTING.md names {each}, which does not exist" for each in ("gone/", "lost.py")]
 
 
-def test_a_folder_with_one_file_too_many_is_a_violation() -> None:
-    files = [Source(Path(f"src/{number}.py"), "", ast.parse("")) for number in range(FOLDER_FILES + 1)]
-    assert list(full_folders(files[1:])) == []
-    assert list(full_folders(files)) == ["src: 16 files, at most 15"]
-
-
 def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not() -> None:
     text = "class Same:\n    def same(self): ..."
     one, other = (Source(Path(f"src/{name}.py"), text, ast.parse(text)) for name in "ab")
@@ -73,40 +58,9 @@ def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not
     assert list(shared_class_names([one, other])) == ["src/b.py:1: class Same has the name of one in src/a.py"]
 
 
-def test_the_package_has_limits_too_and_a_short_file_belongs_to_another() -> None:
-    a = Source(Path("tasks/a.py"), "x = 1\n" * 30, ast.parse(""))
-    text = "from prefect_tune.tasks import a\n" + "x = 1\n" * 28
-    figures, found = size_of_the_package([a, Source(Path("src/prefect_tune/b.py"), text, ast.parse(text))])
-    assert figures == "package: 2 files, 59 lines, 1.7% imports, 1 one importer"
-    assert found == ["src/prefect_tune/b.py:1: 29 lines, at least 30: part of another concept"]
+def test_the_package_has_a_limit_too() -> None:
     _, found = size_of_the_package([Source(Path("tasks/a.py"), "x = 1\n" * (PACKAGE_LINES + 1), ast.parse(""))])
     assert found == [f"package: {PACKAGE_LINES + 1} lines, at most {PACKAGE_LINES}"]
-
-
-def test_a_docstring_adds_no_lines_to_its_function() -> None:
-    assert function_lines(only_function('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n')) == 2
-
-
-def test_a_function_of_sixty_lines_passes_and_one_of_sixty_one_does_not() -> None:
-    assert list(violations(source("def f():\n" + "    x = 1\n" * 59))) == []
-    assert len(list(violations(source("def f():\n" + "    x = 1\n" * 60)))) == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "depth"),
-    [
-        ("return 1", 0),
-        ("if a:\n        for b in c:\n            while d:\n                pass", 3),
-        ("if a:\n        pass\n    elif b:\n        pass\n    else:\n        pass", 1),
-        ("with a:\n        if b:\n            pass", 1),
-        ("try:\n        pass\n    except OSError:\n        if b:\n            pass", 2),
-        ("match a:\n        case 1:\n            if b:\n                pass", 2),
-        ("def g():\n        if a:\n            pass\n    return g", 0),
-    ],
-)
-def test_nesting_counts_blocks_in_blocks(body: str, depth: int) -> None:
-    (function, *_) = source(f"def f():\n    {body}\n").functions()
-    assert nesting(function) == depth
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class ClonedCheckpoint:
 class AttemptTasks(Protocol):
     """The tasks of one attempt. Each raises `StoreUnavailable` or `CommitUnknown` once its retries have failed."""
 
-    def save(  # noqa: PLR0913, PLR0917 - as `commit`
+    def save(
         self,
         key: CheckpointKey,
         directory: Path,

@@ -105,7 +105,7 @@ def about_checkpoint(
     )
 
 
-def commit_entry(  # noqa: PLR0913, PLR0917 - where, the state before, what was saved and how, none follows from another
+def commit_entry(
     target: StorageTarget,
     experiment: Experiment,
     saved: SavedCheckpoint,
@@ -218,7 +218,7 @@ class CommitWorker:
     block, the thread ends after the queued work, whether or not `close` was called.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - where, and with what: none follows from another
+    def __init__(
         self,
         spec: TrialSpec,
         journal_writer: JournalWriter,

@@ -32,7 +32,7 @@ class DrillPlan:
     """How many train the trial together."""
 
 
-def kills_of(  # noqa: PLR0913 - the options of the command that say where it kills
+def kills_of(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
     """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
@@ -58,7 +58,7 @@ def kills_of(  # noqa: PLR0913 - the options of the command that say where it ki
     return tuple(zip(chosen, victims, strict=True))
 
 
-def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
+def drill_plan(
     trainable: str,
     config: object,
     steps: int,

@@ -100,7 +100,7 @@ class ReportInput:
         return {name: value for name, value in first.items() if name not in self.cells and name not in self.domains}
 
 
-def report_input_of(  # noqa: PLR0913  the last three are known to some callers only
+def report_input_of(
     experiment: Experiment,
     history: HistoryView,
     *,

@@ -67,7 +67,7 @@ class AuditReport:
         return f"{derived:,} of {total:,} proposals and decisions derived again"
 
 
-def audit(  # noqa: PLR0913 - the parts of a search that only code may hold
+def audit(
     experiment: str,
     *,
     target: StorageTarget | str,

@@ -143,7 +143,7 @@ class Driver:
     Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
     """
 
-    def __init__(  # noqa: PLR0913  the collaborators of a run
+    def __init__(
         self,
         spec: TrialSpec,
         limits: SearchLimits,

@@ -418,7 +418,7 @@ _MOST_REPORTS = 300_000
 class Subscribers:
     """The subscribers of one run of a search, from its start to its end."""
 
-    def __init__(  # noqa: PLR0913  the subscribers need different things
+    def __init__(
         self,
         target: StorageTarget,
         search: SearchInfo,

@@ -77,7 +77,7 @@ class NodesMissing(Exception):
 class OtherNodes:
     """The other nodes of an attempt. Enter it, then call `begin`."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what begins, and where: none follows from another
+    def __init__(
         self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, secret: str, log: Log
     ) -> None:
         self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log

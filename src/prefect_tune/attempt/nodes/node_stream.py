@@ -124,7 +124,7 @@ class NodeWriter:
 class NodeReader:
     """Reads the messages of another node in a thread, and hands them over in order."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - where, whose, and what to do with it
+    def __init__(
         self,
         target: StorageTarget,
         key: NodesKey,

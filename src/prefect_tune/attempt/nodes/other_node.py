@@ -59,7 +59,7 @@ _FIRST_NODE_WITHIN = timedelta(minutes=15)
 """How long node 0 may take to begin after this node."""
 
 
-def train_node(  # noqa: PLR0913, PLR0917 - as an attempt, and which node
+def train_node(
     spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink, tasks: AttemptTasks, log: Log
 ) -> str:
     """Train the ranks of a node until the attempt is over; return how that came, for people."""
@@ -97,7 +97,7 @@ def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
 
 
 class _OtherNode:
-    def __init__(  # noqa: PLR0913, PLR0917 - as `train_node`
+    def __init__(
         self,
         spec: TrialSpec,
         request: AttemptRequest,

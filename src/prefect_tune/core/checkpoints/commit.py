@@ -148,7 +148,7 @@ def alone(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows from another
+def commit(
     store: ObjectStore,
     key: CheckpointKey,
     source: Source,

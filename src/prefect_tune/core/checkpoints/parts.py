@@ -56,7 +56,7 @@ class PartsOfSave:
     """Called when the part of a node is there."""
 
 
-def send_part(  # noqa: PLR0913 - as `commit`, and whose part it is
+def send_part(
     store: ObjectStore,
     key: CheckpointKey,
     source: Source,

@@ -340,7 +340,7 @@ def _require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> N
         )
 
 
-def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and save reads
+def take_over(
     store: ObjectStore,
     journal: JournalKey,
     owner: Owner,

@@ -180,7 +180,7 @@ class NodeMessages(Document):
         return compare_digest(self.signature, self.signed(secret, path).signature)
 
 
-def write_messages(  # noqa: PLR0913, PLR0917 - where, and what: none follows from another
+def write_messages(
     store: ObjectStore, key: NodesKey, node: int, number: int, written: NodeMessages, secret: str
 ) -> None:
     """Create the object `number` (from 1) of a node, signed with `secret`.

@@ -37,7 +37,7 @@ def release_nothing(clone: CheckpointKey, origin: CheckpointKey) -> int:
     return 0
 
 
-def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
+def collect(
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,
@@ -65,7 +65,7 @@ def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
             state = outdated.current
 
 
-def _collected(  # noqa: PLR0913, PLR0917 - as `collect`
+def _collected(
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,

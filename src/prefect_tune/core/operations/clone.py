@@ -74,7 +74,7 @@ def newest_of(
     return trial.checkpoint_key(live[-1])
 
 
-def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from another
+def clone(
     store: ObjectStore,
     source: CheckpointKey,
     into: Experiment,
@@ -162,7 +162,7 @@ def _manifest_of_clone(original: Manifest, origin: CheckpointKey, key: Checkpoin
 # ------------------------------------------------------------------------------------------------- deletion
 
 
-def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other journals
+def clear(
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,

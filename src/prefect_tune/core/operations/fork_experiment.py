@@ -121,7 +121,7 @@ def _gone(store: ObjectStore, origin: JournalKey, then: Trial) -> Sequence[Check
     return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
 
 
-def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
+def begin_fork(
     store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap
 ) -> Experiment:
     """Open the experiment `into` to make it a fork of `origin`, or because it is one already.
@@ -195,7 +195,7 @@ def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
     return found
 
 
-def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
+def _forked(
     store: ObjectStore,
     past: Past,
     into: Experiment,

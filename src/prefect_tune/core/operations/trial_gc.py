@@ -227,7 +227,7 @@ def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> C
 # ------------------------------------------------------------------------------------------------- pruning
 
 
-def look_for_prunable(  # noqa: PLR0913 - as `prune`
+def look_for_prunable(
     store: ObjectStore,
     trial: TrialKey,
     policy: Retention,
@@ -245,7 +245,7 @@ def look_for_prunable(  # noqa: PLR0913 - as `prune`
     return _prunable(settled, policy, needed)
 
 
-def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
+def prune(
     store: ObjectStore,
     trial: TrialKey,
     policy: Retention,

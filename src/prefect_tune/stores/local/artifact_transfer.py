@@ -74,7 +74,7 @@ class _Local:
     stamp: _Stamp
 
 
-def send_artifacts(  # noqa: PLR0913  the last is for attempts, of which several may live
+def send_artifacts(
     store: ObjectStore,
     folder: str,
     directory: Path,
