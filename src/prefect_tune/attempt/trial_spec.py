@@ -128,7 +128,12 @@ def pickled_or_path(thing: object) -> str:
     try:
         return pickled(thing)
     except Exception as error:
+        from prefect_tune.runtime.pickle_by_value import find_unpicklable
+
+        name, part = find_unpicklable(thing)
+        shown = getattr(thing, "__qualname__", None) or repr(thing)
+        what = f"{shown}: it uses {name}, a {type(part).__name__}, which" if name else f"{shown}: it"
         raise InvalidInput(
-            f"{thing!r} cannot be sent to the trial's process ({type(error).__name__}: {error}). Put it into a "
-            "module and pass 'package.module:Name', or open files and connections inside it"
+            f"{what} cannot be sent to the trial's process ({type(error).__name__}: {error}). Create it inside the "
+            "trainable, or put the trainable into a module and pass 'package.module:Name'"
         ) from error

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 import os
 import sys
 import tempfile
 import traceback
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
@@ -44,7 +42,7 @@ def load_named(name: str, parameter: str = "trainable") -> object:
     """
     module, _, attribute = name.partition(":")
     if not attribute:
-        return _unpickled(name, parameter)
+        return _unpickle(name, parameter)[0]
     process, before = os.getpid(), _importing.set(module)
     try:
         found: object = importlib.import_module(module)
@@ -80,12 +78,13 @@ def require_not_importing(flow: str) -> None:
         )
 
 
-def _unpickled(text: str, parameter: str) -> object:
-    import cloudpickle
+def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
+    """Return the object, and what the script that defines it has defined, by name."""
+    from prefect_tune.runtime.pickle_by_value import load_by_value
 
     process = os.getpid()
     try:
-        return cloudpickle.loads(bytes.fromhex(text))
+        return load_by_value(bytes.fromhex(text))
     except (Exception, SystemExit) as error:  # it imports modules, which may raise anything
         if os.getpid() != process:  # as in `load_named`
             raise
@@ -122,19 +121,10 @@ def _is_importable(module: str) -> bool:
 
 
 def pickled(thing: object) -> str:
-    """Return `thing` as the hexadecimal text that `load_named` takes; code keeps its file, for tracebacks."""
-    import cloudpickle
+    """Return `thing` as the hexadecimal text that `load_named` takes."""
+    from prefect_tune.runtime.pickle_by_value import pickle_by_value
 
-    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
-
-    def reduce_code(code: CodeType) -> tuple[object, ...]:
-        make, arguments = reduce(code)  # cloudpickle 3.1.3 names no file
-        return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
-
-    file = io.BytesIO()
-    reducers = ChainMap({CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
-    type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": reducers})(file).dump(thing)
-    return file.getvalue().hex()
+    return pickle_by_value(thing).hex()
 
 
 def load_trainable(name: str) -> object:
@@ -145,25 +135,25 @@ def load_trainable(name: str) -> object:
     Raises:
         InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
-    found = require_trainable(load_named(name), name)
-    if ":" not in name and is_program_of_trials() and (names := _defined_by_script(found)):
+    if ":" in name:
+        return require_trainable(load_named(name), name)
+    trainable, names = _unpickle(name, "trainable")
+    require_trainable(trainable, name)
+    if is_program_of_trials() and (defined := _globals_of_script(trainable) | names):
         main = ModuleType("__main__")
-        main.__dict__.update({**names, "__spec__": PROGRAM.__spec__})  # which `multiprocessing` runs in a new process
+        main.__dict__.update({**defined, "__spec__": PROGRAM.__spec__})  # which `multiprocessing` runs in a new process
         sys.modules["__main__"] = main
-    return found
+    return trainable
 
 
-def _defined_by_script(trainable: object) -> dict[str, object]:
-    """Return what a pickled trainable uses of the script or notebook that defined it, by name."""
+def _globals_of_script(trainable: object) -> dict[str, object]:
+    """Return the global variables, of the script or notebook that defined it, that a pickled trainable uses."""
     kind = trainable if isinstance(trainable, type) else type(trainable)
     methods = (each for base in kind.__mro__ for each in vars(base).values())
     parts = [inspect.unwrap(each) for each in (trainable, getattr(trainable, "func", None), *methods) if callable(each)]
     functions = [each for each in parts if isinstance(each, FunctionType) and each.__module__ == "__main__"]
     scripts = [each.__globals__ for each in functions if each.__globals__.get("__name__") == "__main__"]
-    found = dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
-    named: tuple[type | FunctionType, ...] = (*kind.__mro__, *functions)
-    own = [each for each in named if each.__module__ == "__main__" and each.__qualname__ == each.__name__]
-    return found | {each.__name__: each for each in own}
+    return dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
 
 
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
@@ -194,8 +184,8 @@ def names_for_spawned() -> dict[str, object]:
     if not (file := os.environ.get(_SPAWNED)):
         return {}  # the trainable is in a module
     try:
-        trainable = _unpickled(Path(file).read_text(encoding="ascii"), f"{_SPAWNED}={file}")
-        return _defined_by_script(require_trainable(trainable, file))
+        trainable, names = _unpickle(Path(file).read_text(encoding="ascii"), f"{_SPAWNED}={file}")
+        return _globals_of_script(require_trainable(trainable, file)) | names
     except (InvalidInput, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"prefect-tune: a spawned process lacks what the script of its trial defines: {error}\n")
         return {}

@@ -1,0 +1,192 @@
+"""What a script defines reaches its trials by value, or is rejected by its name before anything is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import __main__ as program
+import abc, contextvars, enum, functools, itertools, json, logging, math, os, pickle, sys, threading, typing, weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+T, P, Ts = typing.TypeVar("T"), typing.ParamSpec("P"), typing.TypeVarTuple("Ts")
+UserId = typing.NewType("UserId", int)
+log, lock, condition, weak = logging.getLogger(__name__), threading.RLock(), threading.Condition(), weakref.WeakSet()
+squared_root = functools.lru_cache(math.sqrt)
+
+@functools.lru_cache(maxsize=None, typed=True)
+def fib(n):
+    """Recursive."""
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+fib.tag = 5
+
+@functools.cache
+def even(n): return n == 0 or odd(n - 1)
+@functools.cache
+def odd(n): return n != 0 and even(n - 1)
+
+def timed(function: typing.Callable[P, T]) -> typing.Callable[P, T]:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        wrapper.calls += 1
+        return function(*args, **kwargs)
+    wrapper.calls = 0
+    return wrapper
+
+@timed
+@functools.lru_cache
+def inner(x): return x
+@functools.lru_cache
+@timed
+def outer(x): return x
+
+class Shape(abc.ABC):
+    @property
+    @functools.lru_cache
+    def area(self): return 2
+    @staticmethod
+    @functools.lru_cache
+    def sides(n): return n
+    @functools.cached_property
+    def name(self): return "shape"
+    @functools.singledispatchmethod
+    def add(self, other): return 1
+    @add.register
+    def _(self, other: int): return 3
+    def scaled(self, by, more): return by * more
+    doubled = functools.partialmethod(scaled, 2)
+
+@functools.singledispatch
+def show(value): return "object"
+@show.register
+def _(value: int): return "int"
+show(1)
+
+class Row(typing.TypedDict, typing.Generic[T], total=False):
+    a: typing.Required[int]
+    b: "Row"
+class Kind(str, enum.Enum):
+    A = "a"
+class Named(typing.NamedTuple):
+    x: int = 3
+class Array(typing.Generic[*Ts]): ...
+@typing.runtime_checkable
+class Sized(typing.Protocol):
+    def size(self) -> int: ...
+@dataclass(frozen=True)
+class Cache:
+    lock: typing.Any = field(default_factory=threading.Lock)
+    values: dict = field(default_factory=dict)
+class Data:  # only an object of it is used, by name
+    def size(self): return 4
+data, cache = Data(), Cache()
+partial = functools.partial(fib, 6)
+def make():
+    @functools.lru_cache
+    def local(n): return n + 1
+    return lambda: local(1)
+local = make()
+
+def train(config, kind=Kind.A):
+    log.info("logged")
+    with lock, condition, cache.lock:
+        weak.add(data)
+    shape, row = Shape(), Row[str](a=1)
+    unpickled = pickle.loads(pickle.dumps([data, kind, fib, UserId, Row]))
+    return {
+        "cached": [fib(20), fib.tag, fib.__doc__, fib.cache_parameters()["typed"], even(10), squared_root(4.0)],
+        "wrapped": [inner(1), inner.calls, outer(2), partial(), local()],
+        "methods": [shape.area, shape.sides(3), shape.name, shape.add(1), shape.add("x"), shape.doubled(4)],
+        "dispatched": [show(1), show("x")],
+        "typing": [UserId(3), row["a"], sorted(Row.__required_keys__), Array[int, str]() is not None],
+        "classes": [kind is Kind("a"), Named().x, isinstance(data, Sized), len(weak)],
+        "by name": [unpickled[0].size(), unpickled[1] is kind, unpickled[2] is fib, unpickled[4] is Row],
+    }
+
+variable, executor, steps = contextvars.ContextVar("variable"), ThreadPoolExecutor(1), (n for n in range(3))
+file, thread = open(os.devnull, "w"), threading.Thread()
+relabeled = functools.update_wrapper(functools.lru_cache(lambda x: x), train)
+class Missing:
+    def __reduce__(self): return "MISSING"
+MISSING = Missing()
+class Holder:
+    def __init__(self): self.parts = {"steps": [1, steps]}
+holder = Holder()
+def helper(): return holder
+def uses_variable(config): variable.get()
+def uses_executor(config): executor.submit(int)
+def uses_steps(config): next(steps)
+def uses_file(config): file.write("x")
+def uses_thread(config): thread.start()
+def uses_relabeled(config): relabeled(1)
+def uses_missing(config): return MISSING
+def uses_holder(config): return helper().parts
+def uses_program(config): return program.data
+def with_closure():
+    counter = (n for n in range(3))
+    return lambda config: next(counter)
+
+if __name__ == "__main__":
+    from datetime import timedelta
+    from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+    from prefect_tune.attempt.trial_spec import pickled_or_path
+    from tests.fakes.trial_processes import messages_of, start_of
+
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
+        with pool.process(start_of(train, sys.argv[1]), logging.getLogger()) as channel:
+            *reports, end = messages_of(channel)
+    rejected = {}
+    for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_relabeled, uses_missing,
+                     uses_holder, uses_program, with_closure()):
+        try:
+            pickled_or_path(function)
+        except Exception as error:
+            rejected[function.__name__] = f"{type(error).__name__}: {error}"
+    metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]
+    print(json.dumps([getattr(end, "message", ""), metrics, train({}), rejected]))
+'''
+REJECTED = {
+    "uses_variable": "uses_variable: it uses 'variable', a ContextVar, which",
+    "uses_executor": "uses_executor: it uses '_work_queue' in 'executor', a SimpleQueue, which",
+    "uses_steps": "uses_steps: it uses 'steps', a generator, which",
+    "uses_file": "uses_file: it uses 'file', a TextIOWrapper, which",
+    "uses_thread": "uses_thread: it uses 'thread', a Thread, which",
+    "uses_relabeled": "uses_relabeled: it uses 'relabeled', a _lru_cache_wrapper, which",
+    "uses_missing": "uses_missing: it uses 'MISSING', a Missing, which",
+    "uses_holder": "uses_holder: it uses '[1]' in 'steps' in 'parts' in 'holder' in 'helper', a generator, which",
+    "uses_program": "uses_program: it uses 'program', a module, which",
+    "<lambda>": "with_closure.<locals>.<lambda>: it uses 'counter', a generator, which",
+}
+
+
+def _run(tmp_path: Path, command: Sequence[str], text: str = "") -> tuple[str, list[object], object, Mapping[str, str]]:
+    environment = {"PYTHONPATH": f"{Path(__file__).parents[3]}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+    whole = [sys.executable, *command, str(tmp_path)]
+    ran = subprocess.run(whole, env=environment, input=text, capture_output=True, text=True, check=True)
+    failure, metrics, here, rejected = json.loads(ran.stdout.splitlines()[-1])
+    return failure, metrics, here, rejected
+
+
+def test_what_a_script_defines_reaches_its_trials_and_what_cannot_is_rejected_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    failure, metrics, here, rejected = _run(tmp_path, [str(tmp_path / "script.py")])
+    assert failure == ""
+    assert metrics == [here]
+    assert rejected.keys() == REJECTED.keys()
+    for name, message in rejected.items():
+        assert message.startswith(f"InvalidInput: {REJECTED[name]} cannot be sent to the trial's process ("), message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["-m", "script"], ["-"]], ids=["a module", "as in a notebook"])
+def test_other_programs_are_as_a_script(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    failure, metrics, here, rejected = _run(tmp_path, command, SCRIPT)
+    assert (failure, metrics, rejected.keys()) == ("", [here], REJECTED.keys())
