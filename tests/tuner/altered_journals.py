@@ -10,6 +10,7 @@ from typing import Any
 from prefect_tune.core.journal.journal import decode_entry
 from prefect_tune.core.journal_events import (
     Absorbed,
+    Cause,
     Cloned,
     Committed,
     Decided,
@@ -19,8 +20,10 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Paused,
     Quarantined,
+    Reported,
     Requeued,
     Resumed,
+    Started,
     StopAsked,
     TrialAdded,
 )
@@ -38,7 +41,7 @@ class Alteration:
     kind: str
     place: tuple[int, int | None]
     """The index of the event in the entry, and of the event in that if it is absorbed."""
-    event: Event
+    events: tuple[Event, ...]
 
 
 def entries_of(target: Path, key: JournalKey) -> list[Entry]:
@@ -57,7 +60,7 @@ def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
                 if isinstance(each, TrialAdded) and place[1] is not None:
                     continue  # a copy of the proposal
                 for kind, changes in _changes(each, trials):
-                    yield Alteration(entry.number, kind, place, each.model_copy(update=changes))
+                    yield Alteration(entry.number, kind, place, (each.model_copy(update=changes),))
 
 
 def _changes(event: Event, trials: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -82,6 +85,57 @@ def _changes(event: Event, trials: Sequence[str]) -> Iterator[tuple[str, Mapping
             yield "retention", {"retires": ()}
         case Cloned():
             yield "clone", {"config": {**(event.config or {}), "lr": 7.0}}
+        case _:
+            pass
+
+
+def inconsistencies_of(entries: Sequence[Entry], config: Mapping[str, Any]) -> Iterator[Alteration]:
+    """Yield alterations after which a value differs from its copy, or an event is where no release writes it."""
+    for entry in entries:
+        for index, event in enumerate(entry.events):
+            inner = event.events if isinstance(event, Absorbed) else (event,)
+            for within, each in enumerate(inner):
+                place = (index, within if isinstance(event, Absorbed) else None)
+                for kind, events in _inconsistencies(each, config):
+                    yield Alteration(entry.number, kind, place, events)
+                if isinstance(each, Decided) and _trains_on(entries, entry.number, each):
+                    yield Alteration(entry.number, "no decision", place, ())
+
+
+def _trains_on(entries: Sequence[Entry], number: int, decided: Decided) -> bool:
+    """Whether the attempt reports a later step after the decision, before another attempt starts."""
+    later = (event for entry in entries if entry.number > number for event in entry.events)
+    inner = (each for event in later for each in (event.events if isinstance(event, Absorbed) else ()))
+    for event in inner:
+        match event:
+            case Reported(trial=decided.trial, report=report) if report.step > decided.report.step:
+                return True
+            case Started(trial=decided.trial):
+                return False
+            case _:
+                pass
+    return False
+
+
+def _inconsistencies(event: Event, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Event, ...]]]:
+    match event:
+        case Decided(report=report):
+            metrics = {**report.metrics, "added": 1.0}
+            yield (
+                "report of a decision",
+                (event.model_copy(update={"report": report.model_copy(update={"metrics": metrics})}),),
+            )
+            yield "decision twice", (event, event)
+        case Committed(checkpoint=checkpoint):
+            metrics = {name: value + 1e-9 for name, value in checkpoint.metrics.items()}
+            changed = checkpoint.model_copy(update={"metrics": metrics})
+            yield "metrics of a checkpoint", (event.model_copy(update={"checkpoint": changed}),)
+        case Reported(trial=trial, report=report):
+            decided = Decided(trial=trial, report=report, decision=Continue())
+            yield "decision of an attempt", (event, decided)
+            yield "end by an attempt", (event, GaveUp(trial=trial, cause=Cause.USER, message="gave up"))
+        case Cloned():
+            yield "configuration of a clone", (event.model_copy(update={"config": config}),)
         case _:
             pass
 
@@ -114,8 +168,8 @@ def write_altered(target: Path, key: JournalKey, entries: Sequence[Entry], alter
 
 def _with(events: tuple[Event, ...], alteration: Alteration) -> tuple[Event, ...]:
     index, within = alteration.place
-    changed, outer = alteration.event, events[index]
+    changed, outer = alteration.events, events[index]
     if within is not None and isinstance(outer, Absorbed):
-        inner = (*outer.events[:within], changed, *outer.events[within + 1 :])
-        changed = outer.model_copy(update={"events": inner})
-    return (*events[:index], changed, *events[index + 1 :])
+        inner = (*outer.events[:within], *changed, *outer.events[within + 1 :])
+        changed = (outer.model_copy(update={"events": inner}),)
+    return (*events[:index], *changed, *events[index + 1 :])

@@ -31,6 +31,7 @@ from tests.tuner.altered_journals import (
     Alteration,
     alterations_of,
     entries_of,
+    inconsistencies_of,
     write_altered,
 )
 
@@ -220,7 +221,7 @@ def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget
         pt.audit("e", target=str(tmp_path / "odd"))
     entries = entries_of(Path(targets("fifo").path), KEY)
     place = tmp_path / "damaged"
-    write_altered(place, KEY, entries, Alteration(2, "none", (0, None), entries[1].events[0]))
+    write_altered(place, KEY, entries, Alteration(2, "none", (0, None), entries[1].events[:1]))
     (place / KEY.entry_path(3)).write_bytes((place / KEY.entry_path(4)).read_bytes())
     with pytest.raises(JournalCorrupt, match="0000000003"):
         pt.audit("e", target=str(place))
@@ -263,6 +264,38 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
     targets: Callable[[str], LocalTarget], tmp_path: Path
 ) -> None:
     assert unnamed(targets, tmp_path, 40) == []
+
+
+KINDS_OF_INCONSISTENCY = (
+    "report of a decision",
+    "decision twice",
+    "no decision",
+    "metrics of a checkpoint",
+    "decision of an attempt",
+    "end by an attempt",
+    "configuration of a clone",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_INCONSISTENCY)
+def test_a_value_that_differs_from_its_copy_and_an_event_of_another_writer_are_differences(
+    kind: str, targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    audited = 0
+    for name in ("asha", "promotion", "hyperband", "turns", "pbt"):
+        entries = entries_of(Path(targets(name).path), KEY)
+        found = [each for each in inconsistencies_of(entries, {"lr": 7.0}) if each.kind == kind]
+        for index, altered in enumerate(found[:: max(1, len(found) // 3)]):
+            place = tmp_path / f"{name}-{index}"
+            write_altered(place, KEY, entries, altered)
+            try:
+                difference = pt.audit("e", target=str(place)).difference
+            except JournalCorrupt:
+                continue  # the next event is impossible after it
+            assert difference is not None, (name, altered)
+            assert difference.entry >= altered.entry
+            audited += 1
+    assert audited >= 3, kind
 
 
 @pytest.mark.altered_journal

@@ -51,6 +51,7 @@ from prefect_tune.core.journal_events import (
     Opened,
     Paused,
     Quarantined,
+    Reported,
     Requeued,
     Resumed,
     Started,
@@ -58,7 +59,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     WarmStart,
 )
-from prefect_tune.core.schedulers.base import Exploit, Pause, Stop
+from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import canonical_json
@@ -68,6 +69,7 @@ from prefect_tune.parameters.search_limits import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
 from prefect_tune.suspension.suspend_and_resume import STOPPED_HERE
 from prefect_tune.trust import code_choices
+from prefect_tune.tuner.repeated_values import ReportCopies, clone_of_source, misplacement_reason
 from prefect_tune.tuner.run_search import policy_of
 from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import TIME_IS_UP
@@ -210,6 +212,8 @@ class Derivation:
         self._policy: SearchPolicy | None = None
         self._warm_starts: list[WarmStart] = []
         self._curves = Curves()
+        self._report_copies = ReportCopies()
+        self._decided_steps: dict[str, tuple[int, int]] = {}  # by trial: the last milestone, and the step that met it
         self._keeps_reports = False
         self._requested_in: dict[str, int] = {}  # the term in which the search requested a trial's attempt
         self._is_copy = False
@@ -229,8 +233,12 @@ class Derivation:
         self._begin_policy(before)
         if isinstance(event, Absorbed):
             yield from self._absorbed(before, event)
-        else:
-            yield event, self._finding(before, event)
+            return
+        trial = before.trials.get(str(getattr(event, "trial", "")))
+        if (why := misplacement_reason(event, trial, None)) is not None:
+            yield event, Expected((), why)
+        yield from self._repeated(trial, event)
+        yield event, self._finding(before, event)
 
     def record(self, before: Experiment, event: Event, now: Experiment) -> None:
         """Record an event after it was applied, as a running search records what it writes."""
@@ -243,6 +251,8 @@ class Derivation:
             self._warm_starts += event.warm_starts
         if self._is_copy or not isinstance(event, Absorbed):
             self._keep_reports(event)
+            for trial in self._trials_of(before, event):
+                self._report_copies.record(trial, event)
         if self._policy is None:
             return
         if now.past_count > before.past_count and not isinstance(event, Configured):
@@ -251,6 +261,16 @@ class Derivation:
                 self._policy.record(trial, past_event)
         if isinstance(event, Absorbed):
             self._policy.has_trained(now.trial(event.trial))
+
+    def _trials_of(self, before: Experiment, event: Event) -> Sequence[Trial]:
+        names = event.checkpoints if isinstance(event, Adopted) else (str(getattr(event, "trial", "")),)
+        return [trial for name in names if (trial := before.trials.get(name)) is not None]
+
+    def _repeated(self, trial: Trial | None, event: Event) -> Iterator[tuple[Event, Finding]]:
+        """Yield a difference if the journal of a search contains other values of the event already."""
+        expected = self._report_copies.expected_event(trial, event) if trial is not None else None
+        if expected is not None and self._policy is not None and not is_same(event, expected):
+            yield event, Expected([expected])
 
     def _keep_reports(self, event: Event) -> None:
         """Keep the reports of trials, if a stopper looks back at them."""
@@ -332,12 +352,39 @@ class Derivation:
                 return self._requeued(trial, event, plan)
 
     def _decided(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: AuditPlan) -> Finding:
+        if self._follows_milestones(trial, plan):
+            milestone, step = policy.milestone(trial), event.report.step
+            if open_decision(trial) is not None or milestone is None or step < milestone:
+                return Expected((), f"no decision at step {step}: {_next_decision(trial, milestone)}")
+            last_step = self._report_copies.last_reported_step(trial.trial)
+            if last_step is not None and milestone <= last_step < step:
+                return Expected((), f"a decision at step {last_step}")
+            self._decided_steps[trial.trial] = (milestone, step)
         try:
             decision = policy.decide(trial, event.report)
         except BadMetric as error:
             return Expected((), f"no decision: {error}")
         unknown = plan.unknown.get("scheduler")
         return Unknown(unknown) if unknown else Expected([event.model_copy(update={"decision": decision})])
+
+    def _follows_milestones(self, trial: Trial, plan: AuditPlan) -> bool:
+        """Whether the trial's attempt got its milestones from this owner's scheduler, which is known."""
+        requested_in = self._requested_in.get(trial.trial)
+        is_ours = requested_in is None or self._plans.get(requested_in) is plan
+        return is_ours and "scheduler" not in plan.unknown
+
+    def _reported(self, before: Experiment, trial: Trial, event: Reported) -> Finding:
+        """Return the decision that is missing if the attempt has passed a milestone without one."""
+        plan, last_step = self._plans.get(before.term), self._report_copies.last_reported_step(trial.trial)
+        if plan is None or self._policy is None or not self._follows_milestones(trial, plan):
+            return Observed()
+        decided = self._decided_steps.get(trial.trial)
+        if decided is not None and decided[0] <= event.report.step < decided[1]:
+            return Expected((), f"a decision at step {event.report.step}")
+        milestone = self._policy.milestone(trial)
+        if milestone is None or last_step is None or last_step < milestone:
+            return Observed()
+        return Expected((), f"no further step: {_next_decision(trial, milestone)}")
 
     def _resumed(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: AuditPlan) -> Finding:
         if unknown := plan.unknown.get("scheduler"):
@@ -392,7 +439,14 @@ class Derivation:
             return  # it cannot be applied, and is damage
         trial = before.trial(event.trial)
         for each in event.events:
+            if (why := misplacement_reason(each, trial, event)) is not None:
+                yield each, Expected((), why)
+            yield from self._repeated(trial, each)
             match each:
+                case Reported():
+                    yield each, self._reported(before, trial, each)
+                    self._report_copies.record(trial, each)
+                    trial = after(trial, each, event.number, event.writer)
                 case Opened(owner=owner):
                     self._requested_in[trial.trial] = owner.search_term
                     yield each, self._retried(trial, each)
@@ -402,11 +456,15 @@ class Derivation:
                         yield each, Expected([proposed])
                 case Adopted():
                     yield each, Observed()
+                    self._report_copies.record(trial, each)
                     trial = with_adopted(trial, each)
                 case Deletion():
                     yield each, Observed()
                 case _:
                     yield each, self._of_attempt(before, trial, each)
+                    if isinstance(each, Started):
+                        self._decided_steps.pop(trial.trial, None)
+                    self._report_copies.record(trial, each)
                     trial = after(trial, each, event.number, event.writer)
             self._keep_reports(each)
 
@@ -436,7 +494,7 @@ class Derivation:
             case Committed():
                 return _committed(trial, event, plan.plan.retention or Retention())
             case Cloned(inherited=False):
-                return _cloned(trial, event)
+                return _cloned(before, trial, event)
             case Paused():
                 return Expected(_pauses(trial), "no pause")
             case Finished():
@@ -518,11 +576,18 @@ def _committed(trial: Trial, event: Committed, policy: Retention) -> Finding:
     return Expected([event.model_copy(update={"retires": tuple(each.sequence for each in ending)})])
 
 
-def _cloned(trial: Trial, event: Cloned) -> Finding:
+def _next_decision(trial: Trial, milestone: int | None) -> str:
+    """Return when the scheduler decides next, for messages."""
+    if open_decision(trial) is not None:
+        return f"the decision at step {milestone} is not carried out yet"
+    return "the scheduler decides nothing more" if milestone is None else f"a decision is due at step {milestone}"
+
+
+def _cloned(before: Experiment, trial: Trial, event: Cloned) -> Finding:
     """Return the clone that the last exploit asks for; which checkpoint was the newest, only the target knew."""
-    decisions = (each.decision for each in reversed(trial.past) if isinstance(each.decision, Exploit))
-    if (exploit := next(decisions, None)) is None:
-        return Observed()
+    if (exploit := trial.exploits) is None:
+        return Expected((), "no clone: the scheduler has decided none") if trial.own_journal else Observed()
+    event = clone_of_source(before, event)
     source = event.source
     if source.trial.trial not in (exploit.source, trial.trial):
         source = source.model_copy(update={"trial": source.trial.of_experiment.trial_key(exploit.source)})
