@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 from uuid import UUID, uuid4
 
@@ -52,6 +53,27 @@ def new_write_id() -> Stamp:
 def utc_now() -> str:
     """Return the current UTC time: it is shown to people, and decides nothing."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+_run_began: tuple[datetime, float] | None = None  # time of day, monotonic: the last run that this process began
+
+
+def begin_run_clock() -> None:
+    """Let `run_now` count from the present time of day."""
+    global _run_began  # noqa: PLW0603 - the clock of the process
+    _run_began = datetime.now(UTC), time.monotonic()
+
+
+def run_now() -> str:
+    """Return the time of day at the begin of this process's run plus the seconds of a monotonic clock since then.
+
+    A clock that is set, or a machine that sleeps, does not change it. It is for durations, in the cost; people are
+    shown `utc_now`, which a process without a run uses here too.
+    """
+    if _run_began is None:
+        return utc_now()
+    at, seconds = _run_began
+    return (at + timedelta(seconds=time.monotonic() - seconds)).isoformat(timespec="milliseconds")
 
 
 def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:

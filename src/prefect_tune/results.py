@@ -173,7 +173,7 @@ class Results:
         if any(each.status is Status.RUNNING for each in self.trials.values()):
             with self.target.open(timeout=_TIMEOUT) as store:
                 live = live_status_of(store, self.experiment)
-            until = (parse_time(live.at) if live is not None else None) or until
+            until = (parse_time(live.run_at or live.at) if live is not None else None) or until
         return cost_of(self.experiment, until or datetime.now(UTC))
 
     # ------------------------------------------------------------------------------------------------- the best

@@ -19,7 +19,7 @@ from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
 from prefect_tune.core.shown_text import shown_size
 from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, PhaseSeconds, RankEnd, RankSeconds
-from prefect_tune.journal_access import utc_now
+from prefect_tune.journal_access import run_now
 
 _LEAST_PERIOD_SECONDS = 1.0
 _SHARE = 1200
@@ -33,7 +33,7 @@ class UsageMeter:
 
     def __init__(self, memory: MemoryLimit | None = None) -> None:
         """Args: memory: the limit of the trial's memory. Default: that of this process, which starts the trial's."""
-        self.began_at = utc_now()
+        self.began_at = run_now()
         self._memory_limit = memory or MemoryLimit()
         self._kills = self._kills_before = self._memory_limit.kills()
         self._due = self._kills_due = 0.0

@@ -57,7 +57,7 @@ from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial,
 from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import metric_in
+from prefect_tune.core.values import metric_in, parse_time
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
 from prefect_tune.reporting.history import history_of
 from prefect_tune.reporting.page import page_of
@@ -189,7 +189,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         return
     state, now = view.experiment, datetime.now(UTC)
     fresh = freshness_of(view, now)
-    cost = cost_of(state, fresh.as_of or now)
+    cost = cost_of(state, parse_time(view.cost_until) or now)
     about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
@@ -230,7 +230,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     """
     state, now = view.experiment, datetime.now(UTC)
     fresh = freshness_of(view, now)
-    cost = cost_of(state, fresh.as_of or now)
+    cost = cost_of(state, parse_time(view.cost_until) or now)
     objective = objective_in(state.settings)
     trials = best_first(list(state.trials.values()), objective)
     about = {

@@ -134,8 +134,12 @@ class AttemptRecord(Value):
     attempt: int
     began_at: str | None = None
     """When it began, by the clock of its machine."""
+    term: int = 0
+    """The owner during whose term it began; 0 if that is not known."""
+    slot_term: int = 0
+    """The owner that freed its slot; another one than `term` if the attempt has outlived its search."""
     slot_at: str | None = None
-    """When the search gave it a slot; None until the slot was freed."""
+    """When the search gave it a slot, by the clock of the run; None until the slot was freed."""
     slot_seconds: Seconds = 0.0
     """How long it held the slot."""
     seconds: Phases = PhaseSeconds()

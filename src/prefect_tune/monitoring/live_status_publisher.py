@@ -21,7 +21,7 @@ from prefect_tune.core.messages.live_status import (
     delete_live_status,
     write_live_status,
 )
-from prefect_tune.journal_access import utc_now
+from prefect_tune.journal_access import run_now, utc_now
 
 _REQUEST = timedelta(seconds=30)
 _FIRST = timedelta(seconds=1)
@@ -99,6 +99,7 @@ class LiveStatusPublisher:
             owner=experiment.owner,
             number=self._written_count + 1,
             at=utc_now(),
+            run_at=run_now(),
             period_seconds=next_pause.total_seconds(),
             trials=running,
         )

@@ -290,7 +290,9 @@ class SearchLog(SearchObserver):
 
 def _is_earlier(event: Event, experiment: Experiment) -> bool:
     """Return whether a trial wrote the entry before this run began, by the clocks of both: for people only."""
-    at = parse_time(event.at) if isinstance(event, Absorbed) and event.at else None
+    if not isinstance(event, Absorbed) or experiment.trial(event.trial).search_term == experiment.term:
+        return False  # this run requested the attempt
+    at = parse_time(event.at) if event.at else None
     began = parse_time(experiment.runs[-1].began_at) if experiment.runs else None
     return at is not None and began is not None and at < began
 

@@ -41,7 +41,15 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     have_ended,
 )
-from prefect_tune.journal_access import JournalWriter, Opening, current_owner, new_write_id, open_journal, utc_now
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    begin_run_clock,
+    current_owner,
+    new_write_id,
+    open_journal,
+    run_now,
+)
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.storage_retries import on_target
@@ -172,8 +180,9 @@ class Driver:
         )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got the slot: time of day, monotonic
+        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got the slot: the run's clock, monotonic
         self._search_is_done = False
+        begin_run_clock()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -299,7 +308,7 @@ class Driver:
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
-        self._slots[trial] = utc_now(), time.monotonic()
+        self._slots[trial] = run_now(), time.monotonic()
         self._pending_entry.then(lambda: self._executor.start(spec, request, number, state.absorbed))
         if finds:
             self._answer_again(trial)

@@ -197,8 +197,51 @@ def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() ->
         *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 10, slots=1), Adopted(seen_at=at(4))),
         *(Finished(trial="t", reason="", use=used(start=1, training=13)), freed(1, 10, 5)),
     )
-    assert seconds(found) == {"start": 1, "training": 13, "ending": 1}
+    assert seconds(found) == {"start": 1, "training": 13, "idle": 1}
     assert (found.slot_seconds, sum(each.seconds for each in found.runs)) == (15, 4 + 5)
+
+
+def test_a_clock_that_jumps_between_two_runs_adds_nothing_to_an_attempt_that_outlives_its_search() -> None:
+    hours = 8 * 3600
+    found = cost(
+        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, hours, slots=1), Adopted(seen_at=at(4))),
+        *(Finished(trial="t", reason="", use=used(start=1, training=13)), freed(1, hours, 5)),
+    )
+    assert [each.total_seconds for each in found.attempts] == [14]
+
+
+@pytest.mark.parametrize("offset", [-3600, 8 * 3600])
+def test_the_begin_of_an_attempt_by_another_machines_clock_is_kept_within_its_slot(offset: float) -> None:
+    found = cost(
+        *(opened(1, 0, slots=1), added(), started(1, offset + 1)),
+        *(Finished(trial="t", reason="", use=used(training=4)), freed(1, 0, 6)),
+    )
+    assert sum(seconds(found).values()) == 6
+    assert [each.is_bounded for each in found.attempts] == [True]
+    same = cost(
+        opened(1, 0, slots=1), added(), started(1, 1), Finished(trial="t", reason="", use=used()), freed(1, 0, 6)
+    )
+    assert [each.is_bounded for each in same.attempts] == [False]
+
+
+@pytest.mark.parametrize("offset", [-3600, 8 * 3600])
+def test_a_lost_attempt_whose_machine_has_another_clock_is_kept_within_its_run(offset: float) -> None:
+    found = cost(
+        *(opened(1, 0, slots=1), added(), started(1, offset + 1), reported(2, 4)),
+        *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(8)), lost()),
+    )
+    assert found.slot_seconds <= 110
+    assert [each.is_bounded for each in found.attempts] == [True]
+
+
+def test_a_run_that_begins_before_the_last_one_by_the_clock_has_its_own_attempts() -> None:
+    found = cost(
+        *(opened(1, 3600, slots=1), added(), started(1, 3601), reported(2, 4)),
+        *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(3608)), lost()),
+        *(started(2, 101), Finished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
+    )
+    assert [each.seconds for each in found.runs] == [8, 3]
+    assert found.slot_seconds == 11
 
 
 def test_a_slot_that_is_freed_before_its_attempt_is_known_belongs_to_that_attempt() -> None:

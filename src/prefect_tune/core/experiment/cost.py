@@ -7,13 +7,17 @@ An attempt is in its slot from the start that the search requested until the sea
 begins it starts, and after its last entry it ends. An attempt without an end of its own lasts until its run's last
 sign of life, or until the trial's next attempt: what it did after its last commit is lost. Idle is what is
 left of the slots. An attempt that outlives its search adds the time between the runs.
+
+Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of one run, which are
+those of `run_now`. Only the begin of an attempt on another machine, or of one that was lost, may be a time of day of
+another clock: it is kept within the slot or the run, and `is_bounded` tells whether that has changed it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Self
@@ -70,6 +74,8 @@ class AttemptCost:
     """Its processors and memory; None for an attempt that runs, or was lost."""
     ranks: RankSeconds | None = None
     """The seconds of its saves by rank; None for a single process."""
+    is_bounded: bool = False
+    """Whether its begin by another clock was outside its slot or its run, and was moved to the nearest time in it."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
@@ -145,35 +151,57 @@ def cost_of(experiment: Experiment, until: datetime) -> ExperimentCost:
     seconds: Counter[Category] = Counter()
     for each in attempts:
         seconds.update(each.seconds)
-    found = [RunCost(begin, (end - begin).total_seconds(), slots) for begin, end, slots in runs]
+    found = [RunCost(each.begin, (each.end - each.begin).total_seconds(), each.slots) for each in runs]
     idle = (max(0.0, (each.slots or 0) * each.seconds - _held_in(each, attempts)) for each in found)
     return ExperimentCost(found, attempts, {each: seconds[each] for each in _USED} | {Category.IDLE: sum(idle)})
 
 
-_Run = tuple[datetime, datetime, int | None]
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run and its times, by its own clock."""
+
+    term: int
+    begin: datetime
+    end: datetime
+    slots: int | None
 
 
 def _runs(experiment: Experiment, until: datetime) -> Sequence[_Run]:
-    """Return begin, end and slots of each run; it has lasted at least as long as what its attempts have journaled."""
-    known = [(parse_time(each.began_at), parse_time(each.ended_at or each.began_at), each) for each in experiment.runs]
-    begun = [(begin, end, each.slots) for begin, end, each in known if begin is not None and end is not None]
-    reached: dict[int, datetime] = {}
+    """Return each run; it has lasted at least as long as what its attempts have journaled."""
+    runs: list[_Run] = []
+    for run in experiment.runs:
+        begin, end = parse_time(run.began_at), parse_time(run.ended_at or run.began_at)
+        if begin is not None and end is not None:
+            runs.append(_Run(run.term, begin, end, run.slots))
     for trial in experiment.trials.values():
-        is_running = trial.phase is Phase.RUNNING
         for record in trial.records:
-            if (began := parse_time(record.began_at or "")) is None or record.slot_at is not None:
+            began = parse_time(record.began_at or "")
+            if began is None or record.slot_at is not None or not runs:
                 continue  # its run has ended after it, or is known to have
-            last, is_last = _later(began, record.seconds.total), record is trial.records[-1]
-            if is_running and is_last:
-                last = max(last, until)
-            place = _place(begun, last if is_running and is_last else began)
-            reached[place] = max(reached.get(place, last), last)
-    return [(begin, max(end, reached.get(place, end)), slots) for place, (begin, end, slots) in enumerate(begun)]
+            place = _place(runs, record, began)
+            last = _later(_first_in(runs, place, began), record.seconds.total)
+            if trial.phase is Phase.RUNNING and record is trial.records[-1]:
+                place, last = len(runs) - 1, max(last, until)
+            runs[place] = replace(runs[place], end=max(runs[place].end, last))
+    return runs
 
 
-def _place(runs: Sequence[_Run], at: datetime) -> int:
-    """Return the place of the run that owned the experiment at a time; 0 for a time before the first one."""
-    return max((place for place, (begin, _, _) in enumerate(runs) if begin <= at), default=0)
+def _place(runs: Sequence[_Run], record: AttemptRecord, began: datetime) -> int:
+    """Return the place of the run in which an attempt began; by the time of day where the journal has no owner."""
+    by_time = max((place for place, run in enumerate(runs) if run.begin <= began), default=0)
+    return next((place for place, run in enumerate(runs) if run.term == record.term), by_time)
+
+
+def _first_in(runs: Sequence[_Run], place: int, began: datetime) -> datetime:
+    """Return the begin of an attempt in a run of a search, moved between it and the next run if another clock set it.
+
+    The attempts of a flow of one's own have no slots, and stay where they are.
+    """
+    run, following = runs[place], next(iter(runs[place + 1 :]), None)
+    if run.slots is None:
+        return began
+    first = max(began, run.begin)
+    return min(first, following.begin) if following is not None and following.begin > run.begin else first
 
 
 def _later(at: datetime, seconds: float) -> datetime:
@@ -185,20 +213,34 @@ def _attempts(trial: Trial, runs: Sequence[_Run], until: datetime) -> Iterator[A
     free_at: datetime | None = None
     for place, record in enumerate(trial.records):
         following = next(iter(trial.records[place + 1 :]), None)
-        times = [found for at in (record.slot_at, record.began_at) if at and (found := parse_time(at)) is not None]
-        if not times:
-            continue
-        first = max(min(times), free_at or min(times))
         is_running = trial.phase is Phase.RUNNING and following is None
+        began, slot_at = parse_time(record.began_at or ""), parse_time(record.slot_at or "")
+        outlives = slot_at is not None and 0 < record.term < record.slot_term
+        if slot_at is not None and not outlives:
+            first = slot_at
+        elif (
+            slot_at is not None and record.use is not None
+        ):  # the slot of the last run; it has measured all of its time
+            first = _later(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
+        elif began is not None:
+            first = _first_in(runs, _place(runs, record, began), began) if runs else began
+        else:
+            continue
+        is_bounded = slot_at is None and first != began
+        first = max(first, free_at or first)
         if is_running:
             record = _so_far(trial, record)  # noqa: PLW2901  with its newest report
-            free_at = max(until, _later(times[-1], record.seconds.total))
+            free_at = max(until, _later(began or first, record.seconds.total))
         else:
             free_at = _freed_at(record, first, following, runs)
         free_at = max(first, free_at)
-        before = max(0.0, (times[-1] - first).total_seconds()) if record.began_at else 0.0
-        seconds = _shared_out(record, before, (free_at - first).total_seconds(), is_running=is_running)
-        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, record.ranks)
+        held_seconds, before = (free_at - first).total_seconds(), 0.0
+        if began is not None and slot_at is not None and not outlives:
+            gap = (began - first).total_seconds()
+            before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
+            is_bounded = gap != before
+        seconds = _shared_out(record, before, held_seconds, is_running=is_running)
+        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, record.ranks, is_bounded)
 
 
 def _so_far(trial: Trial, record: AttemptRecord) -> AttemptRecord:
@@ -214,14 +256,16 @@ def _freed_at(
     slot_at, began = parse_time(record.slot_at or ""), parse_time(record.began_at or "")
     if slot_at is not None:
         return _later(slot_at, record.slot_seconds)
-    known = _later(began or first, record.seconds.total)
+    known = _later(first, record.seconds.total)
     if record.use is not None or not runs:
         return known
-    _, end, slots = runs[_place(runs, first)]
-    if slots is None:
+    run = runs[_place(runs, record, began or first)]
+    if run.slots is None:
         return known  # of a flow of one's own
-    next_began = parse_time(following.began_at or "") if following else None
-    return max(known, min(end, next_began or end))
+    next_began = (
+        parse_time(following.began_at or "") if following is not None and following.term == record.term else None
+    )
+    return max(known, min(run.end, next_began or run.end))
 
 
 def _shared_out(

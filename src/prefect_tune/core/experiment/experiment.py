@@ -44,6 +44,7 @@ from prefect_tune.core.journal_events import (
     Requeued,
     Resumed,
     SlotFreed,
+    Started,
     StopAsked,
     TrialAdded,
     Writer,
@@ -450,7 +451,9 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
     for each in event.events:
         trial = experiment.trial(trial.trial)
         match each:
-            case Opened() | TrialAdded() | Deletion():
+            case Opened(owner=owner):
+                experiment = _with(experiment, trial.model_copy(update={"search_term": owner.search_term}))
+            case TrialAdded() | Deletion():
                 continue
             case Adopted():
                 experiment = _with(experiment, with_adopted(trial, each))
@@ -482,13 +485,21 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             )
         case Committed():
             return _progressed(_with(experiment, now))
-        case SlotFreed(since=since, seconds=seconds):
+        case Started():
+            return _with(experiment, _with_record(now, event.attempt, term=now.search_term or experiment.term))
+        case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             runs = ended_after(experiment.runs, since, seconds)
-            return _with(experiment, now).model_copy(update={"runs": runs})
+            freed = _with_record(now, attempt, slot_term=experiment.term)
+            return _with(experiment, freed).model_copy(update={"runs": runs})
         case _:
             return _with(experiment, now)
     noted = _with_past(experiment, now, past_event)
     return _progressed(noted) if past_event.what in ("decided", "ended") else noted
+
+
+def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:
+    records = tuple(each.model_copy(update=terms) if each.attempt == attempt else each for each in trial.records)
+    return trial.model_copy(update={"records": records})
 
 
 def _progressed(experiment: Experiment) -> Experiment:

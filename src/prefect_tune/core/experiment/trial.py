@@ -207,6 +207,8 @@ class Trial(Value):
     """Whether the scheduler or a stop request ended it, and not its own stopper."""
     absorbed: int = 0
     """The last entry of its own journal that the experiment's journal has absorbed."""
+    search_term: int = 0
+    """The owner of the experiment that requested its last attempt; 0 if that is not known."""
     proposed: Mapping[str, object] | None = None
     """The configuration it was added with, if it has exploited another trial since."""
     exploits: Exploit | None = None

@@ -156,7 +156,8 @@ class RunningAttempts:
             self._experiment, count = experiment, self._report_count
             for each in events_in(event):
                 self._receive(each, written_at, now)
-            if isinstance(event, Absorbed) and written_at < self._began_at:
+            is_ours = isinstance(event, Absorbed) and experiment.trial(event.trial).search_term == experiment.term
+            if isinstance(event, Absorbed) and not is_ours and written_at < self._began_at:
                 self._report_count = count
                 self._measure_from(event.trial, now)
 
@@ -236,6 +237,8 @@ class LiveStatus(Document):
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
+    run_at: str | None = None
+    """The same time by the clock of the run, which nobody sets; for the cost only."""
     period_seconds: Annotated[float, Field(gt=0, le=MOST_PERIOD_SECONDS)]
     """The time until the owner writes the next one."""
     trials: tuple[RunningTrial, ...]
@@ -250,6 +253,11 @@ class ExperimentView:
     """The time of the live status or of the journal's last entry, the later one; empty if unknown."""
     live: LiveStatus | None = None
     """The live status of the journal's present owner; None if there is none."""
+
+    @property
+    def cost_until(self) -> str:
+        """Until when the attempts have lasted, by the clock of their run where that is known; empty if unknown."""
+        return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def running(self, trial: str) -> RunningTrial | None:
         """Return the running attempt of a trial; None if it does not run, or if there is no live status."""
@@ -304,7 +312,7 @@ class LastKnown:
     reports: Mapping[str, StepReport] = field(default_factory=dict)
     """By trial, its last report."""
     at: str | None = None
-    """The time of that live status; None if there is none."""
+    """The time of that live status by the clock of its run; None if there is none."""
 
 
 NOTHING_KNOWN = LastKnown()
@@ -315,7 +323,7 @@ def last_known_reports(store: ObjectStore, experiment: Experiment) -> LastKnown:
     runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
     live = newest_live_status(store, experiment.key) if runs else None
     reports = {name: each.report for name, each in _attempts_in(live, experiment).items() if each.report}
-    return LastKnown(reports, live.at if live else None)
+    return LastKnown(reports, (live.run_at or live.at) if live else None)
 
 
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
