@@ -290,7 +290,7 @@ class SearchLog(SearchObserver):
 
 def _is_earlier(event: Event, experiment: Experiment) -> bool:
     """Return whether a trial wrote the entry before this run began, by the clocks of both: for people only."""
-    if not isinstance(event, Absorbed) or experiment.trial(event.trial).search_term == experiment.term:
+    if not isinstance(event, Absorbed) or experiment.trial(event.trial).search_term == experiment.term > 0:
         return False  # this run requested the attempt
     at = parse_time(event.at) if event.at else None
     began = parse_time(experiment.runs[-1].began_at) if experiment.runs else None

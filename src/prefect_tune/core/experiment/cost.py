@@ -157,7 +157,7 @@ def cost_of(experiment: Experiment, until: datetime) -> ExperimentCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Span:
     """A run and its times, by its own clock."""
 
     term: int
@@ -166,13 +166,13 @@ class _Run:
     slots: int | None
 
 
-def _runs(experiment: Experiment, until: datetime) -> Sequence[_Run]:
+def _runs(experiment: Experiment, until: datetime) -> Sequence[_Span]:
     """Return each run; it has lasted at least as long as what its attempts have journaled."""
-    runs: list[_Run] = []
+    runs: list[_Span] = []
     for run in experiment.runs:
         begin, end = parse_time(run.began_at), parse_time(run.ended_at or run.began_at)
         if begin is not None and end is not None:
-            runs.append(_Run(run.term, begin, end, run.slots))
+            runs.append(_Span(run.term, begin, end, run.slots))
     for trial in experiment.trials.values():
         for record in trial.records:
             began = parse_time(record.began_at or "")
@@ -186,13 +186,13 @@ def _runs(experiment: Experiment, until: datetime) -> Sequence[_Run]:
     return runs
 
 
-def _place(runs: Sequence[_Run], record: AttemptRecord, began: datetime) -> int:
+def _place(runs: Sequence[_Span], record: AttemptRecord, began: datetime) -> int:
     """Return the place of the run in which an attempt began; by the time of day where the journal has no owner."""
     by_time = max((place for place, run in enumerate(runs) if run.begin <= began), default=0)
     return next((place for place, run in enumerate(runs) if run.term == record.term), by_time)
 
 
-def _first_in(runs: Sequence[_Run], place: int, began: datetime) -> datetime:
+def _first_in(runs: Sequence[_Span], place: int, began: datetime) -> datetime:
     """Return the begin of an attempt in a run of a search, moved between it and the next run if another clock set it.
 
     The attempts of a flow of one's own have no slots, and stay where they are.
@@ -208,7 +208,7 @@ def _later(at: datetime, seconds: float) -> datetime:
     return at + timedelta(seconds=seconds)
 
 
-def _attempts(trial: Trial, runs: Sequence[_Run], until: datetime) -> Iterator[AttemptCost]:
+def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[AttemptCost]:
     """Yield what each attempt cost; one whose times are not known is left out."""
     free_at: datetime | None = None
     for place, record in enumerate(trial.records):
@@ -250,7 +250,7 @@ def _so_far(trial: Trial, record: AttemptRecord) -> AttemptRecord:
 
 
 def _freed_at(
-    record: AttemptRecord, first: datetime, following: AttemptRecord | None, runs: Sequence[_Run]
+    record: AttemptRecord, first: datetime, following: AttemptRecord | None, runs: Sequence[_Span]
 ) -> datetime:
     """Return when an attempt that is over left its slot."""
     slot_at, began = parse_time(record.slot_at or ""), parse_time(record.began_at or "")

@@ -156,7 +156,7 @@ class RunningAttempts:
             self._experiment, count = experiment, self._report_count
             for each in events_in(event):
                 self._receive(each, written_at, now)
-            is_ours = isinstance(event, Absorbed) and experiment.trial(event.trial).search_term == experiment.term
+            is_ours = isinstance(event, Absorbed) and experiment.trial(event.trial).search_term == experiment.term > 0
             if isinstance(event, Absorbed) and not is_ours and written_at < self._began_at:
                 self._report_count = count
                 self._measure_from(event.trial, now)
