@@ -103,8 +103,9 @@ def durable_trainable(
             it gets a dict of its fields.
         target: where checkpoints and state are stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put credentials into blocks, which hide them.
-        experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run
-            (of the outermost one), so that a Retry of it resumes.
+        experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run,
+            so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
+            and each other one has a name of its own that begins with it.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
             metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
@@ -136,9 +137,11 @@ def durable_trainable(
     """
     given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
     given.pop("config")
+    from prefect_tune.ownership import name_by_call
     from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
 
-    found = trained(SearchPlan(**given), config)
+    plan = SearchPlan(**given)
+    found = trained(name_by_call(plan) if experiment is None else plan, config)
     if isinstance(found, TrialFailed):
         return failed_by(found, TrialResult)
     spec, trial = found

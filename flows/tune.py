@@ -93,8 +93,9 @@ def tune(
             itself, or a trainable that needs none.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
-        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run
-            (of the outermost one), so that a Retry of it resumes.
+        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run,
+            so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
+            and each other one has a name of its own that begins with it.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
         mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each. Default:
@@ -170,6 +171,8 @@ def tune(
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     require_one_count(num_samples, samples_per_run)
+    from prefect_tune.ownership import name_by_call
     from prefect_tune.tuner.run_search import searched  # flow_with_server imports it while its server starts
 
-    return searched(SearchPlan(**parameters))
+    plan = SearchPlan(**parameters)
+    return searched(name_by_call(plan) if experiment is None else plan)

@@ -54,9 +54,9 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.storage.generations import require_not_of_before
+from prefect_tune.core.storage.generations import claim_name, exists, require_not_of_before
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.journal_access import (
     Opening,
     Writer,
@@ -69,6 +69,8 @@ from prefect_tune.journal_access import (
 )
 from prefect_tune.parameters.argument_checks import require_one_runner
 from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.prefect_api.call_paths import call_path, require_order
 from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target, run_log, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
@@ -97,6 +99,35 @@ def check_target(target: StorageTarget) -> TargetCheck:
     if not found.conditional_create:
         run_log().warning("%s", found.message)
     return found
+
+
+# The experiment of a call without a name.
+
+_first_calls: dict[str, str] = {}
+"""By root run, the call that has the root's id as the name of its experiment, on any target."""
+
+
+def name_by_call(plan: SearchPlan) -> SearchPlan:
+    """Return the plan of a call without an experiment name, with the name that each repetition of the call has, too.
+
+    The first call of a root run has the root's id. Each other one has the id and a digest of its place in the run: what
+    a retry calls first depends on what has been completed before. The target says which call was the first.
+
+    Raises:
+        InvalidInput: another call runs now from which a retry could not tell this one.
+    """
+    root, _, call = call_path().partition("/")
+    if not call:
+        return plan.extended(experiment=root)
+    require_order(f"{root}/{call}")
+    named = f"{root}-{digest_of(call.encode())[:12]}"
+
+    def is_first(store: ObjectStore) -> bool:
+        if exists(store, named) or _first_calls.setdefault(root, call) != call:
+            return False
+        return claim_name(store, root, call)
+
+    return plan.extended(experiment=root if on_target(plan.target, is_first) else named)
 
 
 # The flow run of a search or a training: not in a crash loop, and not beside a live run.

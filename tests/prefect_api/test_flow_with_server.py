@@ -206,7 +206,7 @@ pt.tune(print, {"x": 1.0}, target="runs", metric="loss")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["http://nowhere.invalid/api", "no-url"])
+@pytest.mark.parametrize("url", ["http://nowhere.invalid/api"])
 def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(pt.InvalidInput, match="no Prefect server answers"):

@@ -29,7 +29,7 @@ _SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 
 def experiment_name(given: str | None) -> str:
-    """Return the experiment's name: as given, or the id of the outermost flow run, so that a Retry of it resumes.
+    """Return the experiment's name: as given, or the id of the flow run; a call by a flow or task has its own default.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -38,7 +38,7 @@ def experiment_name(given: str | None) -> str:
         return valid_name(given)
     from prefect.runtime import flow_run
 
-    return valid_name(str(flow_run.root_flow_run_id or flow_run.id))
+    return valid_name(str(flow_run.id))
 
 
 def storable_config(config: object) -> dict[str, object]:

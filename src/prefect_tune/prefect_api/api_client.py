@@ -5,6 +5,7 @@ To ask upstream: a class for temporary errors, and one for what a release lacks.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from prefect.settings import get_current_settings
 from prefect_tune.blocks.resolve_target import SET_UP
 from prefect_tune.core.errors import InvalidInput, TuneError
 
-_TOO_BUSY = (408, 429)
+_TOO_BUSY, _REFUSED = (408, 429), (401, 403)
 
 
 def is_temporary(error: BaseException | None) -> bool:
@@ -41,6 +42,49 @@ def prefect_changed(what: str) -> TuneError:
     )
 
 
+def require_api() -> None:
+    """Check by one request that the configured API is Prefect's, and takes the credentials.
+
+    An outage passes: the run waits for the API, or says what fails.
+
+    Raises:
+        InvalidInput: a setting is wrong; the message names it.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            client.read_flows(limit=1)
+    except Exception as error:
+        if (wrong := wrong_setting(error)) is not None:
+            raise InvalidInput(wrong) from None
+        if isinstance(error, httpx.HTTPError) or isinstance(error.__cause__, httpx.HTTPError):
+            return
+        raise
+
+
+def wrong_setting(error: BaseException) -> str | None:
+    """Return which setting is wrong, if `error` of a request that every Prefect API serves says so."""
+    api = get_current_settings().api
+    address = f"PREFECT_API_URL={api.url}"
+    expected = "Expected the address of a Prefect API, which ends with /api: http://127.0.0.1:4200/api"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, httpx.HTTPStatusError):
+            status = cause.response.status_code
+            if status in _REFUSED:
+                return (
+                    f"the Prefect server at {address} refuses the credentials (HTTP {status}): correct PREFECT_API_KEY "
+                    "for Prefect Cloud (prefect cloud login), or PREFECT_API_AUTH_STRING for a server of your own"
+                )
+            is_wrong = not (status in _TOO_BUSY or cause.response.is_server_error)
+            return f"{address} answers HTTP {status}. {expected}" if is_wrong else None
+        if isinstance(cause, ssl.SSLError):
+            return f"{address} does not speak TLS as expected ({cause}). Correct it, or PREFECT_API_SSL_CERT_FILE"
+        if isinstance(cause, ValueError | httpx.RemoteProtocolError | httpx.UnsupportedProtocol | httpx.InvalidURL):
+            return f"{address} does not answer as a Prefect API does. {expected}"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
 @contextmanager
 def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
     """Yield a client of the Prefect server, to change objects that it stores.
@@ -49,11 +93,12 @@ def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
         about: the objects, such as `deployments`: errors begin with it.
 
     Raises:
-        InvalidInput: no server is configured.
+        InvalidInput: no server is configured, or a setting is wrong.
         TuneError: the server does not answer, or refuses.
     """
     if not get_current_settings().api.url:
         raise InvalidInput(f"{about}: no Prefect server is set up to store them: {SET_UP}")
+    require_api()
     with or_said(about), get_client(sync_client=True) as client:
         yield client
 

@@ -27,16 +27,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+from uuid import UUID
 
+import httpx
 from prefect import Flow
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext, refresh_global_settings_context
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
 from prefect.task_runners import TaskRunner
 
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
+from prefect_tune.prefect_api.api_client import require_api
 from prefect_tune.prefect_api.argument_validation import require_valid
+from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from prefect_tune.runtime.load_named import require_not_importing
 
@@ -125,6 +131,8 @@ class FlowWithServer(Flow[_P, _R]):
                     return super().__call__(*args, **options)
         except IllegalTransition:
             raise  # perhaps a bug
+        except ObjectNotFound as error:
+            raise _error_of_deleted_run(self.name, error) from None
         except TuneError as error:
             raise error.with_traceback(None) from None  # without the lines of Prefect's engine, which say nothing
         except KeyboardInterrupt as interrupt:
@@ -192,6 +200,16 @@ def _is_called() -> bool:
     return _interrupts.get() is not None
 
 
+# The flow run of the last call in this context, while that call is active.
+_last_run: ContextVar[UUID | None] = ContextVar("_last_run", default=None)
+
+
+def note_run() -> None:
+    """Remember which flow run this is; a function, for the same reason as the next one."""
+    context = FlowRunContext.get()
+    _last_run.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
+
+
 def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
     """A function, since Dask pickles the flow with the variables that it names, and no `ContextVar` can be pickled."""
     if (interrupts := _interrupts.get()) is None:
@@ -206,7 +224,9 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def run(*args: _P.args, **options: _P.kwargs) -> _R:
         try:
-            return function(*args, **options)
+            note_run()
+            with own_context():
+                return function(*args, **options)
         except KeyboardInterrupt as interrupt:
             if not _is_raised_after_the_run(interrupt):
                 raise
@@ -234,6 +254,24 @@ class _PlainSignature(Signature):
         return _MODULE.sub("", "(\n" + "".join(f"    {each},\n" for each in lines) + f") -> {returned}")
 
 
+def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
+    """Return the error of a call whose run the server does not know any more; `error` if it knows the run."""
+    run = _last_run.get()
+    if run is None:
+        return error
+    try:
+        with get_client(sync_client=True) as client:
+            client.read_flow_run(run)
+    except ObjectNotFound:
+        return TuneError(
+            f"flow run {run} of {flow} was deleted on the Prefect server while it ran. The experiment is kept on its "
+            "target: call the flow again with its name (experiment='...') to continue, or read it by pt.load_results"
+        )
+    except (PrefectException, httpx.HTTPError, OSError):
+        return error
+    return error
+
+
 def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:
     """Have Python print only the message of `interrupt` if nothing catches it: its traceback says nothing more."""
     other = sys.excepthook
@@ -255,7 +293,7 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
         prestarted: called once the server's process has started.
 
     Raises:
-        InvalidInput: nothing answers at the URL of the configured API.
+        InvalidInput: nothing answers at the URL of the configured API, or it refuses, or is none of Prefect.
     """
     with _guard:
         current = get_current_settings()
@@ -264,6 +302,7 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
                 resources.enter_context(_without_heartbeats())
             elif current.api.url and FlowRunContext.get() is None:  # a run that has begun outlives an outage
                 _require_listening(current.api.url)
+                require_api()
             return
         server = start_prefect_server(_environment(), services="few")
         _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
@@ -296,10 +335,15 @@ def _require_listening(url: str) -> None:
     """Wait for a server that may just be restarting to accept connections; behind a proxy, leave that to Prefect.
 
     Raises:
-        InvalidInput: it does not accept any within 15 s.
+        InvalidInput: it does not accept any within 15 s, or `url` is none.
     """
     parts = urlsplit(url)
-    host, port = parts.hostname or url, parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host, port = None, 0
+    if host is None or parts.scheme not in ("http", "https"):
+        raise InvalidInput(f"PREFECT_API_URL={url}: expected a URL such as http://127.0.0.1:4200/api")
     if getproxies().keys() & {parts.scheme, "all"} and not proxy_bypass(host):
         return
     until, is_said = time.monotonic() + _RESTART_SECONDS, False

@@ -48,7 +48,8 @@ from prefect_tune.parameters import search_limits
 from prefect_tune.parameters.argument_checks import code_of
 from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.flow_runs import call_path, is_suspended
+from prefect_tune.prefect_api.call_paths import call_path
+from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
 from prefect_tune.suspension.resume_forms import (
     HOW_TO_CONTINUE,

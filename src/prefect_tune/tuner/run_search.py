@@ -66,7 +66,8 @@ from prefect_tune.parameters.search_limits import (
     warn_of_no_metric,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.flow_runs import call_path, failed_by
+from prefect_tune.prefect_api.call_paths import call_path
+from prefect_tune.prefect_api.flow_runs import failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals, skip_prefect_introspection

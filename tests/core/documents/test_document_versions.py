@@ -31,6 +31,7 @@ KINDS = {
     "prefect-tune/callback": 1,
     "prefect-tune/checkpoint": 1,
     "prefect-tune/generation": 1,
+    "prefect-tune/unnamed-call": 1,
     "prefect-tune/journal": 1,
     "prefect-tune/live-status": 1,
     "prefect-tune/metadata": 1,

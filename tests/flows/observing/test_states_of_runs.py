@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow, task
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -255,6 +256,30 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert not [
         each.message for each in caplog.records if each.name == "prefect.task_runs" and "Finished" in each.message
     ]
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("flow_name", ["tune", "durable_trainable"])
+def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_taken_for_that_task(
+    flow_name: str, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    @task
+    def calling() -> None:
+        if flow_name == "tune":
+            searched(local_target, [0.1])
+        else:
+            options: Any = {"target": local_target, "experiment": NAME, "stop": {"step": 1}, "isolation": "thread"}
+            pt.durable_trainable(Fragile, {"x": 0.1}, **options)
+
+    @flow
+    def parent() -> None:
+        calling()
+
+    parent()
+    owners = owners_at(local_target, NAME).values()
+    runs = {vars(each).get("flow_run_id") for each in caplog.records if f"experiment '{NAME}'" in each.getMessage()}
+    assert runs == {each.flow_run for each in owners}
+    assert {each.task_run for each in owners} == {None}
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import Configured
 from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.search_limits import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
-from prefect_tune.prefect_api.flow_runs import call_path
+from prefect_tune.prefect_api.call_paths import call_path
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.flows.training import experiment_at

@@ -38,7 +38,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import Generation, JournalKey, number_in, numbered
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 from prefect_tune.core.values import valid_name
 
 
@@ -53,6 +53,33 @@ class GenerationMarker(Document):
     """The process that deleted the generation before it."""
     writers: tuple[str, ...] = ()
     """The identities of the owners of all generations before it, but for runs that deleted one themselves."""
+
+
+class UnnamedCall(Document):
+    """Says which call of a flow run has this experiment, of those that were made without a name."""
+
+    format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
+    version: Literal[1] = 1
+    call: str
+
+
+def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
+    """Return whether `call` is the one that has this experiment: the first that asks, and each repetition of it.
+
+    Raises:
+        CommitUnknown: the target did not say whether it wrote; call again.
+    """
+    journal = current_journal(store, experiment)
+    try:
+        create_or_recognize(store, journal.unnamed_call, seal(UnnamedCall(call=call)))
+    except AlreadyExists:
+        return False
+    return True
+
+
+def exists(store: ObjectStore, experiment: str) -> bool:
+    """Return whether there is an experiment of this name now."""
+    return store.size(current_journal(store, experiment).entry_path(1)) is not None
 
 
 def current_generation(store: ObjectStore, experiment: str) -> Generation:

@@ -1,6 +1,7 @@
 """The paths of all objects below a target's root. `docs/storage-layout.md` is the page for users.
 
 <experiment>/generations/0000000002.json
+<experiment>/<generation>/unnamed-call.json
 <experiment>/<generation>/journal/0000000001.json
 <experiment>/<generation>/segments/0000000010.jsonl
 <experiment>/<generation>/live/0000000001-0000000001.json
@@ -88,6 +89,11 @@ class JournalKey(Value):
         if self.trial is None:
             return generation_folder(self.experiment, self.generation)
         return self.trial_key(self.trial).folder
+
+    @property
+    def unnamed_call(self) -> str:
+        """The path of the document that says which call without a name has this experiment."""
+        return f"{self.folder}/unnamed-call.json"
 
     @property
     def entries(self) -> str:

@@ -1,0 +1,216 @@
+"""Calls without an experiment name in one flow run: each has an experiment, which a repetition of it finds again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, task
+from prefect.runtime import flow_run
+
+import prefect_tune as pt
+from prefect_tune.core.errors import InvalidInput
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+def trained(config: Mapping[str, Any]) -> None:
+    pt.report({"loss": float(config["data"])})
+
+
+def search(folder: Path, data: int = 1, trainable: Callable[[Mapping[str, Any]], None] = trained) -> pt.Results:
+    options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "isolation": "thread"}
+    return pt.tune(trainable, {"data": data}, target=str(folder), **options)
+
+
+def loss_of(results: pt.Results) -> float:
+    (trial,) = results.trials.values()
+    return float(trial.metrics["loss"])
+
+
+def names_below(folder: Path) -> set[str]:
+    return {path.parts[-4] for path in folder.glob("*/1/journal/0000000001.json")}
+
+
+def test_the_first_call_has_the_id_of_the_run_and_all_calls_have_experiments_of_their_own(tmp_path: Path) -> None:
+    @flow
+    def several() -> tuple[str, list[float], str]:
+        results = [search(tmp_path, data) for data in (1, 2, 3)]
+        training = pt.durable_trainable(trained, {"data": 4}, target=str(tmp_path), isolation="thread")
+        assert training.metrics == {"loss": 4}
+        assert len({each.experiment.name for each in results} | {training.experiment}) == 4
+        return results[0].experiment.name, [loss_of(each) for each in results], str(flow_run.id)
+
+    first, losses, run = several()
+    assert (first, losses) == (run, [1, 2, 3])
+    assert len(names_below(tmp_path)) == 4
+
+
+@pytest.mark.long
+def test_a_training_that_is_the_first_call_has_the_id_of_the_run_too(tmp_path: Path) -> None:
+    @flow
+    def once() -> tuple[str, str]:
+        training = pt.durable_trainable(trained, {"data": 4}, target=str(tmp_path), isolation="thread")
+        return training.experiment, str(flow_run.id)
+
+    name, run = once()
+    assert name == run
+
+
+@pytest.mark.long
+def test_calls_on_two_targets_have_two_names(tmp_path: Path) -> None:
+    @flow
+    def two() -> set[str]:
+        return {search(tmp_path / each).experiment.name for each in ("a", "b")}
+
+    assert len(two()) == 2
+
+
+def _mapped(call: Callable[..., Any], data: list[int]) -> list[pt.Results]:
+    return [each.result() for each in call.map(data)]  # type: ignore[attr-defined]  # it is a task
+
+
+def _in_loop(call: Callable[..., pt.Results], data: list[int]) -> list[pt.Results]:
+    return [call(each) for each in data]
+
+
+@pytest.mark.parametrize("how", [_mapped, pytest.param(_in_loop, marks=pytest.mark.long)])
+def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(
+    how: Callable[[Callable[..., Any], list[int]], list[pt.Results]], tmp_path: Path
+) -> None:
+    tries: list[dict[float, str]] = []
+
+    @task
+    def searching(data: int) -> pt.Results:
+        return search(tmp_path, data)
+
+    @flow(retries=1)
+    def several() -> None:
+        order = [1, 2, 3] if not tries else [3, 1, 2]  # as threads may run them
+        tries.append({loss_of(each): each.experiment.name for each in how(searching, order)})
+        if len(tries) == 1:
+            raise ConnectionError
+
+    several()
+    assert tries[0] == tries[1]
+    assert set(tries[0]) == {1, 2, 3}
+    assert len(names_below(tmp_path)) == 3
+
+
+def test_a_call_of_which_the_first_is_not_repeated_is_found_again(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    @task(persist_result=True)
+    def searching(data: int) -> float:
+        results = search(tmp_path, data)
+        names.append(results.experiment.name)
+        return loss_of(results)
+
+    @flow(retries=1)
+    def several() -> tuple[float, float]:
+        first = searching(1)
+        if len(names) == 1:
+            searching.with_options(persist_result=False)(2)
+            raise ConnectionError
+        return first, searching.with_options(persist_result=False)(2)
+
+    assert several() == (1, 2)
+    assert names[1] == names[2] != names[0]
+    assert len(names_below(tmp_path)) == 2
+
+
+def test_a_task_that_is_retried_finds_its_experiment_and_may_call_twice(tmp_path: Path) -> None:
+    tries: list[list[str]] = []
+
+    @task(retries=1)
+    def searching() -> None:
+        tries.append([search(tmp_path, data).experiment.name for data in (1, 2)])
+        if len(tries) == 1:
+            raise ConnectionError
+
+    @flow
+    def calling() -> None:
+        searching()
+        searching()
+
+    calling()
+    assert tries[0] == tries[1]
+    assert len({name for each in tries for name in each}) == len(names_below(tmp_path)) == 4
+
+
+def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    @task(retries=1)
+    def searching() -> None:
+        names.append(search(tmp_path).experiment.name)
+        if len(names) == 1:
+            raise ConnectionError
+
+    searching()
+    assert names[0] == names[1]
+
+
+@pytest.mark.long
+def test_subflows_have_experiments_of_their_own_which_a_retry_finds(tmp_path: Path) -> None:
+    tries: list[list[str]] = []
+
+    @flow
+    def one(data: int) -> str:
+        return search(tmp_path, data).experiment.name
+
+    @task
+    def calling(data: int) -> str:
+        return one(data)
+
+    @flow(retries=1)
+    def several() -> None:
+        tries.append([*(one(data) for data in (1, 2)), *(each.result() for each in calling.map([3, 4]))])
+        if len(tries) == 1:
+            raise ConnectionError
+
+    several()
+    assert tries[0] == tries[1]
+    assert len(set(tries[0])) == 4
+
+
+_is_running, _may_end = threading.Event(), threading.Event()
+
+
+def waiting(config: Mapping[str, Any]) -> None:
+    _is_running.set()
+    assert _may_end.wait(120)
+    trained(config)
+
+
+def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tmp_path: Path) -> None:
+    def second() -> None:
+        assert _is_running.wait(120)
+        try:
+            search(tmp_path, 2)
+        finally:
+            _may_end.set()
+
+    @flow
+    async def both() -> Sequence[Any]:
+        first = partial(search, tmp_path, 1, trainable=waiting)
+        return await asyncio.gather(asyncio.to_thread(first), asyncio.to_thread(second), return_exceptions=True)
+
+    results, error = asyncio.run(both())
+    assert isinstance(error, InvalidInput)
+    assert "Pass experiment=" in str(error)
+    assert names_below(tmp_path) == {results.experiment.name}
+
+
+@pytest.mark.long
+def test_a_call_that_follows_another_in_a_thread_is_told_apart_by_its_order(tmp_path: Path) -> None:
+    @flow
+    async def both() -> list[str]:
+        return [(await asyncio.to_thread(search, tmp_path, data)).experiment.name for data in (1, 2)]
+
+    assert len(set(asyncio.run(both()))) == 2
