@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Any
 
 from prefect import flow
@@ -12,9 +14,11 @@ from prefect.states import Completed
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.executors.remote_link import StoreLink, request_from
 from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.prefect_api.call_paths import own_context
+from prefect_tune.prefect_api.concurrency_slots import ending_waits
 from prefect_tune.tasks.trials import TasksOfAttempt
 
 __all__ = ["train_trial"]
@@ -33,7 +37,7 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
         node: the number of the node that this run is, from 0.
     """
     spec, request = parameters, request_from(orders)
-    with TrialProcessPool(slots=0) as pool:
+    with own_context(), TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
         link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
         if node:
@@ -42,6 +46,11 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
                 lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log), grace=spec.grace
             )
             return Completed(message=how)
-        ended = interruptible(lambda stop: attempt_of(spec)(spec, request, link.stopped_by(stop)), grace=spec.grace)
+        ended = interruptible(partial(_train, spec, request, link), grace=spec.grace)
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")
+
+
+def _train(spec: TrialSpec, request: AttemptRequest, link: StoreLink, stop: threading.Event) -> State[Any]:
+    with ending_waits(stop):
+        return attempt_of(spec)(spec, request, link.stopped_by(stop))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
-import httpx
 from prefect import task
 from prefect.client.schemas.objects import State
-from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
-from prefect.concurrency.sync import concurrency
 from prefect.logging import get_run_logger
 from prefect.states import Completed
 
@@ -49,8 +45,9 @@ from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_limits import spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.api_client import is_temporary
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
+from prefect_tune.prefect_api.call_paths import own_context
+from prefect_tune.prefect_api.concurrency_slots import holding_concurrency_limits
 from prefect_tune.prefect_api.task_runs import RUN_TRIAL, public_task, quiet_inner_tasks, run_here
 from prefect_tune.storage_retries import (
     RETRYING,
@@ -229,7 +226,8 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) ->
     spec = replace(spec, trial=state.trial_key(spec.trial.trial))
     trial = state.trial(spec.trial.trial)
     if trial.phase is not Phase.FINISHED:
-        state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
+        with own_context():  # else uploads would wait for the slots that this task holds for its tags
+            state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
         _require_success(outcome, spec)
     return trial_state(spec.target, state.key, state.trial(spec.trial.trial))
 
@@ -278,42 +276,3 @@ def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
             raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
         case _:
             assert_never(outcome)
-
-
-# An attempt holds a slot in each of the global concurrency limits of Prefect that its trial names.
-
-_SLOT_TRY = timedelta(seconds=5)
-_SLOT_LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
-
-
-@contextmanager
-def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
-    """Wait for a slot in all of `limits` and hold it; enter without one if `stop` is set first.
-
-    While the API is unreachable it waits. If a lease cannot be renewed later, the block continues; if it cannot be
-    released at the end, the slot is free a minute later.
-    """
-    with ExitStack() as held:
-        while limits and not stop.is_set():
-            slots = concurrency(
-                list(limits),
-                timeout_seconds=_SLOT_TRY.total_seconds(),
-                lease_duration=_SLOT_LEASE.total_seconds(),
-                raise_on_lease_renewal_failure=False,
-            )
-            try:
-                slots.__enter__()
-                held.callback(_release, slots)
-                break
-            except TimeoutError:
-                continue
-            except ConcurrencySlotAcquisitionError as error:
-                if not is_temporary(error.__cause__):
-                    raise
-                stop.wait(_SLOT_TRY.total_seconds())
-        yield
-
-
-def _release(slots: AbstractContextManager[None]) -> None:
-    with suppress(httpx.HTTPError):  # an error here must not fail an attempt that has ended
-        slots.__exit__(None, None, None)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from prefect import tags
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterTags
 from prefect.concurrency.sync import concurrency
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -217,14 +220,58 @@ def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Pa
     assert {each.attempt for each in results.trials.values()} == {0}
 
 
-@pytest.mark.deep  # Prefect looks for a free place every half minute
-def test_a_tag_limit_of_one_has_trials_wait_for_each_other_and_none_fails(tmp_path: Path) -> None:
-    tag = f"big-{uuid4().hex}"
+@contextmanager
+def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
+    """Create global concurrency limits; yield a function that changes them."""
+
+    def change(to: int) -> None:
+        with get_client(sync_client=True) as client:
+            for name in names:
+                client.update_global_concurrency_limit(name, GlobalConcurrencyLimitUpdate(limit=to))
+
     with get_client(sync_client=True) as client:
-        client.create_concurrency_limit(tag, 1)
-    results = limited(tmp_path, trial_tags=[tag])
-    assert values_of(results, "gpus") == ["any"] * 2
-    assert [each.attempt for each in results.trials.values()] == [1, 1]
+        for name in names:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=limit))
+        yield change
+        for name in names:
+            client.delete_global_concurrency_limit_by_name(name)
+
+
+def test_trials_wait_while_a_limit_is_0_and_begin_when_it_is_raised(tmp_path: Path) -> None:
+    name, tag = f"gpu-{uuid4().hex}", f"big-{uuid4().hex}"
+    ways: Mapping[str, Mapping[str, Any]] = {
+        name: {"concurrency_limits": [name]},
+        f"tag:{tag}": {"trial_tags": [tag]},
+    }
+    for each, options in ways.items():
+        with limits_of(each, limit=0) as change:
+            raised = threading.Timer(1, change, args=[1])
+            raised.start()
+            results = limited(tmp_path, experiment=each.partition("-")[0].replace(":", "-"), **options)
+            raised.join()
+        assert values_of(results, "gpus") == ["any"] * 2
+        assert [trial.attempt for trial in results.trials.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_tag_of_the_caller_is_that_of_its_attempts_only_and_their_waits_end_with_the_search(
+    tmp_path: Path, limit: int
+) -> None:
+    tag = f"big-{uuid4().hex}"
+    with limits_of(f"tag:{tag}", limit=limit), tags(tag):
+        results = limited(tmp_path, time_budget_seconds=None if limit else 1)
+    assert [trial.attempt for trial in results.trials.values()] == [limit] * 2
+    assert {str(each.phase) for each in results.trials.values()} == {"finished" if limit else "pending"}
+    if not limit:
+        return
+
+    def names() -> set[str]:
+        with get_client(sync_client=True) as client:
+            tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
+            return {run.name for run in client.read_task_runs(task_run_filter=tagged)}
+
+    expected = {f"train {trial} · attempt 1" for trial in results.trials}
+    until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
 
 
 def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:

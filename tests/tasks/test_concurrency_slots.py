@@ -11,8 +11,8 @@ import pytest
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
 
-from prefect_tune.tasks import trials
-from prefect_tune.tasks.trials import holding_concurrency_limits
+from prefect_tune.prefect_api import concurrency_slots
+from prefect_tune.prefect_api.concurrency_slots import holding_concurrency_limits
 from tests.fakes.servers.canned_http import Canned, answering
 
 GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "gpu", "limit": 1}}]}}'.encode()
@@ -21,7 +21,8 @@ GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     """An API that fails, until the test changes its answer."""
-    monkeypatch.setattr(trials, "_SLOT_TRY", timedelta(seconds=0.05))
+    monkeypatch.setattr(concurrency_slots, "_PAUSE", timedelta(seconds=0.05))
+    monkeypatch.setattr(concurrency_slots, "_TRY", timedelta(seconds=1))
     with (
         answering(500) as canned,
         temporary_settings({PREFECT_API_URL: f"{canned.url}/api", PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}),
@@ -59,7 +60,18 @@ def test_an_api_that_cannot_be_reached_is_waited_for_until_the_trial_is_stopped(
         assert stop.is_set()
 
 
-def test_a_request_that_prefect_refuses_is_an_error(api: Canned) -> None:
-    api.status = 422
-    with pytest.raises(ConcurrencySlotAcquisitionError, match="422"), holding_concurrency_limits(limit(), _Stop(api)):
+@pytest.mark.parametrize("status", [422, 423])
+def test_an_answer_that_no_slot_is_free_now_is_waited_for(api: Canned, status: int) -> None:
+    api.status = status  # 422: the limit is 0
+    with holding_concurrency_limits(limit(), _Stop(api)):
+        assert api.status == 200, "the slot was granted"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_request_that_prefect_refuses_is_an_error(api: Canned, status: int) -> None:
+    api.status = status
+    with (
+        pytest.raises(ConcurrencySlotAcquisitionError, match=str(status)),
+        holding_concurrency_limits(limit(), _Stop(api)),
+    ):
         pass

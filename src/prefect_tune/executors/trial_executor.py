@@ -21,6 +21,7 @@ from prefect_tune.attempt.search_link import InProcessLink, LatestReport, Search
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.prefect_api.concurrency_slots import ending_waits
 from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.trials import run_attempt, run_node
@@ -43,6 +44,10 @@ class RemoteAttemptStarted:
     """An attempt has started on another machine: it may have missed answers, and may wait for one at its milestone."""
 
     trial: str
+
+
+class AttemptCancelledError(Exception):
+    """A person has cancelled the flow run of an attempt, which the message names: the trial is to stop."""
 
 
 Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttemptStarted
@@ -136,14 +141,16 @@ def attempts_on(threads: Executor) -> Launch:
 
 def call_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
-    work = (_call, run_attempt, spec, request, link, ended)
+    task = run_attempt.with_options(tags=spec.tags) if spec.tags else run_attempt
+    work = (_call, task, spec, request, link, ended)
     threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 
 def _call(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     quote = skip_prefect_introspection
     try:
-        ended(error_in(run_to_state(task, quote(spec), quote(request), quote(link))))
+        with ending_waits(link.stop):
+            ended(error_in(run_to_state(task, quote(spec), quote(request), quote(link))))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         ended(error)
 

@@ -27,6 +27,7 @@ from prefect_tune.core.values import leaves
 from prefect_tune.parameters.argument_checks import existing_limits
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
+from prefect_tune.prefect_api.call_paths import callers_tags
 from prefect_tune.registry import BUILT_IN
 
 # `samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs.
@@ -251,7 +252,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         cadence=plan.checkpoint or Cadence(),
         grace=timedelta(seconds=plan.grace_period_seconds),
         silence=None if silence is None else timedelta(seconds=silence),
-        tags=tuple(plan.trial_tags or ()),
+        tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(callers_tags())])),
         own_journal=True,
     )
 
