@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum, auto
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterIdempotencyKey
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, FlowRun, State, WorkPoolStatus
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.futures import PrefectFuture
@@ -32,7 +33,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
 from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
-from prefect_tune.executors.trial_executor import attempt_of, error_in, node_task
+from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_of, error_in, node_task
 from prefect_tune.prefect_api.api_client import is_temporary
 
 _Answer = TypeVar("_Answer")
@@ -40,12 +41,23 @@ _LOOK_SECONDS = 2.0
 _NODES_END_SECONDS = 60.0
 _ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nodes
 _LEAST_CPU = 0.01
+_WAITING_LOOK_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
+_WITHDRAWN = "Withdrawn"
+"""The name of the state Cancelled of runs that their search has cancelled."""
 _DEPLOY = "prefect-tune deploy train-trial --work-pool POOL"
 _AWAY = (PrefectException, httpx.HTTPError, OSError)
+
+
+class _Cancelled(Enum):
+    """Who cancelled the flow run of an attempt."""
+
+    BY_PERSON = auto()
+    NO_SLOT = auto()
+    """The deployment, whose concurrency limit cancels what it has no slot for."""
 
 
 class TaskRunnerLauncher:
@@ -157,9 +169,12 @@ class DeploymentLauncher:
         self._poll = threading.Lock()  # of the three below
         self._polled_at = -math.inf
         self._awaited: set[UUID] = set()
-        self._ended: set[UUID] = set()
+        self._ended: dict[UUID, _Cancelled | None] = {}
+        """The runs that have ended, with who cancelled them, if they were cancelled."""
         self._others: dict[UUID, set[UUID]] = {}
         """The runs of the other nodes, by that of node 0."""
+        self._waiting_looked_at = -math.inf
+        self._waits_for = ""
         self._alone_since: dict[UUID, float] = {}
 
     def require(self, spec: TrialSpec) -> None:
@@ -186,7 +201,13 @@ class DeploymentLauncher:
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         """Return a function that starts the attempt and waits for its end: a start may wait for the API for minutes."""
         del link  # the deployment run creates its own from the parameters
-        return lambda: self.wait_for(self.start(spec, request, attempt))
+        return lambda: self._train(spec, request, attempt)
+
+    def _train(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
+        """Start the attempt and wait for its end; start it again where the limit of its deployment had no slot."""
+        self.wait_for(first := self.start(spec, request, attempt))
+        while self._ended[first] is _Cancelled.NO_SLOT and not self._withdrawn.wait(_NO_SLOT_SECONDS):
+            self.wait_for(first := self.start(spec, request, attempt))
 
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
         """Start the attempt on all its nodes, or find it if it was started before; return the flow run of node 0.
@@ -228,6 +249,9 @@ class DeploymentLauncher:
         run = self._run(spec, parameters, self._took(key))
         while run.state is not None and run.state.is_final():
             if run.state.is_cancelled():
+                with get_client(sync_client=True) as client:
+                    if _cancellation_of(client, run.id, run.state, self._deployment) is _Cancelled.BY_PERSON:
+                        raise AttemptCancelledError(f"its flow run {run.name} was cancelled")
                 run = self._run(spec, parameters, self._took(key))
             elif (later := self._waiting(spec, partial(_run_of, self._next(key)))) is not None:
                 self._took(key)
@@ -265,34 +289,63 @@ class DeploymentLauncher:
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _asked_for(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
-        run = run_deployment(
-            self._deployment,
-            parameters=parameters,
-            timeout=0,
-            idempotency_key=key,
-            tags=spec.tags or None,
-            job_variables=self._job_variables,
-        )
+        try:
+            run = run_deployment(
+                self._deployment,
+                parameters=parameters,
+                timeout=0,
+                idempotency_key=key,
+                tags=spec.tags or None,
+                job_variables=self._job_variables,
+            )
+        except ObjectNotFound as missing:
+            raise InvalidInput(
+                f"trial_deployment: deployment {self._deployment!r}, or the flow run of this search, was deleted on "
+                f"the Prefect server: deploy it again ({_DEPLOY}), and run the search again to continue"
+            ) from missing
         if not isinstance(run, FlowRun):
             raise TypeError("run_deployment was called where it returns a coroutine")
         return run
 
     def wait_for(self, flow_run: UUID) -> None:
-        """Return when the run has ended. One request every 2 s asks for all runs, also while the API is unavailable."""
+        """Return when the run has ended. One request every 2 s asks for all runs, also while the API is unavailable.
+
+        Raises:
+            AttemptCancelledError: a person has cancelled it, or a run of another node.
+        """
         with self._poll:
             self._awaited.add(flow_run)
         while not self._has_ended(flow_run):
             time.sleep(_LOOK_SECONDS)
+        for run in (flow_run, *self._others.get(flow_run, ())):
+            if self._ended.get(run) is _Cancelled.BY_PERSON:
+                raise AttemptCancelledError(f"its flow run {run} was cancelled")
 
     def _has_ended(self, flow_run: UUID) -> bool:
         with self._poll:
             if time.monotonic() - self._polled_at >= _LOOK_SECONDS:
                 with suppress(*_AWAY), get_client(sync_client=True) as client:
-                    self._ended |= _ended_among(client, sorted(self._awaited), withdrawn=self._withdrawn.is_set())
+                    awaited, withdrawn = sorted(self._awaited), self._withdrawn.is_set()
+                    states = _states_of(client, awaited, withdrawn=withdrawn)
+                    for run, state in states.items():
+                        if state is None or state.is_final():
+                            self._ended[run] = _cancellation_of(client, run, state, self._deployment)
                     self._mark_silent(client)
+                    if any(state is not None and _has_not_begun(state) for state in states.values()):
+                        self._log_reason_to_wait(client)
                 self._polled_at = time.monotonic()
-                self._awaited -= self._ended
+                self._awaited -= self._ended.keys()
             return flow_run in self._ended
+
+    def _log_reason_to_wait(self, client: SyncPrefectClient) -> None:
+        """Warn, once for each reason, why runs have not begun; a look takes two requests, every 10 s."""
+        if time.monotonic() - self._waiting_looked_at < _WAITING_LOOK_SECONDS:
+            return
+        self._waiting_looked_at = time.monotonic()
+        reason = _reason_to_wait(client, self._deployment)
+        if reason and reason != self._waits_for:
+            get_run_logger().warning("trials wait: %s", reason)
+        self._waits_for = reason
 
     def _mark_silent(self, client: SyncPrefectClient) -> None:
         """Mark the run of a node 0 as crashed where the other nodes have ended since it writes nothing any more.
@@ -301,7 +354,7 @@ class DeploymentLauncher:
         its next write, which its journal refuses.
         """
         for first, others in self._others.items():
-            if first not in self._awaited or not others <= self._ended:
+            if first not in self._awaited or not others <= self._ended.keys():
                 continue
             if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _ENDS_AFTER_OTHERS_SECONDS:
                 continue
@@ -343,21 +396,63 @@ def _may_pass(error: Exception) -> bool:
     return is_temporary(error) or not isinstance(error, httpx.HTTPStatusError | ObjectNotFound)
 
 
-def _ended_among(client: SyncPrefectClient, awaited: Sequence[UUID], *, withdrawn: bool) -> set[UUID]:
-    """Return the runs that have ended or were deleted. If `withdrawn`, cancel those that have not begun.
+def _reason_to_wait(client: SyncPrefectClient, name: str) -> str:
+    """Return why no run of a deployment begins now, and what to do; empty if its work pool starts runs."""
+    deployment = client.read_deployment_by_name(name)
+    if (name_of_pool := deployment.work_pool_name) is None:
+        return ""
+    pool, queue = client.read_work_pool(name_of_pool), deployment.work_queue_name
+    if pool.is_paused:
+        return f"work pool {name_of_pool!r} is paused; to resume it: prefect work-pool resume {name_of_pool}"
+    if pool.concurrency_limit == 0:
+        return f"the concurrency limit of work pool {name_of_pool!r} is 0"
+    if queue is not None:
+        found = client.read_work_queue_by_name(queue, work_pool_name=name_of_pool)
+        if found.is_paused:
+            resume = f"prefect work-queue resume {queue} --pool {name_of_pool}"
+            return f"work queue {queue!r} of work pool {name_of_pool!r} is paused; to resume it: {resume}"
+        if found.concurrency_limit == 0:
+            return f"the concurrency limit of work queue {queue!r} of work pool {name_of_pool!r} is 0"
+    if pool.status is WorkPoolStatus.NOT_READY:
+        return f"work pool {name_of_pool!r} has no worker; to start one: prefect worker start --pool {name_of_pool}"
+    return ""
+
+
+def _states_of(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
+    """Return the states of runs, None for one that was deleted. If `withdrawn`, cancel those that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """
-    ended: set[UUID] = set()
-    for first in range(0, len(awaited), _RUNS_PER_REQUEST):
-        batch = awaited[first : first + _RUNS_PER_REQUEST]
-        runs = client.read_flow_runs(flow_run_filter=_runs_with(batch), limit=_RUNS_PER_REQUEST)
-        states = {run.id: run.state for run in runs}
-        for run in batch:
-            state = states.get(run)
-            if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
-                cancelled: State[None] = Cancelled(message="the search ended before this run began")
-                state = client.set_flow_run_state(run, cancelled).state
-            if run not in states or (state is not None and state.is_final()):
-                ended.add(run)
-    return ended
+    states: dict[UUID, State[Any] | None] = {}
+    for first in range(0, len(runs), _RUNS_PER_REQUEST):
+        batch = runs[first : first + _RUNS_PER_REQUEST]
+        found = client.read_flow_runs(flow_run_filter=_runs_with(batch), limit=_RUNS_PER_REQUEST)
+        states |= {**dict.fromkeys(batch), **{run.id: run.state for run in found}}
+    for run, state in states.items():
+        if withdrawn and state is not None and _has_not_begun(state):
+            cancelled: State[None] = Cancelled(name=_WITHDRAWN, message="the search ended before this run began")
+            states[run] = client.set_flow_run_state(run, cancelled).state or state
+    return states
+
+
+def _has_not_begun(state: State[Any]) -> bool:
+    return state.is_scheduled() or state.is_pending()
+
+
+def _cancellation_of(
+    client: SyncPrefectClient, run: UUID, state: State[Any] | None, deployment: str
+) -> _Cancelled | None:
+    """Return who cancelled a run that has ended; None if nobody did, and the attempt ended by itself or its search.
+
+    A person's request is the state Cancelling, except for a run that has not begun.
+    """
+    if state is None or not state.is_cancelled():
+        return None
+    states = client.read_flow_run_states(run)
+    if any(each.is_cancelling() for each in states):
+        return _Cancelled.BY_PERSON
+    if state.name == _WITHDRAWN or any(each.is_running() for each in states):
+        return None
+    options = client.read_deployment_by_name(deployment).concurrency_options
+    has_no_slot = options is not None and options.collision_strategy is ConcurrencyLimitStrategy.CANCEL_NEW
+    return _Cancelled.NO_SLOT if has_no_slot else _Cancelled.BY_PERSON

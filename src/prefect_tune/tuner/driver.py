@@ -16,7 +16,7 @@ from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepRep
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.journal_events import (
     Absorbed,
@@ -35,6 +35,7 @@ from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import (
+    AttemptCancelledError,
     AttemptExited,
     Message,
     RemoteAttemptStarted,
@@ -371,6 +372,8 @@ class Driver:
             pass
         elif over.error is not None and not (trial.own_journal and isinstance(over.error, Exception)):
             raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
+        elif isinstance(over.error, AttemptCancelledError) and trial.phase not in ENDED:
+            self._stopping.stop_alone(trial.trial, str(over.error))
         elif isinstance(over.error, ResumeFailed | InvalidInput):
             self._failure_handler.give_up(trial.trial, Cause.USER, str(over.error))
         elif trial.trial in self._state.stops:

@@ -137,16 +137,20 @@ class Stopping:
         elif asked.trial is None:
             self._end(asked)
         else:
-            self._log.warning("trial %s saves and ends: %s", asked.trial, visible(asked.reason))
-            self._pending_entry.put(asked)
-            self._stop_trial(asked.trial)
+            self._stop_trial(asked.trial, asked)
+
+    def stop_alone(self, trial: str, reason: str) -> None:
+        """Journal that one trial is to stop, and stop it."""
+        self._stop_trial(trial, StopAsked(trial=trial, reason=reason))
 
     def _end(self, asked: StopAsked) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", visible(asked.reason))
         self._pending_entry.put(asked)
         self.ends = True
 
-    def _stop_trial(self, trial: str) -> None:
+    def _stop_trial(self, trial: str, asked: StopAsked) -> None:
+        self._log.warning("trial %s saves and ends: %s", trial, visible(asked.reason))
+        self._pending_entry.put(asked)
         if trial in self._executor:
             self.tell(trial)
         else:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any, Self, cast
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitStrategy,
+    ConcurrencyOptions,
+    FlowRun,
+    State,
+    WorkPoolStatus,
+)
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
-from prefect.states import Completed, Crashed, Pending, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Pending, Running, Scheduled
 
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.trial_executor import AttemptCancelledError
 from tests.fakes.searches.far_attempts import plan_at
 
 
@@ -37,6 +47,10 @@ class Api:
         self.runs: dict[str, FlowRun] = {}
         self.slept: list[float] = []
         self.polled: list[list[UUID]] = []
+        self.earlier: list[State[Any]] = []
+        """The states that each run has had before its present one."""
+        self.strategy = ConcurrencyLimitStrategy.ENQUEUE
+        self.is_paused = False
 
     def run_deployment(self, _name: str, *, idempotency_key: str, **_: Any) -> FlowRun:
         run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a run", state=Scheduled())
@@ -65,6 +79,17 @@ class Api:
     def set_flow_run_state(self, run: UUID, state: State[Any]) -> OrchestrationResult[Any]:
         self.read_flow_run(run).state = state
         return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
+
+    def read_flow_run_states(self, run: UUID) -> list[State[Any]]:
+        state = self.read_flow_run(run).state
+        return self.earlier + [each for each in [state] if each is not None]
+
+    def read_deployment_by_name(self, _name: str) -> SimpleNamespace:
+        options = ConcurrencyOptions(collision_strategy=self.strategy)
+        return SimpleNamespace(concurrency_options=options, work_pool_name="pool", work_queue_name=None)
+
+    def read_work_pool(self, _name: str) -> SimpleNamespace:
+        return SimpleNamespace(is_paused=self.is_paused, concurrency_limit=None, status=WorkPoolStatus.READY)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -123,7 +148,7 @@ def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: A
     assert (len(api.runs), api.slept) == (1, [1.0, 2.0, 4.0])
 
 
-@pytest.mark.parametrize(("trouble", "error"), [(answered(422), PrefectHTTPStatusError), (gone, ObjectNotFound)])
+@pytest.mark.parametrize(("trouble", "error"), [(answered(422), PrefectHTTPStatusError), (gone, InvalidInput)])
 def test_what_waiting_cannot_mend_is_said_at_once(
     api: Api, spec: TrialSpec, trouble: Callable[[], None], error: type[Exception]
 ) -> None:
@@ -303,3 +328,46 @@ def _has_ended_after(api: Api, deployment: DeploymentLauncher, run: UUID, second
         api.slept.append(2.0)
         ended = deployment._has_ended(run)
     return ended
+
+
+def cancel(api: Api) -> None:
+    for run in api.runs.values():
+        if run.state is not None and not run.state.is_final():
+            run.state = Cancelled()
+
+
+@pytest.mark.parametrize("earlier", [[Running(), Cancelling()], [Scheduled()]])
+def test_a_run_that_a_person_cancels_stops_its_trial(api: Api, spec: TrialSpec, earlier: list[State[Any]]) -> None:
+    waits, api.earlier = begin(spec), earlier
+    cancel(api)
+    with pytest.raises(AttemptCancelledError, match="was cancelled"):
+        waits()
+
+
+def test_a_trial_that_ends_as_cancelled_by_itself_is_not_stopped(api: Api, spec: TrialSpec) -> None:
+    waits, api.earlier = begin(spec), [Running()]  # such as by SIGTERM to its machine
+    cancel(api)
+    waits()
+
+
+def test_a_run_for_which_its_deployment_has_no_slot_is_begun_again(
+    api: Api, spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "_NO_SLOT_SECONDS", 0.01)
+    api.strategy, launcher = ConcurrencyLimitStrategy.CANCEL_NEW, DeploymentLauncher("flow/deployment")
+    wait = launcher(spec, AttemptRequest(), cast("StoreLink", None), 1)
+    api.troubles = [lambda: cancel(api), lambda: cancel(api)]
+    api.sleep = lambda seconds: finish(api) if len(api.runs) > 2 else api.slept.append(seconds)  # type: ignore[method-assign]  # it ends the third
+    wait()
+    assert len(api.runs) == 3
+
+
+def test_the_log_says_once_that_a_paused_pool_begins_no_trial(
+    api: Api, spec: TrialSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "get_run_logger", lambda: logging.getLogger("run"))
+    api.is_paused, waits = True, begin(spec)
+    api.sleep = lambda seconds: finish(api) if len(api.slept) > 20 else api.slept.append(seconds)  # type: ignore[method-assign]  # it ends the run
+    waits()
+    said = "trials wait: work pool 'pool' is paused; to resume it: prefect work-pool resume pool"
+    assert caplog.messages.count(said) == 1

@@ -58,6 +58,7 @@ from prefect_tune.runtime.processes.linux import (
 from prefect_tune.runtime.processes.process_reset import flush_output, settle_in
 from prefect_tune.runtime.processes.trial_process import ignore_group_signals, rehearse, serve, train_as_rank
 from prefect_tune.runtime.ranks import is_copy_for_rank
+from prefect_tune.runtime.run_logging import print_logs_of_run
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
@@ -347,6 +348,7 @@ def _import_and_fork(request: _ForkRequest, subreaper: int, before: _Handlers) -
     with os.fdopen(files[0], "rb") as file:
         importing = ImportRequest.model_validate_json(file.read())
     settle_in(importing.surroundings)
+    print_logs_of_run()
     why_not = import_before_forking(importing)
     control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
     return None if why_not else partial(_serve_forks, control, while_alive(importing.supervisor))

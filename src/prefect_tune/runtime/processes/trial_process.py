@@ -46,6 +46,7 @@ from prefect_tune.runtime.processes.process_reset import (
     settle_in,
 )
 from prefect_tune.runtime.ranks import claim_process, is_copy_for_rank
+from prefect_tune.runtime.run_logging import print_logs_of_run
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
 from prefect_tune.runtime.trial_errors import NotLoaded, broke
@@ -177,6 +178,7 @@ class _Attempts:
         self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
         if whole_process:
+            print_logs_of_run()
             _be_quiet_when_a_thread_leaves()
 
     def run(self, start: Start) -> bool:
