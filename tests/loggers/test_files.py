@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,23 @@ def test_a_metric_cannot_pretend_to_be_another_trials_step(logger: RowLogger, tm
     started(logger)
     report(logger, 1, step=99, trial="another")
     assert [(row["step"], row["trial"]) for row in rows_of(logger, tmp_path)] == [(1, "00000")]
+
+
+def test_two_loggers_in_one_directory_write_at_once(tmp_path: Path) -> None:
+    loggers = [pt.JSONLogger(tmp_path), pt.CSVLogger(tmp_path)]
+    names = [f"{number:05d}" for number in range(100)]
+    both = threading.Barrier(2)
+
+    def start_trials(logger: RowLogger) -> None:
+        logger.setup(SEARCH)
+        for name in names:
+            both.wait(60)
+            started(logger, name=name)
+            report(logger, 1, name=name)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(start_trials, loggers))
+    for name in names:
+        folder = tmp_path / "e" / name
+        assert json.loads((folder / "params.json").read_text()) == CONFIG
+        assert sorted(file.name for file in folder.iterdir()) == ["params.json", "progress.csv", "result.json"]

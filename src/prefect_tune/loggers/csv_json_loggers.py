@@ -17,6 +17,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
+from prefect_tune.stores.local.staging import replace_file
 
 # The base class of loggers that write files into a local folder for each trial.
 
@@ -40,7 +41,6 @@ class FolderLogger(Callback):
         path = self._folder / f".{self.name}"
         if not path.exists():
             replace_file(path, uuid.uuid4().hex.encode())
-            sync_to_disk(path)
         self._mark = path.read_text()
 
     def get_state(self) -> Mapping[str, object] | None:
@@ -58,13 +58,6 @@ class FolderLogger(Callback):
         folder = self._folder / trial
         folder.mkdir(exist_ok=True)
         return folder
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data` atomically."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(data)
-    new.replace(path)
 
 
 def sync_to_disk(path: Path) -> None:
