@@ -14,10 +14,11 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise, takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeAlias, cast
@@ -50,10 +51,11 @@ __all__ = ["CheckpointReader", "CheckpointWriter"]
 
 _METADATA = "checkpoint.json"
 _SHARD = "shard-{}.bin"
+_OF_A_SAVE = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNED_BYTES = 64
 _RUN_BYTES, _GAP_BYTES = 1 << 26, 1 << 20
 """What is read at once, in chunks side by side, and what may be read between two parts: chunks are larger."""
-_Number: TypeAlias = Annotated[int, Field(ge=0)]
+_Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
 """Where a value is in a state dict of dicts and lists."""
@@ -121,7 +123,8 @@ class CheckpointWriter(StorageWriter):
     them with `weights_only=True`. Report a directory of `dcp.async_save` once its future is done.
 
     Args:
-        directory: of this rank: what `save_checkpoint` gets, or `pt.get_trial().new_checkpoint_dir()`.
+        directory: of this rank: what `save_checkpoint` gets, or `pt.get_trial().new_checkpoint_dir()`. It is made if it
+            is not there, such as `checkpoint_dir + "/model"`, and holds one `dcp.save`.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -137,15 +140,22 @@ class CheckpointWriter(StorageWriter):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Refuse what makes no checkpoint of all ranks.
+        """Refuse what makes no checkpoint of all ranks, and make the directory.
 
         Raises:
-            InvalidInput: `use_collectives=False`, with which each rank writes metadata of its own part only.
+            InvalidInput: `use_collectives=False`, with which each rank writes metadata of its own part only; or the
+                directory holds another save, whose files would be lost.
         """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise InvalidInput(
                 "CheckpointWriter: expected use_collectives=True, found False: no rank would know what the others wrote"
+            )
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if found := [path.name for path in self._directory.iterdir() if _OF_A_SAVE.fullmatch(path.name)]:
+            raise InvalidInput(
+                f"CheckpointWriter({str(self._directory)!r}): expected a directory without an earlier dcp.save, found "
+                f"{sorted(found)}; pass a directory of its own, such as {str(self._directory / 'model')!r}"
             )
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -161,7 +171,7 @@ class CheckpointWriter(StorageWriter):
             InvalidInput: a tensor is sparse or quantized, or `torch.load` refuses a value with `weights_only=True`.
         """
         written = []
-        with Path(self._directory, plan.storage_data).open("wb") as file:
+        with Path(self._directory, plan.storage_data).open("xb") as file:
             for item in plan.items:
                 data = planner.resolve_data(item)
                 file.write(bytes(-file.tell() % _ALIGNED_BYTES))
@@ -326,7 +336,8 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found one that is sparse or quantized")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one element counts as contiguous whatever its stride, which a view of bytes requires to be 1.
+    return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _loadable(name: str, data: io.BytesIO) -> memoryview:
@@ -346,6 +357,8 @@ def _harmless(name: str, raw: memoryview) -> io.BytesIO:
         value = torch.load(io.BytesIO(raw), weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointCorrupt(f"{name}: its pickle may run code, and was not read") from error
+    except Exception as error:
+        raise CheckpointCorrupt(f"{name}: expected what torch.save writes, found bytes that do not load") from error
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)
@@ -370,25 +383,56 @@ def _paths(planner_data: object) -> dict[str, _Path] | None:
 def _metadata_of(document: _Document) -> Metadata:
     stored: dict[str, Any] = {name: BytesStorageMetadata() for name in document.objects}
     places: dict[MetadataIndex, _Bytes] = {MetadataIndex(name): each for name, each in document.objects.items()}
+    if twice := document.objects.keys() & document.tensors.keys():
+        raise _DoesNotFit(f"expected a tensor or another value of each name, found both of {sorted(twice)}")
     for name, tensor in document.tensors.items():
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _DoesNotFit(f"{name}: expected a type of tensors, found {tensor.dtype!r}")
-        for chunk in tensor.chunks:
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # an empty one may begin where another does
             _require_fit(name, tensor, chunk, dtype.itemsize)
             places[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
-        begins = {each.offsets for each in tensor.chunks if math.prod(each.sizes)}
-        whole = sum(math.prod(each.sizes) for each in tensor.chunks) == math.prod(tensor.sizes)
-        if not whole or len(begins) < sum(math.prod(each.sizes) > 0 for each in tensor.chunks):
+        is_whole = sum(math.prod(each.sizes) for each in tensor.chunks) == math.prod(tensor.sizes)
+        if not is_whole or _has_overlap(tensor):
             raise _DoesNotFit(
-                f"{name}: expected parts of all of {tensor.sizes}, found {len(tensor.chunks)} parts of it"
+                f"{name}: expected parts that make up {tensor.sizes}, each element once, found {len(tensor.chunks)} "
+                "parts that leave elements out, or overlap"
             )
         stored[name] = TensorStorageMetadata(
             TensorProperties(dtype=dtype, requires_grad=tensor.requires_grad),
             torch.Size(tensor.sizes),
             [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
         )
+    _require_own_bytes([each for each in places.values() if each.length])
     return Metadata(stored, planner_data=document.paths, storage_data=places)
+
+
+def _has_overlap(tensor: _Tensor) -> bool:
+    """Return whether two parts hold the same element."""
+    chunks = [each for each in tensor.chunks if each.length]
+    if len(chunks) < 2:
+        return False
+    # Parts are compared that begin before an earlier one ends, in the dimension that separates most of them.
+    first = max(range(len(tensor.sizes)), key=lambda axis: len({each.offsets[axis] for each in chunks}))
+    chunks.sort(key=lambda each: each.offsets[first])
+    for number, chunk in enumerate(chunks):
+        end = chunk.offsets[first] + chunk.sizes[first]
+        for other in takewhile(lambda each: each.offsets[first] < end, chunks[number + 1 :]):  # noqa: B023 - it is used up in this round
+            if all(map(_meet, chunk.offsets, chunk.sizes, other.offsets, other.sizes)):
+                return True
+    return False
+
+
+def _meet(begin: int, size: int, other_begin: int, other_size: int) -> bool:
+    return begin < other_begin + other_size and other_begin < begin + size
+
+
+def _require_own_bytes(places: list[_Bytes]) -> None:
+    """Refuse values that share bytes of a file: each has its own."""
+    places.sort(key=attrgetter("file", "start"))
+    for place, following in pairwise(places):
+        if place.file == following.file and following.start < place.start + place.length:
+            raise _DoesNotFit(f"expected that each value has its own bytes, found {place!r} and {following!r}")
 
 
 def _require_fit(name: str, tensor: _Tensor, chunk: _Chunk, item_bytes: int) -> None:

@@ -99,6 +99,79 @@ def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_
     assert flat(loaded(pt.Checkpoint.from_directory(saved))) == flat(whole())
 
 
+def tensors_of_all_layouts() -> Mapping[str, Any]:
+    """Return tensors whose bytes are not those of their elements in a row, of one element, and of none."""
+    rows = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
+    numbers = torch.view_as_complex(torch.arange(12, dtype=torch.float32).reshape(2, 3, 2))
+    layouts = {
+        "one of a column": rows[0][:1, 0],
+        "one of a row": rows[:1, :1, :1],
+        "one of three": rows[::3, ::4, ::5],
+        "scalar": rows[1, 2, 3],
+        "scalar of one": rows[:1, 0, 0].squeeze(),
+        "column": rows[0, :, 1],
+        "every second": rows[..., ::2],
+        "transposed": rows.permute(2, 0, 1),
+        "expanded": torch.ones(1).expand(4, 5),
+        "expanded scalar": torch.tensor(2.5).expand(3),
+        "empty of a column": rows[0][:0, 0],
+        "empty": torch.empty(0),
+        "empty rows": torch.empty(3, 0, 2),
+        "at an offset": rows[2],
+        "own strides": torch.as_strided(rows, (2, 2), (7, 3), 4),
+        "overlapping": torch.as_strided(rows, (3, 3), (1, 1)),
+        "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "conjugate": numbers.conj(),
+        "one conjugate": numbers.conj()[:1, 0],
+        "scalar conjugate": numbers.conj()[1, 1],
+        "negative": numbers.conj().imag,
+        "one negative": numbers.conj().imag[:1, 1],
+        "real": numbers.real,
+        "parameter": torch.nn.Parameter(rows[:, 0]),
+        "one parameter": torch.nn.Parameter(rows[0][:1, 2]),
+    }
+    types = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex128)
+    more = (torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)
+    of_types = {f"one {dtype}": torch.arange(6).reshape(2, 3).to(dtype)[:1, 1] for dtype in (*types, *more)}
+    return {**layouts, **of_types}
+
+
+@pytest.mark.parametrize("name", [*tensors_of_all_layouts(), "all"])
+def test_every_tensor_that_the_writer_of_pytorch_saves_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from prefect_tune.integrations.torch_distributed import CheckpointReader, CheckpointWriter
+
+    tensors = tensors_of_all_layouts()
+    state = dict(tensors) if name == "all" else {name: tensors[name]}
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    dcp.save(dict(state), storage_writer=CheckpointWriter(tmp_path / "ours"), no_dist=True)
+    for checkpoint in (tmp_path / "ours", pt.Checkpoint.from_directory(tmp_path / "ours")):
+        loaded = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in state.items()}
+        dcp.load(loaded, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+        for key, tensor in state.items():
+            assert loaded[key].dtype == tensor.dtype
+            assert loaded[key].tolist() == tensor.tolist(), key
+
+
+def test_a_second_save_into_a_directory_is_refused_and_the_first_one_stays(saved: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from prefect_tune.integrations.torch_distributed import CheckpointWriter
+    from tests.integrations.ranks.saving import whole
+
+    writer = CheckpointWriter(saved / "made" / "here")
+    dcp.save({"other": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    for again in (CheckpointWriter(saved), writer):
+        with pytest.raises(refused(), match=r"expected a directory without an earlier dcp.save, found"):
+            dcp.save({"other": torch.ones(3)}, storage_writer=again, no_dist=True)
+    (saved / "checkpoint.json").rename(saved / "away")  # as another rank's directory, or a save under way
+    with pytest.raises(refused(), match=r"found \['shard-0.bin'\]"):
+        dcp.save({"other": torch.ones(3)}, checkpoint_id=saved, storage_writer=writer, no_dist=True)
+    (saved / "away").rename(saved / "checkpoint.json")
+    assert flat(loaded(saved)) == flat(whole())
+
+
 def refused() -> type[BaseException]:
     """Return what DCP raises on all ranks: no `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -139,6 +212,36 @@ def changed(document: dict[str, Any], name: str, value: object) -> None:
     document["tensors"]["rows"]["chunks"][0][name] = value
 
 
+def cut(document: dict[str, Any], name: str, *rows: Mapping[int, int]) -> None:
+    """Describe a tensor as parts of whole rows, `{first row: rows}`, each with bytes of its own."""
+    cut_columns(document, *((first, 0, count, 17) for part in rows for first, count in part.items()), name=name)
+
+
+def cut_columns(document: dict[str, Any], *parts: tuple[int, int, int, int], name: str = "rows") -> None:
+    chunks = [
+        {"file": f"shard-{number + 7}.bin", "start": 0, "length": rows * columns * 4}
+        | {"offsets": [row, column], "sizes": [rows, columns]}
+        for number, (row, column, rows, columns) in enumerate(parts)
+    ]
+    document["tensors"][name]["chunks"] = chunks
+
+
+def test_metadata_of_parts_that_make_up_a_tensor_is_accepted(saved: Path) -> None:
+    raw = bytes(31 * 17 * 4)
+    for parts in (
+        [(0, 0, 31, 17)],
+        [(20, 0, 11, 17), (0, 0, 20, 17), (31, 0, 0, 17), (0, 0, 0, 17)],
+        [(0, column, 31, 1) for column in range(17)],
+        [(0, 0, 20, 10), (0, 10, 20, 7), (20, 0, 11, 7), (20, 7, 11, 10)],
+    ):
+        document = json.loads((saved / "checkpoint.json").read_text())
+        cut_columns(document, *parts)
+        for number in range(len(parts)):
+            (saved / f"shard-{number + 7}.bin").write_bytes(raw)
+        (saved / "checkpoint.json").write_text(json.dumps(document))
+        assert not loaded(saved)["rows"].any()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -149,8 +252,27 @@ def changed(document: dict[str, Any], name: str, value: object) -> None:
         (lambda document: changed(document, "length", 4), "expected a part of"),
         (lambda document: changed(document, "offsets", [1, 0]), "expected a part of"),
         (lambda document: changed(document, "sizes", [31]), "expected a part of"),
+        (lambda document: changed(document, "sizes", [1 << 70, 17]), "sizes"),
         (lambda document: document["tensors"]["rows"].update(dtype="load"), "expected a type of tensors"),
-        (lambda document: document["tensors"]["rows"].update(chunks=[]), "expected parts of all of"),
+        (lambda document: cut(document, "rows", {}), "leave elements out"),
+        (lambda document: cut(document, "rows", {0: 31}, {0: 31}), "leave elements out, or overlap"),
+        (lambda document: cut(document, "rows", {0: 30}), "leave elements out"),
+        (lambda document: cut(document, "rows", {0: 16}, {15: 15}), "overlap"),
+        (lambda document: cut(document, "rows", {0: 30}, {0: 1}), "overlap"),
+        (lambda document: cut(document, "rows", {0: 10}, {10: 10}, {11: 11}), "overlap"),
+        (lambda document: cut(document, "rows", {0: 0}, {0: 30}, {29: 1}), "overlap"),
+        (lambda document: cut(document, "rows", {0: 16}, {17: 15}), "expected a part of"),
+        (lambda document: cut_columns(document, (0, 0, 31, 9), (0, 8, 31, 8)), "overlap"),
+        (
+            lambda document: cut_columns(document, (0, 0, 20, 10), (0, 10, 20, 7), (20, 0, 11, 7), (19, 7, 11, 10)),
+            "over",
+        ),
+        (lambda document: document["objects"].update(all=document["objects"]["step"]), "found both of"),
+        (
+            lambda document: changed(document, "start", document["tensors"]["columns"]["chunks"][0]["start"]),
+            "own bytes",
+        ),
+        (lambda document: document["objects"].update({"text": document["objects"]["step"]}), "own bytes"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(
@@ -160,6 +282,14 @@ def test_metadata_that_does_not_fit_is_refused(
     change(document)
     (saved / "checkpoint.json").write_text(json.dumps(document))
     with pytest.raises(pt.CheckpointCorrupt, match=said):
+        loaded(saved)
+
+
+def test_an_object_of_other_bytes_is_refused(saved: Path) -> None:
+    document = json.loads((saved / "checkpoint.json").read_text())
+    document["objects"]["step"]["length"] -= 8
+    (saved / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(refused(), match=r"step: expected what torch.save writes"):
         loaded(saved)
 
 
