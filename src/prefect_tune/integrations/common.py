@@ -1,14 +1,21 @@
-"""Shared by the callbacks of all frameworks: what to install, select metrics, report a step, stop at the end."""
+"""Shared by the callbacks of all frameworks: what to install, select metrics, report a step, paths of one trial."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.runtime.ranks import START_RANKS
-from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, get_trial, report_step
+from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, get_trial, report_step, session_of_process
+
+_log = logging.getLogger("prefect_tune")
 
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
@@ -59,6 +66,47 @@ def restored_directory() -> Path | None:
     """Return the local directory of the checkpoint to resume from; None on a fresh start."""
     checkpoint = get_checkpoint()
     return Path(checkpoint.path) if checkpoint is not None else None
+
+
+def path_of_trial(path: str, option: str | None = None) -> str:
+    """Return where this trial writes what its framework is to write to `path`, which other trials may have as well.
+
+    That is below the trial's directory. A path stays as it is if it contains the trial's ID, or is in the trial's
+    directory or in the folder for its temporary files. A URI gets the trial's ID as its last part.
+
+    Args:
+        path: a path or a URI.
+        option: named in a warning that the path is another one than the user chose.
+    """
+    trial, place = get_trial(), Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links need not be followed
+    # With isolation="thread" the folder for temporary files is that of all trials.
+    own = [trial.directory, *([Path(tempfile.gettempdir())] if session_of_process() is not None else ())]
+    part = r"\d" if trial.id.isdigit() else r"[^\W_]"  # 00001 is not in run-100001
+    if re.search(f"(?<!{part}){re.escape(trial.id)}(?!{part})", path) or any(
+        place.is_relative_to(folder) for folder in own
+    ):
+        return path
+    if "://" in path:
+        return f"{path.rstrip('/')}/{trial.id}"
+    root = Path.cwd() if place.is_relative_to(Path.cwd()) else Path(place.anchor)
+    moved = str(trial.directory / place.relative_to(root))
+    if option is not None:
+        _log.warning(
+            "%s: this trial writes to %s instead of %s, where other trials would write too; to choose a path, put "
+            "pt.get_trial().id into it",
+            *(option, moved, path),
+        )
+    return moved
+
+
+def callbacks_beside(callback: object) -> Sequence[object]:
+    """Return all callbacks of the list whose hook is being called: Keras and XGBoost do not pass it to a callback."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the way to the object that calls
+    while frame := frame.f_back:  # type: ignore[assignment] - ends with None
+        callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+        if isinstance(callbacks, list | tuple) and any(each is callback for each in callbacks):
+            return callbacks
+    return ()
 
 
 def _by_name_here(wanted: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:

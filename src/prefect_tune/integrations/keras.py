@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
+from prefect_tune.integrations.common import (
+    MetricNames,
+    callbacks_beside,
+    chosen,
+    goes_on_after,
+    missing,
+    path_of_trial,
+    restored_directory,
+)
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
@@ -22,6 +32,13 @@ except ModuleNotFoundError as error:
 __all__ = ["TuneReportCheckpointCallback", "load_variables", "restored_epoch"]
 
 _VARIABLES, _PLACE = "variables.npz", "place.json"
+_PATHS = {
+    keras.callbacks.BackupAndRestore: "backup_dir",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.TensorBoard: "log_dir",
+}
+"""The attribute that holds the path to which a callback writes; paths that begin with it are in others."""
 
 
 def restored_epoch() -> int:
@@ -57,6 +74,10 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume: use `pt.Plateau`.
     The position within an epoch is not saved: an interval is at least one epoch.
 
+    The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` become paths below the trial's
+    directory, unless they contain the trial's ID: trials would overwrite each other's files. A backup of an earlier
+    attempt is removed, since the trial resumes from its checkpoint.
+
     Args:
         metrics: which to report; `{"loss": "val_loss"}` renames. Default: all.
     """
@@ -66,6 +87,11 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         self._metrics = metrics
         self._random: Mapping[str, Any] | None = None
         self._epochs = 0
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        for callback in callbacks_beside(self):
+            _move_paths(callback)
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
@@ -97,6 +123,21 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         np.savez(Path(directory, _VARIABLES), *arrays)
         place = {"epochs": self._epochs, "random": _random_state()}
         Path(directory, _PLACE).write_text(json.dumps(place))
+
+
+def _move_paths(callback: object) -> None:
+    for kind, attribute in _PATHS.items():
+        if isinstance(callback, kind):
+            before = os.fspath(getattr(callback, attribute))
+            path = path_of_trial(before, f"{kind.__name__}({attribute})")
+            if path == before:
+                continue
+            if kind is keras.callbacks.BackupAndRestore:
+                shutil.rmtree(path, ignore_errors=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            for name, value in vars(callback).items():
+                if name == attribute or (isinstance(value, str) and value.startswith(before)):
+                    setattr(callback, name, path + os.fspath(value).removeprefix(before))
 
 
 def _variables_of(model: Any) -> Sequence[Any]:

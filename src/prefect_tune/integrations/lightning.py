@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from prefect_tune.integrations.common import (
     chosen,
     goes_on_after,
     missing,
+    path_of_trial,
     require_ranks,
     restored_directory,
 )
@@ -20,6 +23,7 @@ from prefect_tune.runtime.trainable import save_last_step
 try:
     import torch
     from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 except ModuleNotFoundError as error:
     raise missing(error, "lightning", "lightning", "torch") from error
 
@@ -50,6 +54,9 @@ class TuneReportCheckpointCallback(Callback):
     over an epoch of what was logged with `on_epoch=True` count the batches since a resume. With `processes_per_trial`,
     pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
+    `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` become
+    paths below the trial's directory, unless they contain the trial's ID: trials would overwrite each other's files.
+
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
         every_steps: report each so many steps of the optimizer. Default: at the end of each epoch.
@@ -70,9 +77,21 @@ class TuneReportCheckpointCallback(Callback):
         self._restored, self._reported_step = state_dict["random"], state_dict["reported_step"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse another number of processes than the trial's, in each of them, before anything is trained."""
+        """Refuse another number of processes than the trial's, before anything is trained, and keep its files apart.
+
+        Lightning sets up a `ModelCheckpoint` after all other callbacks.
+        """
         del pl_module, stage
         self._rank = require_ranks("Trainer", trainer.world_size)
+        root = trainer.default_root_dir
+        option = None if root == os.getcwd() else "Trainer(default_root_dir)"  # noqa: PTH109 - Lightning's default
+        trainer._default_root_dir = path_of_trial(root, option)  # noqa: SLF001 - its one name
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                _move_logger(logger, None if logger.save_dir == root else f"{type(logger).__name__}(save_dir)")
+        for checkpoint in trainer.checkpoint_callbacks:
+            if getattr(checkpoint, "dirpath", None):
+                checkpoint.dirpath = path_of_trial(checkpoint.dirpath, "ModelCheckpoint(dirpath)")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
@@ -109,6 +128,24 @@ class TuneReportCheckpointCallback(Callback):
         trainer.save_checkpoint(Path(directory, _FILE))
         if self._rank:
             torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
+
+
+def _move_logger(logger: Any, option: str | None) -> None:
+    """Let a logger, which Lightning has opened by now, begin again below the trial's directory."""
+    before = logger.log_dir
+    if path_of_trial(before) == before:
+        return
+    directory = path_of_trial(logger.save_dir, option)
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.close()
+    with suppress(OSError):  # another trial may have the folder too
+        for path in Path(before).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+            path.unlink()
+        Path(before).rmdir()
+    logger._root_dir = logger._save_dir = directory  # noqa: SLF001 - a logger has no other way to be moved
+    logger._experiment = None  # noqa: SLF001 - as above
+    if isinstance(logger._version, int):  # noqa: SLF001 - as above
+        logger._version = None  # noqa: SLF001 - as above
 
 
 def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prefect_tune.integrations.common import (
     chosen,
     goes_on_after,
     missing,
+    path_of_trial,
     require_ranks,
     restored_directory,
 )
@@ -25,7 +27,7 @@ except ModuleNotFoundError as error:
 
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
 
-_RANDOM_STATE = re.compile(r"rng_state_\d+\.pth")
+_DEFAULT_OUTPUT_DIRS = ("trainer_output", "tmp_trainer")
 
 
 def restored_checkpoint() -> str | None:
@@ -45,9 +47,12 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
     the random states and skips the batches that were trained. Its weights and states are read without running code
-    (the file `training_args.bin` is a pickle that nothing here reads). With other `save_strategy` than `"no"` the
-    Trainer also saves for itself, into `output_dir`; a checkpoint that both want is moved to the target. Several
-    processes are those of `processes_per_trial`.
+    (the file `training_args.bin` is a pickle that nothing here reads). Several processes are those of
+    `processes_per_trial`.
+
+    `output_dir` becomes a path below the trial's directory, unless it contains the trial's ID: trials would overwrite
+    each other's files. With another `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`,
+    which is synced as an artifact; a checkpoint that both want is moved to the target.
 
     Args:
         metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
@@ -61,17 +66,26 @@ class TuneReportCheckpointCallback(TrainerCallback):
         self._asked_at: int | None = None
         self._over = False
         self._rank = 0
-        self._alone = True
-        self._has_own_folder = False
+        self._output_dir = ""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del state, control
+        with suppress(InvalidInput):  # no trial runs here: `train` would raise
+            _move_output_dir(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
-        self._rank, self._alone = require_ranks("Trainer", args.world_size), args.world_size == 1
-        self._has_own_folder = not self._alone and _is_own(args.output_dir, self._rank)
+        self._rank = require_ranks("Trainer", args.world_size)
+        _move_output_dir(args)  # `add_callback` came after `on_init_end`
         if args.load_best_model_at_end:
             raise InvalidInput(
                 "TrainingArguments(load_best_model_at_end=True): set it to False, since the Trainer's checkpoints are "
                 "moved to the target"
+            )
+        if args.save_strategy == "best":
+            raise InvalidInput(
+                'TrainingArguments(save_strategy="best"): expected another, such as "no"; with "best" the Trainer does '
+                "not save when this callback asks it to"
             )
         if args.ignore_data_skip or args.save_only_model:
             raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
@@ -82,14 +96,12 @@ class TuneReportCheckpointCallback(TrainerCallback):
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         if self._every_steps and (state.global_step % self._every_steps == 0 or state.global_step >= state.max_steps):
-            self._ask(state, control)
+            self._ask(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         if self._every_steps is None:
-            self._ask(state, control)
+            self._ask(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, object] | None = None, **_: Any) -> None:
         del args, state, control
@@ -105,35 +117,29 @@ class TuneReportCheckpointCallback(TrainerCallback):
         if self._asked_at != state.global_step:
             return
         self._asked_at = None
-        saved = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder, args.output_dir = args.output_dir, self._output_dir
         # The metrics of rank 0 count, and only it has them.
         metrics = {} if self._rank else {**chosen(self._metrics, self._wanted), "should_checkpoint": True}
-        self._over = not goes_on_after(metrics, lambda directory: self._move(saved, Path(directory)))
+        saved = Path(folder, f"checkpoint-{state.global_step}")
+        self._over = not goes_on_after(metrics, lambda directory: _move_files(saved, Path(directory)))
+        shutil.rmtree(folder)
         control.should_training_stop = control.should_training_stop or self._over
 
-    def _ask(self, state: Any, control: Any) -> None:
-        """Request that the Trainer logs and saves next; it calls `on_save` last."""
+    def _ask(self, args: Any, state: Any, control: Any) -> None:
+        """Request that the Trainer logs and saves next, into a folder of its own; it calls `on_save` last."""
         if not self._over:
             control.should_log = control.should_save = True
             self._asked_at = state.global_step
-
-    def _move(self, saved: Path, directory: Path) -> None:
-        """Move what this rank saved; `output_dir` may be one folder for all ranks, or one for each."""
-        own = f"rng_state_{self._rank}.pth"
-        for each in sorted(saved.iterdir()):
-            is_of_first = self._rank == 0 and not _RANDOM_STATE.fullmatch(each.name)
-            if self._has_own_folder or is_of_first or each.name == own:
-                shutil.move(each, directory / each.name)
-        if self._alone:
-            saved.rmdir()
+            # Not below `output_dir`: a sync of artifacts would send what is half written.
+            self._output_dir, args.output_dir = args.output_dir, tempfile.mkdtemp()
 
 
-def _is_own(output_dir: str, rank: int) -> bool:
-    """Return whether no folder of rank 0 is the same; all ranks call this."""
-    import torch
+def _move_output_dir(args: Any) -> None:
+    option = None if args.output_dir in _DEFAULT_OUTPUT_DIRS else "TrainingArguments(output_dir)"
+    args.output_dir = path_of_trial(args.output_dir, option)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
 
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    status = Path(output_dir).stat()
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (status.st_dev, status.st_ino))
-    return rank > 0 and found[rank] != found[0]
+
+def _move_files(source: Path, directory: Path) -> None:
+    for path in sorted(source.iterdir()):
+        shutil.move(path, directory / path.name)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
+from prefect_tune.integrations.common import (
+    MetricNames,
+    callbacks_beside,
+    chosen,
+    goes_on_after,
+    missing,
+    path_of_trial,
+    restored_directory,
+)
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
@@ -44,6 +53,8 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     A resume is exact as long as no round draws random numbers. If rounds sample rows or columns (`subsample`,
     `colsample_*`, DART), the trees after a resume differ, because XGBoost does not expose its generators' state. With
     these use `train`, which is exact. `early_stopping_rounds` restarts its count on a resume: use `pt.Plateau`.
+    The folder of XGBoost's own `TrainingCheckPoint` becomes one below the trial's directory, unless its path contains
+    the trial's ID: trials would overwrite each other's files.
 
     Args:
         metrics: which to report, as `"test-mlogloss"`; `{"loss": "test-mlogloss"}` renames. Default: all.
@@ -52,6 +63,10 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     def __init__(self, metrics: MetricNames = None) -> None:
         super().__init__()
         self._metrics = metrics
+
+    def before_training(self, model: Any) -> Any:
+        _move_checkpoints(callbacks_beside(self))
+        return model
 
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
         del epoch
@@ -70,6 +85,10 @@ class _XgboostReplayCallback(xgb.callback.TrainingCallback):
         self._metrics = metrics
         self.reported = reported
         self.over = False
+
+    def before_training(self, model: Any) -> Any:
+        _move_checkpoints(callbacks_beside(self))
+        return model
 
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
         del epoch
@@ -116,6 +135,14 @@ def train(
         raise InvalidInput(f"num_boost_round: expected 1 or more, found {num_boost_round}")
     save_last_step(partial(_save, booster))
     return booster
+
+
+def _move_checkpoints(callbacks: Sequence[object]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, xgb.callback.TrainingCheckPoint):
+            path = path_of_trial(os.fspath(callback._path), "TrainingCheckPoint(directory)")  # noqa: SLF001 - its one name
+            Path(path).mkdir(parents=True, exist_ok=True)
+            callback._path = path  # noqa: SLF001 - as above
 
 
 def _goes_on(model: xgb.Booster, evals_log: Any, metrics: MetricNames) -> bool:
