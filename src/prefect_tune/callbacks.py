@@ -36,6 +36,8 @@ class SearchInfo:
     """The target's URI, without secrets."""
     objective: Objective | None
     """The metric by which trials are compared."""
+    generation: int = 1
+    """Counts the experiments of this name on the target: another one begins when it is deleted."""
 
 
 class Callback:

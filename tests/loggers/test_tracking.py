@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return (tmp_path / "mlruns").as_uri()
 
 
-def mlflow_logger(uri: str, **options: Any) -> pt.MLflowLogger:
+def mlflow_logger(uri: str, search: pt.SearchInfo = SEARCH, **options: Any) -> pt.MLflowLogger:
     logger = pt.MLflowLogger(uri, **options)
-    logger.setup(SEARCH)
+    logger.setup(search)
     return logger
 
 
@@ -110,6 +111,14 @@ def history(uri: str, run: str, metric: str = "loss") -> dict[int, float]:
     from mlflow import MlflowClient
 
     return {each.step: each.value for each in MlflowClient(tracking_uri=uri).get_metric_history(run, metric)}
+
+
+def points(uri: str, run: str, metric: str = "loss") -> list[tuple[int, float]]:
+    """Return all points of a metric, in the order in which MLflow draws them."""
+    from mlflow import MlflowClient
+
+    found = MlflowClient(tracking_uri=uri).get_metric_history(run, metric)
+    return [(each.step, each.value) for each in sorted(found, key=lambda each: (each.step, each.timestamp))]
 
 
 def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str) -> None:
@@ -129,21 +138,62 @@ def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str) -> None:
     assert history(mlflow_uri, second.info.run_id, "eval/loss") == {2: 3.0}
 
 
-@pytest.mark.long
-def test_mlflow_has_steps_that_are_trained_again_once(mlflow_uri: str) -> None:
+def test_a_trial_keeps_its_mlflow_run_when_lost_steps_are_trained_again(mlflow_uri: str) -> None:
     logger = mlflow_logger(mlflow_uri)
     started(logger)
     for step in (1, 2, 3):
         report(logger, step)
+    (before,) = runs(mlflow_uri)
     killed(logger)
     again = mlflow_logger(mlflow_uri)  # in another process
     started(again, from_step=1)
     report(again, 2, redone=1)
-    finished(again)
+    report(again, 3, loss=0.25)
+    report(again, 4)
+    finished(again, step=4, metrics={"loss": 0.25})
     (run,) = runs(mlflow_uri)
-    assert history(mlflow_uri, run.info.run_id) == {1: 1.0, 2: 0.5}
+    assert run.info.run_id == before.info.run_id
+    assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 0.25)
+    assert points(mlflow_uri, run.info.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (3, 0.25), (4, 0.25)]
     assert history(mlflow_uri, run.info.run_id, "redone") == {2: 1.0}
     assert run.data.params == {"lr": "0.1", "model/depth": "2"}
+
+
+def test_all_that_is_delivered_again_changes_no_mlflow_run(mlflow_uri: str) -> None:
+    for _ in range(3):
+        logger = mlflow_logger(mlflow_uri)
+        for name in ("00000", "00001"):
+            started(logger, name=name)
+            report(logger, 1, name=name)
+            report(logger, 2, name=name)
+    found = runs(mlflow_uri)
+    assert len(found) == 2
+    for run in found:
+        for metric in ("loss", "trained_seconds"):
+            assert [step for step, _ in points(mlflow_uri, run.info.run_id, metric)] == [1, 2]
+
+
+def test_the_trials_of_a_new_experiment_of_the_same_name_have_runs_of_their_own(mlflow_uri: str) -> None:
+    for generation in (1, 2):
+        logger = mlflow_logger(mlflow_uri, replace(SEARCH, generation=generation))
+        started(logger)
+        report(logger, generation)
+    assert sorted(points(mlflow_uri, run.info.run_id) for run in runs(mlflow_uri)) == [[(1, 1.0)], [(2, 0.5)]]
+
+
+def test_a_trial_that_ends_before_a_lost_step_is_compared_by_its_last_metrics(mlflow_uri: str) -> None:
+    logger = mlflow_logger(mlflow_uri)
+    started(logger)
+    for step in (1, 2, 3):
+        report(logger, step)
+    (before,) = runs(mlflow_uri)
+    again = mlflow_logger(mlflow_uri)
+    started(again, from_step=1)
+    report(again, 2, loss=0.75)
+    finished(again, step=2, metrics={"loss": 0.75}, trained_seconds=1.0)
+    (run,) = runs(mlflow_uri)
+    assert run.info.run_id == before.info.run_id
+    assert run.data.metrics["loss"] == 0.75
 
 
 def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import Callback, SearchInfo
@@ -15,10 +16,9 @@ from prefect_tune.loggers.csv_json_loggers import require_package
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Run
 
 _TRIAL = "prefect_tune.trial"
-_COPY_OF = "prefect_tune.copy_of"
 _MARK = "prefect_tune.mark"
 _STEPS = "trained_seconds"  # reported with every step, and so the metric that has them all
 _BATCH = 1000  # the most metrics that a server takes at once
@@ -28,8 +28,9 @@ _LONGEST_PARAMETER = 6000
 class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
-    MLflow cannot delete metrics. So when steps are trained again, the trial gets a new run with the metrics of
-    the steps before, and the earlier run is deleted.
+    A trial keeps its run, and so the run's ID, when it resumes. MLflow cannot delete metrics: where a step that is
+    trained again has another value, it has both, and MLflow shows the newer one as the last. If a trial ends before a
+    step that it had reported earlier, its last metrics are logged at that step too, so that runs compare by them.
 
     Args:
         tracking_uri: such as `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
@@ -72,9 +73,8 @@ class MLflowLogger(Callback):
         return state.get("experiment") == self._mark
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
-        run = self._run(trial)
-        run.keep_up_to(started.from_step)
-        run.begin()
+        del started
+        self._run(trial).begin()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         self._run(trial).log(report)
@@ -90,13 +90,15 @@ class MLflowLogger(Callback):
 
     def _end(self, trial: Trial, status: str, reason: str) -> None:
         run = self._run(trial)
+        run.log_last(StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds))
         run.tag("prefect_tune.reason", reason)
         run.end(status)
         del self._runs[trial.trial]
 
     def _run(self, trial: Trial) -> _TrialRun:
         if trial.trial not in self._runs:
-            tags = {**self._tags, _TRIAL: f"{self._search.experiment}/{trial.trial}"}
+            name = f"{self._search.experiment}/{self._search.generation}/{trial.trial}"
+            tags = {**self._tags, _TRIAL: name}
             self._runs[trial.trial] = _TrialRun(self._client, self._experiment_id, tags, trial)
         return self._runs[trial.trial]
 
@@ -109,37 +111,26 @@ class _TrialRun:
         self._experiment_id = experiment_id
         self._tags = tags
         self._name = trial.trial
-        found = self._tagged(_TRIAL, tags[_TRIAL])
-        self._id = found[0].info.run_id if found else self._create(trial)
-        for other in found[1:]:  # a killed process made a copy and did not delete the original
-            client.delete_run(other.info.run_id)
-        self._last = max((each.step for each in self._history(_STEPS)), default=0) if found else 0
-
-    def keep_up_to(self, step: int) -> None:
-        """Replace the run by a copy without the metrics of later steps, if it has any."""
-        if self._last <= step:
-            return
-        for rest in self._tagged(_COPY_OF, self._id):
-            self._client.delete_run(rest.info.run_id)
-        before = self._client.get_run(self._id)
-        tags = {**self._tags, _COPY_OF: self._id}
-        del tags[_TRIAL]
-        copy = self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
-        kept = [each for name in before.data.metrics for each in self._history(name) if each.step <= step]
-        self._log(copy, kept, before.data.params)
-        self._client.set_tag(copy, _TRIAL, self._tags[_TRIAL])  # from here on it is the trial's run
-        self._client.delete_run(self._id)
-        self._id, self._last = copy, max((each.step for each in kept), default=0)
+        runs = self._tagged(_TRIAL, tags[_TRIAL])
+        self._id = runs[0].info.run_id if runs else self._create(trial)
+        self._values: dict[str, dict[int, float]] = {}
+        """By metric and step, the newest value in the run; of metrics that were needed."""
+        self._last = max(self._values_of(_STEPS), default=0) if runs else 0
 
     def log(self, report: StepReport) -> None:
-        from mlflow.entities import Metric
+        """Log the numbers of a step, except those that the run has at this step already."""
+        metrics = _numbers_of(report)
+        if report.step <= self._last:
+            metrics = {
+                name: value for name, value in metrics.items() if value != self._values_of(name).get(report.step)
+            }
+        self._log_metrics(metrics, report.step)
+        self._last = max(self._last, report.step)
 
-        self.keep_up_to(report.step - 1)
-        now = int(time.time() * 1000)
-        numbers = {name: value for name, value in flat(report.metrics).items() if isinstance(value, int | float)}
-        numbers[_STEPS] = report.trained_seconds
-        self._log(self._id, [Metric(name, float(value), now, report.step) for name, value in numbers.items()])
-        self._last = report.step
+    def log_last(self, report: StepReport) -> None:
+        """Make the last metrics of a trial those that MLflow shows, if the run has later steps that were lost."""
+        if report.step < self._last:
+            self._log_metrics(_numbers_of(report), self._last)
 
     def begin(self) -> None:
         self._client.update_run(self._id, status="RUNNING")
@@ -151,26 +142,38 @@ class _TrialRun:
         self._client.set_terminated(self._id, status)
 
     def _create(self, trial: Trial) -> str:
-        run = self._client.create_run(self._experiment_id, run_name=self._name, tags=dict(self._tags))
-        self._log(run.info.run_id, (), flat(trial.config))
-        return str(run.info.run_id)
-
-    def _log(self, run: str, metrics: Sequence[Metric], parameters: Mapping[str, object] | None = None) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in (parameters or {}).items()]
+        run = self._client.create_run(self._experiment_id, run_name=self._name, tags=dict(self._tags))
+        params = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(trial.config).items()]
         if params:
-            self._client.log_batch(run, params=params)
-        for begin in range(0, len(metrics), _BATCH):
-            self._client.log_batch(run, metrics=metrics[begin : begin + _BATCH])
+            self._client.log_batch(run.info.run_id, params=params)
+        return str(run.info.run_id)
 
-    def _history(self, metric: str) -> Iterable[Metric]:
-        found: Iterable[Metric] = self._client.get_metric_history(self._id, metric)
-        return found
+    def _log_metrics(self, numbers: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
+        for begin in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _BATCH])
+        for name in self._values.keys() & numbers.keys():
+            self._values[name][step] = numbers[name]
+
+    def _values_of(self, metric: str) -> Mapping[int, float]:
+        if metric not in self._values:
+            history = sorted(self._client.get_metric_history(self._id, metric), key=attrgetter("timestamp"))
+            self._values[metric] = {point.step: point.value for point in history}
+        return self._values[metric]
 
     def _tagged(self, name: str, value: str) -> Sequence[Run]:
-        """Newest first."""
+        """Oldest first."""
         wanted = f"tags.`{name}` = '{value}'"
-        newest = ["attributes.start_time DESC"]
-        found: Sequence[Run] = self._client.search_runs([self._experiment_id], wanted, order_by=newest)
+        oldest = ["attributes.start_time ASC"]
+        found: Sequence[Run] = self._client.search_runs([self._experiment_id], wanted, order_by=oldest)
         return found
+
+
+def _numbers_of(report: StepReport) -> dict[str, float]:
+    numbers = {name: float(value) for name, value in flat(report.metrics).items() if isinstance(value, int | float)}
+    return {**numbers, _STEPS: float(report.trained_seconds)}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 from prefect.logging import get_run_logger
@@ -449,7 +450,8 @@ class Subscribers:
         Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
         or 2 s after a request to stop.
         """
-        callbacks = Callbacks(self._callbacks, self._target, self._search, log)
+        search = replace(self._search, generation=journal_writer.experiment.key.generation)
+        callbacks = Callbacks(self._callbacks, self._target, search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
         recorder = AttemptRecorder(journal_writer.experiment)
         lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
