@@ -142,3 +142,214 @@ def test_ranks_divide_an_epoch_and_another_number_of_them_goes_on_with_what_none
         again = len(seen[epoch]) - len(set(seen[epoch]))
         assert again == 0 if drop_last else again < 4
         assert drop_last or set(seen[epoch]) == set(range(size))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_shuffles_unless_it_is_told_not_to(shuffle: bool) -> None:
+    from prefect_tune.integrations.torch import ResumableLoader
+
+    loader, default = ResumableLoader(list(range(20)), 4, shuffle=shuffle), ResumableLoader(list(range(20)), 4)
+    first, second = (torch.cat(list(loader)).tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert (first != list(range(20))) == (first != second) == shuffle
+    assert (torch.cat(list(default)).tolist() == first) == shuffle
+    next(iter(loader))
+    resumed = ResumableLoader(list(range(20)), 4, shuffle=shuffle)
+    resumed.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sampler": torch.utils.data.SequentialSampler(range(4))}, r"sampler=...\): expected none"),
+        ({"batch_sampler": [[0], [1]]}, r"batch_sampler=...\): expected none"),
+        ({"batch_size": None}, "batch_size=None.: expected an integer of 1 or more"),
+        ({"batch_size": 0}, "expected an integer of 1 or more"),
+        ({"batch_size": -2}, "expected an integer of 1 or more"),
+        ({"batch_size": 2.0}, "expected an integer of 1 or more"),
+        ({"batch_size": "4"}, "expected an integer of 1 or more"),
+        ({"batch_size": True}, "expected an integer of 1 or more"),
+        ({"seed": -1}, "expected an integer of 0 or more"),
+        ({"seed": None}, "expected an integer of 0 or more"),
+        ({"shuffle": None}, "expected True or False"),
+        ({"shuffle": 1}, "expected True or False"),
+        ({"drop_last": "no"}, "expected True or False"),
+        ({"in_order": False}, "in_order=False"),
+        ({"dataset": Stream()}, "a dataset with a length and examples by number, found Stream"),
+        ({"dataset": iter([1])}, "a dataset with a length"),
+    ],
+)
+def test_a_loader_refuses_what_would_leave_the_order_to_another(options: Mapping[str, Any], said: str) -> None:
+    from prefect_tune.integrations.torch import ResumableLoader
+
+    with pytest.raises(pt.InvalidInput, match=said):
+        ResumableLoader(**{"dataset": list(range(4)), **options})
+
+
+def test_a_loader_takes_all_other_options() -> None:
+    import numpy as np
+
+    from prefect_tune.integrations.torch import ResumableLoader
+
+    options = {
+        "sampler": None,
+        "batch_sampler": None,
+        "drop_last": np.bool_(True),
+        "collate_fn": list,
+        "num_workers": 0,
+    }
+    loader = ResumableLoader(list(range(10)), np.int64(3), seed=np.uint8(3), pin_memory=False, **options)
+    assert len(loader) == len(list(loader)) == 3
+    with pytest.raises(TypeError, match="shufle"):
+        ResumableLoader(list(range(10)), shufle=True)
+
+
+def plain_values() -> Mapping[str, Any]:
+    import numpy as np
+
+    return {
+        "float": 0.5,
+        "int": 3,
+        "big": 1 << 80,
+        "bool": True,
+        "text": "best",
+        "none": None,
+        "complex": 1 + 2j,
+        "bytes": b"raw",
+        "tuple": (1, [2.5, None], {"a": (np.float32(0.1),)}),
+        "list": [np.arange(3), torch.ones(2)],
+        "dict": {1: "one", "nested": {"array": np.eye(2, dtype=np.float16)}},
+        "set": {1, 2},
+        "numpy float": np.float64(0.1),
+        "numpy int": np.int8(-3),
+        "numpy bool": np.bool_(True),
+        "numpy text": np.str_("text"),
+        "array": np.arange(6).reshape(2, 3).T,
+        "scalar array": np.array(2.5),
+        "empty array": np.empty((0, 3), dtype=np.uint16),
+        "texts": np.array(["a", "bcd"]),
+        "dates": np.array(["2024-01-01"], dtype="datetime64[s]"),
+        "record": np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        "big-endian": np.arange(3, dtype=">i4"),
+        "tensor": torch.arange(6).reshape(2, 3)[:, 1],
+        "scalar tensor": torch.tensor(1.5),
+        "infinite": float("inf"),
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    import numpy as np
+
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor | np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("name", plain_values())
+def test_a_plain_value_among_the_parts_is_restored_by_value(name: str, tmp_path: Path) -> None:
+    from prefect_tune.integrations.torch import load_state, save_state
+
+    value, model = plain_values()[name], torch.nn.Linear(2, 2)
+    save_state(tmp_path, model=model, value=value, extra={"same": value})
+    other = torch.nn.Linear(2, 2)
+    for found in (load_state(tmp_path, model=other), load_state(tmp_path, model=other, value=plain_values()[name])):
+        assert same(found, {"same": value, "value": value})
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_containers_and_tensors_among_the_parts_are_changed_in_place(tmp_path: Path) -> None:
+    import numpy as np
+
+    from prefect_tune.integrations.torch import load_state, save_state
+
+    def parts(number: float) -> dict[str, Any]:
+        weight = torch.nn.Parameter(torch.full((2,), number))
+        return {"history": [number], "seen": {"a": number}, "mean": np.full(2, number), "weight": weight}
+
+    before, after = parts(1.0), parts(2.0)
+    save_state(tmp_path, **before)
+    load_state(tmp_path, **after)
+    assert same(after, before)
+
+
+class WithState:
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def state_dict(self) -> object:
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        self.state = state
+
+
+def test_a_state_may_hold_what_a_plain_value_may(tmp_path: Path) -> None:
+    from prefect_tune.integrations.torch import load_state, save_state
+
+    save_state(tmp_path, part=WithState(dict(plain_values())))
+    loaded = WithState(None)
+    assert load_state(tmp_path, part=loaded) == {}
+    assert same(loaded.state, dict(plain_values()))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"best": Path("best")}, r"save_state\(best=...\): .* found a value of type pathlib.PosixPath at best"),
+        ({"best": [1, {"a": object()}]}, r"save_state\(best=...\): .* builtins.object at best\[1\]\['a'\]"),
+        ({"best": lambda: 1}, r"save_state\(best=...\): .* builtins.function at best"),
+        ({"model": torch.nn.Linear}, r"save_state\(model=...\): .* builtins.type at model"),
+        ({"part": WithState({"a": Path("a")})}, r"save_state\(part=...\): .*PosixPath at part\['a'\]"),
+        ({"extra": {"a": Path("a")}}, r"save_state\(a=...\): .*PosixPath at a"),
+        ({"extra": {"a": 1}, "a": 2}, r"expected each name once, found \['a'\]"),
+    ],
+)
+def test_a_part_that_could_not_be_loaded_is_refused_by_name_when_it_is_saved(
+    parts: Mapping[str, Any], said: str, tmp_path: Path
+) -> None:
+    from prefect_tune.integrations.torch import save_state
+
+    with pytest.raises(pt.InvalidInput, match=said):
+        save_state(tmp_path / "new", **{"model": torch.nn.Linear(1, 1), **parts})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"best": 0.0},
+        {"model": 1.0},
+        {"model": WithState({}), "other": 1},
+        {"model": WithState({}), "best": WithState({})},
+    ],
+)
+def test_other_parts_than_those_saved_are_refused(parts: Mapping[str, Any], tmp_path: Path) -> None:
+    from prefect_tune.integrations.torch import load_state, save_state
+
+    save_state(tmp_path, model=WithState({}), best=0.5)
+    with pytest.raises(pt.InvalidInput, match="expected the parts"):
+        load_state(tmp_path, **parts)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    from prefect_tune.integrations.torch import load_state, save_state
+
+    save_state(tmp_path, mean=torch.ones(2))
+    with pytest.raises(pt.InvalidInput, match=r"mean=...\): expected Tensor of shape \(3,\)"):
+        load_state(tmp_path, mean=torch.ones(3))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import operator
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,26 +32,44 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Stateful) -> None:
+def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Any) -> None:
     """Write the states of all parts, and of every random generator, into `directory`.
 
     ```python
-    save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, extra={"epoch": 3})
+    save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, best=0.4)
     ```
 
     Generators: Python's, NumPy's global one, PyTorch's on the CPU and on each CUDA device.
 
     Args:
-        extra: tensors, numbers, text, and dicts and lists of these; `load_state` returns it.
-        parts: everything that the next step depends on, under names of your own.
+        extra: plain values; `load_state` returns them.
+        parts: everything that the next step depends on, under names of your own: objects that are `Stateful`, and plain
+            values, which `load_state` returns. Plain are numbers, text, None, tensors, NumPy's arrays and numbers, and
+            lists, tuples and dicts of these.
+
+    Raises:
+        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain: `load_state` could not read it.
     """
-    states = {name: part.state_dict() for name, part in parts.items()}
+    states = {name: part.state_dict() for name, part in parts.items() if _is_stateful(part)}
+    values = {name: part for name, part in parts.items() if name not in states}
+    saved = {"parts": states, "values": values, "extra": dict(extra or {})}
+    if twice := values.keys() & saved["extra"].keys():
+        raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} among the parts and in extra")
+    for kind, by_name in saved.items():
+        saved[kind] = {name: _stored(value, str(name), name) for name, value in by_name.items()}
     Path(directory).mkdir(parents=True, exist_ok=True)  # such as that of a rank
-    torch.save({"parts": states, "random": random_state(), "extra": dict(extra or {})}, Path(directory, _FILE))
+    torch.save({**saved, "random": random_state()}, Path(directory, _FILE))
 
 
-def load_state(directory: str | Path, **parts: Stateful) -> dict[str, Any]:
-    """Restore the state of each part and of every random generator; return what was saved as `extra`.
+def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
+    """Restore the state of each part and of every random generator; return the plain parts, and `extra`.
+
+    ```python
+    best = load_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)["best"]
+    ```
+
+    Plain parts may be left out. Lists, dicts, tensors and arrays that are passed are changed in place too; a number or
+    a text cannot be: assign what is returned.
 
     The file is read with `weights_only=True`, so an untrusted checkpoint runs no code. An optimizer's learning rate is
     part of its state: if a scheduler changes the trial's configuration (PBT), set it again afterwards.
@@ -57,13 +78,105 @@ def load_state(directory: str | Path, **parts: Stateful) -> dict[str, Any]:
         InvalidInput: the parts are not those that were saved.
     """
     saved = torch.load(Path(directory, _FILE), map_location="cpu", weights_only=True)
-    if saved["parts"].keys() != parts.keys():
-        raise InvalidInput(f"{directory}: expected the parts {sorted(parts)}, found {sorted(saved['parts'])}")
+    states, values, extra = (_restored(saved.get(kind, {})) for kind in ("parts", "values", "extra"))
+    stateful = {name for name, part in parts.items() if _is_stateful(part)}
+    if states.keys() != stateful or not parts.keys() - stateful <= values.keys():
+        raise InvalidInput(
+            f"{directory}: expected the parts {sorted(parts)}, of them with a state {sorted(stateful)}; found "
+            f"{sorted(states)} with a state, and the values {sorted(values)}"
+        )
     for name, part in parts.items():
-        part.load_state_dict(saved["parts"][name])
+        if name in stateful:
+            part.load_state_dict(states[name])
+        else:
+            _assign(name, part, values[name])
     set_random_state(saved["random"])
-    extra: dict[str, Any] = saved["extra"]
-    return extra
+    return {**extra, **values}
+
+
+_NUMPY = "prefect_tune.numpy"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _is_stateful(part: object) -> bool:
+    methods = (getattr(part, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(part, type) and all(map(callable, methods))
+
+
+def _stored(value: Any, place: str, part: str) -> Any:
+    """Return `value`, with arrays and numbers of NumPy as tensors of bytes, if it loads with `weights_only=True`.
+
+    Args:
+        value: the part, or something in it.
+        place: of `value`, for the message.
+        part: the name of the part.
+
+    Raises:
+        InvalidInput: it does not.
+    """
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return value
+    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
+    if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: of another package
+        data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
+        return {
+            _NUMPY: np.lib.format.dtype_to_descr(array.dtype),
+            "shape": array.shape,
+            "data": data,
+            "is_array": array is value,
+        }
+    if type(value) in (list, tuple):
+        stored = [_stored(item, f"{place}[{number}]", part) for number, item in enumerate(value)]
+        return value if all(map(operator.is_, stored, value)) else type(value)(stored)
+    if type(value) in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
+        by_key = {key: _stored(item, f"{place}[{key!r}]", part) for key, item in value.items()}
+        return value if all(map(operator.is_, by_key.values(), value.values())) else by_key
+    try:
+        data = io.BytesIO()
+        torch.save(value, data)
+        torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+    except Exception as error:
+        raise InvalidInput(
+            f"save_state({part}=...): expected an object with state_dict() and load_state_dict(), or numbers, text, "
+            "None, tensors, NumPy arrays, and lists, tuples and dicts of these; found a value of type "
+            f"{type(value).__module__}.{type(value).__qualname__} at {place}"
+        ) from error
+    return value
+
+
+def _restored(value: Any) -> Any:
+    """Return what `_stored` was given."""
+    if type(value) is dict and _NUMPY in value:
+        array = np.frombuffer(value["data"].numpy().tobytes(), np.lib.format.descr_to_dtype(value[_NUMPY]))
+        array = array.reshape(value["shape"]).copy()
+        return array if value["is_array"] else array[()]
+    if type(value) in (list, tuple):
+        return type(value)(map(_restored, value))
+    return {key: _restored(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _assign(name: str, part: Any, value: Any) -> None:
+    """Give `part` the content of `value`, if it can change.
+
+    Raises:
+        InvalidInput: a tensor or an array has another shape or type.
+    """
+    if isinstance(part, torch.Tensor | np.ndarray):
+        kind = torch.Tensor if isinstance(part, torch.Tensor) else np.ndarray
+        if not isinstance(value, kind) or (part.shape, part.dtype) != (value.shape, value.dtype):
+            raise InvalidInput(f"load_state({name}=...): expected {_shape_text(part)}, found {_shape_text(value)}")
+        with torch.no_grad():
+            part[...] = value
+    elif isinstance(part, list) and isinstance(value, list):
+        part[:] = value
+    elif isinstance(part, dict) and isinstance(value, dict):
+        part.clear()
+        part.update(value)
+
+
+def _shape_text(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)} and type {dtype}"
 
 
 def random_state() -> dict[str, Any]:
@@ -94,24 +207,30 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class ResumableLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` that resumes in the middle of an epoch, with the next batch.
 
-    The order of epoch n depends only on `seed` and n. Each `for` over it yields the rest of the current epoch; a
-    yielded batch counts as trained. Lightning saves and restores it by itself.
+    It shuffles, unless `shuffle=False`: the order of epoch n depends only on `seed` and n. Each `for` over it yields
+    the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores it by itself.
 
     The ranks of `torch.distributed` divide each `batch_size * world size` examples among them, and may be more or fewer
     after a resume: the epoch goes on with the examples that no rank has had. Where the last examples of an epoch are
     fewer than the ranks, some are in two batches. (Lightning: `Trainer(use_distributed_sampler=False)`.)
 
     Args:
-        dataset: with a length.
+        dataset: with a length, and examples by number.
         batch_size: examples a batch, on each rank.
+        shuffle: whether each epoch has an order of its own; False: that of the dataset.
         seed: of the order.
         options: everything else that a `DataLoader` takes, but no sampler.
+
+    Raises:
+        InvalidInput: an option that leaves the order or the place in it to another, or a value of the wrong kind.
     """
 
-    def __init__(self, dataset: Any, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
-        self._order = _Order(len(dataset), batch_size, seed, drop_last=options.pop("drop_last", False))
+    def __init__(
+        self, dataset: Any, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0, **options: Any
+    ) -> None:
+        self._order = _order_of(dataset, batch_size, shuffle, seed, options)
         # Its own generator: making an iterator draws a number, which a resumed training draws once more.
-        options.setdefault("generator", torch.Generator().manual_seed(seed))
+        options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._order, **options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,11 +261,45 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
 
 
+def _order_of(dataset: Any, batch_size: Any, shuffle: Any, seed: Any, options: dict[str, Any]) -> _Order:
+    """Return the order that a `ResumableLoader` is to have; the options that are left are those of a `DataLoader`.
+
+    Raises:
+        InvalidInput: as the constructor.
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InvalidInput(
+            f"ResumableLoader: expected a dataset with a length and examples by number, found "
+            f"{type(dataset).__name__}; a loader over a stream has to keep its place itself, by state_dict and "
+            "load_state_dict (torchdata's StatefulDataLoader does)"
+        )
+    for name in ("sampler", "batch_sampler"):
+        if options.pop(name, None) is not None:
+            raise InvalidInput(
+                f"ResumableLoader({name}=...): expected none, since the loader has the order itself, by shuffle and "
+                "seed; to train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
+            )
+    if options.get("in_order", True) is not True:
+        raise InvalidInput(
+            "ResumableLoader(in_order=False): expected True, or its place would not say what was trained"
+        )
+    numbers = {"batch_size": (batch_size, 1), "seed": (seed, 0)}
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value < 1 << 63:
+            raise InvalidInput(f"ResumableLoader({name}={value!r}): expected an integer of {least} or more")
+    flags = {"shuffle": shuffle, "drop_last": options.pop("drop_last", False)}
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise InvalidInput(f"ResumableLoader({name}={value!r}): expected True or False")
+    return _Order(len(dataset), int(batch_size), int(seed), **flags)
+
+
 class _Order:
     """Batches of indexes: those of this epoch that are not done, of this rank."""
 
-    def __init__(self, size: int, batch_size: int, seed: int, *, drop_last: bool) -> None:
+    def __init__(self, size: int, batch_size: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
         self._size, self._batch_size, self._seed, self._drop_last = size, batch_size, seed, drop_last
+        self._shuffle = shuffle
         self.epoch = self.examples_done = 0
 
     @property
@@ -158,7 +311,8 @@ class _Order:
         return len(self._places(0))
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
+        generator = np.random.default_rng((self._seed, self.epoch))
+        order = generator.permutation(self._size) if self._shuffle else np.arange(self._size)
         rank, world_size = _rank_and_world_size()
         for place in self._places(self.examples_done):
             batch = order[place : place + self._batch_size * world_size]
