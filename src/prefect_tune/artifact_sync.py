@@ -5,6 +5,7 @@ The built-in one syncs directories with any target in the background, one comman
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -12,11 +13,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,7 @@ def _time(name: str, value: timedelta | float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+_MAX_NAMED = 5
 _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0
 
@@ -244,7 +247,8 @@ class TargetSyncer(Syncer):
 
     Only changed files are sent. Files deleted locally are removed from the target by the next sync up; a sync down
     deletes nothing locally. A reader of the target sees a whole sync or the previous one. For `exclude`, see
-    `prefect_tune.core.checkpoints.exclude_patterns`; files that match `NEVER_ARTIFACTS` are never synced.
+    `prefect_tune.core.checkpoints.exclude_patterns`. What else a sync leaves out (links that lead out of the directory,
+    sockets, names that are not UTF-8, files that match `NEVER_ARTIFACTS`) is logged once.
 
     `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.
@@ -269,6 +273,8 @@ class TargetSyncer(Syncer):
         self._began_seconds = 0.0
         self._sent: dict[tuple[str, str], Sent] = {}
         self._writer = Writer()
+        self._warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
+        self._named: set[str] = set()
         self._failures = 0
         self._not_before_seconds = 0.0
         self._is_closed = False
@@ -276,6 +282,10 @@ class TargetSyncer(Syncer):
     def write_as(self, writer: Writer) -> None:
         """Let further syncs up write as this attempt, until a later attempt does; a pickled copy forgets it."""
         self._writer = writer
+
+    def warn_with(self, warn: Callable[[str], None]) -> None:
+        """Report with `warn` what a sync up leaves out; a pickled copy logs it, as by default."""
+        self._warn = warn
 
     # -------------------------------------------------------------------------------------------------- commands
 
@@ -433,14 +443,25 @@ class TargetSyncer(Syncer):
                     where = (command.local, command.remote)
                     before = self._sent.pop(where, Sent())
                     local = Path(command.local)
-                    self._sent[where] = send_artifacts(
-                        store, folder, local, command.excludes, before, writer=self._writer
-                    )
+                    sent = send_artifacts(store, folder, local, command.excludes, before, writer=self._writer)
+                    self._sent[where] = sent
+                    self._report_left_out(command.local, sent.left_out)
                 case Act.DOWN:
-                    receive_artifacts(store, folder, Path(command.local), command.excludes)
+                    receive_artifacts(store, folder, Path(command.local), (*command.excludes, *NEVER_ARTIFACTS))
                 case Act.DELETE:
                     self._sent.clear()
                     delete_everything(store, folder)
+
+    def _report_left_out(self, directory: str, left_out: Mapping[str, str]) -> None:
+        """Report each path once."""
+        new = {path: reason for path, reason in left_out.items() if f"{directory}/{path}" not in self._named}
+        if not new:
+            return
+        self._named.update(f"{directory}/{path}" for path in new)
+        shown = ((path if len(path) <= 200 else f"{path[:100]}…{path[-100:]}", reason) for path, reason in new.items())
+        named = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED))
+        more = f", and {len(new) - _MAX_NAMED:,} more" if len(new) > _MAX_NAMED else ""
+        self._warn(f"left out of the sync of artifacts: {named}{more}")
 
     @contextmanager
     def _opened(self, remote: str) -> Iterator[tuple[ObjectStore, str]]:
@@ -491,7 +512,8 @@ def _absolute(local_dir: str) -> str:
 
 
 def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    return (*(exclude or ()), *NEVER_ARTIFACTS)
+    """Return the patterns of the user: files that match others are reported."""
+    return tuple(pattern for pattern in exclude or () if pattern not in NEVER_ARTIFACTS)
 
 
 def _error_of(command: _Command, error: Exception | None) -> TuneError:

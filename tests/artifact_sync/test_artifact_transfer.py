@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +134,118 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     (local / "dangling").symlink_to("nowhere")
     (local / "plots/latest").symlink_to("../log.txt")
     os.mkfifo(local / "pipe")
-    (local / "new\nline").write_text("x")
-    send_artifacts(bucket, REMOTE, local, (), Sent())
-    assert fetched(bucket, tmp_path) == {**FILES, "plots/latest": FILES["log.txt"]}
+    (local / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(local / "socket"))
+    (local / os.fsdecode(b"latin-\xe9")).write_text("x")
+    (local / "back\\slash").write_text("x")
+    write(local, {"rank_0.log": b"x", "deep/rank_0.log": b"y"})
+    link = "a link to a folder, to nothing, or out of the trial's directory"
+    sent = send_artifacts(bucket, REMOTE, local, ("*.tmp",), Sent())
+    left_out = {
+        **dict.fromkeys(["out", "plots/out", "folder", "dangling"], link),
+        **dict.fromkeys(["pipe", "socket"], "neither a file nor a folder"),
+        "loop": "it cannot be read: Too many levels of symbolic links",
+        os.fsdecode(b"latin-\xe9"): "its name is not UTF-8",
+        "back\\slash": "its name has a backslash",
+        "rank_0.log": "files of this name are never artifacts",
+    }
+    assert sent.left_out == left_out
+    expected = {**FILES, "plots/latest": FILES["log.txt"], "deep/rank_0.log": b"y"}
+    assert fetched(bucket, tmp_path) == expected
+    assert send_artifacts(bucket, REMOTE, local, ("*.tmp",), sent).left_out == left_out
+
+
+NAMES = [
+    "Screenshot\N{NARROW NO-BREAK SPACE}3.04.png",
+    "全角\N{IDEOGRAPHIC SPACE}空白.txt",
+    "no\N{NO-BREAK SPACE}break",
+    "family \N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}.svg",
+    "tab\tand\nnew\rline",
+    "bell\a and escape \x1b[0m",
+    "soft\N{SOFT HYPHEN}hyphen",
+    "right\N{RIGHT-TO-LEFT OVERRIDE}left",
+    "line\N{LINE SEPARATOR}separator",
+    "private \ue000 and not assigned \U000e0fff",
+    "delete\x7f",
+    "percent%20+plus&?#;'\"<>|*:",
+    " spaces ",
+    ".hidden",
+    "...",
+    "~",
+    "e\N{COMBINING ACUTE ACCENT} and \N{LATIN SMALL LETTER E WITH ACUTE}",
+    "界" * 85,
+    "\N{NO-BREAK SPACE}" * 127,
+    "\t",
+]
+
+
+def test_files_of_any_name_that_is_utf_8_come_back(tmp_path: Path) -> None:
+    files = {name: name.encode() for name in NAMES}
+    files |= {f"{name}/{name}": b"same" for name in ("\t\n", "a\N{IDEOGRAPHIC SPACE}b", "....")}
+    (tmp_path / "target").mkdir()
+    stores = [Bucket(), PosixStore(tmp_path / "target")]
+    for number, store in enumerate(stores):
+        local = write(tmp_path / f"local-{number}", files)
+        sent = send_artifacts(store, REMOTE, local, (), Sent())
+        assert sent.left_out == {}
+        assert fetched(store, tmp_path) == files
+        again = send_artifacts(store, REMOTE, local, (), sent)
+        assert again.index == sent.index
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
+    bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = send_artifacts(bucket, REMOTE, local, (), Sent())
+    write(local, {"log.txt": b"another", "secret": b"mine", "new": b"new"})
+    original = Path.open
+
+    def open_unless_denied(path: Path, *args: Any, **options: Any) -> Any:  # root may read everything
+        if path.name in ("secret", "log.txt"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_unless_denied)
+    sent = send_artifacts(bucket, REMOTE, local, (), sent)
+    monkeypatch.undo()
+    assert sent.left_out == dict.fromkeys(["log.txt", "secret"], "it cannot be read: Permission denied")
+    assert fetched(bucket, tmp_path) == {**FILES, "new": b"new"}
+
+
+def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local: Path, tmp_path: Path) -> None:
+    folder = os.open(local, os.O_RDONLY)
+    name = "d" * 100
+    for _ in range(45):  # a path of 4,545 bytes, which only relative calls reach
+        os.mkdir(name, dir_fd=folder)
+        folder, above = os.open(name, os.O_RDONLY, dir_fd=folder), folder
+        os.close(above)
+    os.close(folder)
+    sent = send_artifacts(bucket, REMOTE, local, (), Sent())
+    ((path, reason),) = sent.left_out.items()
+    assert path.startswith(f"{name}/{name}/")
+    assert reason in ("its path is longer than 4,096 bytes", "it cannot be read: File name too long")
+    assert fetched(bucket, tmp_path) == FILES
+
+
+def test_what_a_syncer_leaves_out_is_logged_once(
+    syncer: TargetSyncer, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (local / "dangling").symlink_to("nowhere")
+    for step in range(3):
+        (local / "log.txt").write_text(f"{step}")
+        if step:
+            (local / f"{step}").symlink_to("nowhere")
+        syncer.sync_up(str(local), REMOTE, ["plots"])
+        syncer.wait()
+    logged = [message for message in caplog.messages if "left out" in message]
+    assert [message.count("a link to a folder") for message in logged] == [1, 1, 1]
+    assert ["'dangling'" in message for message in logged] == [True, False, False]
+    for number in range(20):
+        (local / f"many-{number}").symlink_to("nowhere")
+    syncer.sync_up(str(local), REMOTE, ["plots"])
+    syncer.wait()
+    assert caplog.messages[-1].endswith(", and 15 more")
 
 
 def test_a_large_file_with_the_longest_name_of_a_file_system_is_sent_to_one(tmp_path: Path) -> None:

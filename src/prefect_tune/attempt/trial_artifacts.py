@@ -47,6 +47,8 @@ class TrialArtifacts:
         # True until `bring_back`; an upload target may hold files of an earlier experiment of this name.
         self._shows_nothing = spec.sync.upload_dir is None
         self._write_as(1)
+        if isinstance(self._syncer, TargetSyncer):
+            self._syncer.warn_with(log.warning)
 
     def bring_back(self, attempt: int) -> None:
         """Download the files of earlier attempts, so that logs are continued.

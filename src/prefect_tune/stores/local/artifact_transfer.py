@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from prefect_tune.core.checkpoints.artifacts import (
+    NEVER_ARTIFACTS,
     ArtifactFile,
     ArtifactIndex,
     ArtifactPart,
@@ -32,7 +33,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, is_inside
+from prefect_tune.core.shown_text import is_unicode
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, is_inside, is_too_long
 from prefect_tune.core.values import Digest, digest_of
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
@@ -55,6 +57,8 @@ class Sent:
 
     index: ArtifactIndex | None = None
     stamps: Mapping[str, _Stamp] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """By path: why the target does not have it. Without excluded files, and files that were deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,10 @@ def send_artifacts(
 ) -> Sent:
     """Make `folder` on the target show `directory`: upload changed files, and drop deleted files from the index.
 
-    Readers see the state before or after, never a mixture. Left out: excluded files, links that lead out of the
-    directory or to folders, entries that are neither a file nor a folder, names that not every target can
-    store, and files that vanish before they are read. A file that grows is uploaded up to the size it had when
-    it was opened.
+    Readers see the state before or after, never a mixture. Left out are excluded files and empty folders, files that
+    vanish before they are read, and what the result names: links that lead out of the directory or to folders, entries
+    that are neither a file nor a folder or cannot be read, names that not every system can have, and
+    `NEVER_ARTIFACTS`. A file that grows is uploaded up to the size it had when it was opened.
 
     Raises:
         InvalidInput: `directory` is not a directory.
@@ -127,27 +131,28 @@ class _Sending:
         self._base = base
         self._of_path = {file.path: file for file in base.files} if base else {}
         self._of_digest = {(part.digest, _name(part.object)): part for part in base.parts()} if base else {}
+        self._left_out: dict[str, str] = {}
         self._there: dict[str, int] = {}
         self._written: dict[str, int] = {}
 
     def send(self, directory: Path, excludes: Sequence[str], transfers: ParallelMap) -> Sent:
         now_ns = time.time_ns()
-        local = sorted(_scan(directory, "", excludes), key=lambda each: each.path)
+        local = sorted(_scan(directory, excludes, self._left_out), key=lambda each: each.path)
         if any(self._unchanged(each) is None for each in local):
             self._there = self._listed()  # files that a killed try uploaded for this number are not uploaded again
         files = tuple(file for file in transfers(self._sent, local) if file)
         kept = {file.path for file in files}
         stamps = {each.path: each.stamp for each in local if each.path in kept and _is_settled(each, now_ns)}
         if self._base and (files, self._attempt) == (self._base.files, self._base.attempt):
-            return Sent(self._base, stamps)
+            return Sent(self._base, stamps, self._left_out)
         listed = self._listed()
         if not (self._base or files or listed):
-            return Sent()  # most trials write no artifacts: publish no index
+            return Sent(left_out=self._left_out)  # most trials write no artifacts: publish no index
         index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, attempt=self._attempt, files=files)
         self._see(listed)
         publish_index(self._store, self._folder, index)
         self._store.delete(beyond_use(listed, self._folder, index))
-        return Sent(index, stamps)
+        return Sent(index, stamps, self._left_out)
 
     def _listed(self) -> dict[str, int]:
         return {each.path: each.size_bytes for each in self._store.list(files_folder(self._folder))}
@@ -157,7 +162,10 @@ class _Sending:
         return self._of_path.get(local.path) if self._stamps.get(local.path) == local.stamp else None
 
     def _sent(self, local: _Local) -> ArtifactFile | None:
-        """Return the file's entry for the index, uploading it if needed; None if the file has vanished."""
+        """Return the file's entry for the index, uploading it if needed; None if the file has vanished.
+
+        Of a file that cannot be read, the entry of the last index stays.
+        """
         if known := self._unchanged(local):
             return known
         for _ in range(_REREADS):
@@ -169,6 +177,9 @@ class _Sending:
                         break  # neither truncated nor replaced by a shorter file while it was read
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                self._left_out[local.path] = f"it cannot be read: {error.strerror}"
+                return self._of_path.get(local.path)
         return ArtifactFile(path=local.path, mode=local.stamp[3] & 0o777, parts=parts)
 
     def _parts(self, file: int, size_bytes: int, name: str) -> Iterator[ArtifactPart]:
@@ -199,23 +210,54 @@ class _Sending:
                 raise StoreUnavailable(f"{path}: sent {size_bytes} bytes, but the target has {found or 'no object'}")
 
 
-def _scan(directory: Path, below: str, excludes: Sequence[str]) -> Iterator[_Local]:
-    for entry in os.scandir(directory):
-        path = f"{below}{entry.name}"
-        if is_excluded(path, excludes) or not _is_sendable(path):
-            continue
+def _scan(directory: Path, excludes: Sequence[str], left_out: dict[str, str]) -> Iterator[_Local]:
+    """Yield the files to send, and note in `left_out` why others are not."""
+    folders = [""]
+    while folders:
+        folder = folders.pop()
         try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _scan(directory / entry.name, f"{path}/", excludes)
-            elif entry.is_file() and (not entry.is_symlink() or _stays_inside(directory, entry.name, below)):
-                yield _Local(path, directory / entry.name, _stamp(entry.stat()))
+            entries = list(os.scandir(directory / folder))
         except FileNotFoundError:
-            continue  # deleted since the folder was opened
+            continue  # deleted since its parent was read
+        except OSError as error:
+            left_out[folder] = f"it cannot be read: {error.strerror}"
+            continue
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if is_excluded(path, excludes) or _HALF_RECEIVED.fullmatch(entry.name):
+                continue
+            reason = _unsendable_reason(path)
+            try:
+                if reason is not None:
+                    left_out[path] = reason
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif entry.is_symlink() and not (entry.is_file() and _stays_inside(directory, path)):
+                    left_out[path] = "a link to a folder, to nothing, or out of the trial's directory"
+                elif entry.is_file():
+                    yield _Local(path, directory / path, _stamp(entry.stat()))
+                else:
+                    left_out[path] = "neither a file nor a folder"
+            except FileNotFoundError:
+                continue  # deleted since the folder was read
+            except OSError as error:
+                left_out[path] = f"it cannot be read: {error.strerror}"
 
 
-def _stays_inside(directory: Path, name: str, below: str) -> bool:
-    top = directory.resolve().parents[below.count("/") - 1] if below else directory.resolve()
-    return (directory / name).resolve().is_relative_to(top)
+def _unsendable_reason(path: str) -> str | None:
+    if not is_unicode(path):
+        return "its name is not UTF-8"
+    if "\\" in path:
+        return "its name has a backslash"
+    if is_too_long(path):
+        return "its path is longer than 4,096 bytes"
+    if is_excluded(path, NEVER_ARTIFACTS):
+        return "files of this name are never artifacts"
+    return None
+
+
+def _stays_inside(directory: Path, path: str) -> bool:
+    return (directory / path).resolve().is_relative_to(directory.resolve())
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
@@ -227,13 +269,10 @@ def _is_settled(local: _Local, now_ns: int) -> bool:
     return local.stamp[1] < now_ns - _SETTLED_NS
 
 
-def _is_sendable(path: str) -> bool:
-    return "\\" not in path and path.isprintable() and not _HALF_RECEIVED.fullmatch(_name(path))
-
-
 def _portable(name: str) -> str:
     """Return a name that every object store takes as the last part of a path."""
-    return name.encode()[-100:].decode(errors="ignore")  # names are limited in bytes
+    plain = "".join(character if character.isprintable() else "_" for character in name)
+    return plain.encode()[-100:].decode(errors="ignore")  # names are limited in bytes
 
 
 def _name(path: str) -> str:
