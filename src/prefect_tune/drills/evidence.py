@@ -16,9 +16,9 @@ from prefect_tune.core.journal_events import Committed, Reported
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import leaves
-from prefect_tune.drills.file_contents import FileDifference, compare_files, difference
+from prefect_tune.drills.file_contents import FileDifference, compare_files, value_differences
 from prefect_tune.drills.probe import RunPlan, Victim
+from prefect_tune.drills.values import leaves
 from prefect_tune.stores.local.download import fetch_committed
 
 METRICS = ""
@@ -118,7 +118,7 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
     records = list(read_records(plan.records))
     return DrillRun(
-        {each.report.step: dict(leaves(each.report.metrics)) for each in events if isinstance(each, Reported)},
+        {each.report.step: each.report.metrics for each in events if isinstance(each, Reported)},
         {step: read_manifest(store, key) for step, key in keys.items()},
         [
             Save(each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0)
@@ -208,10 +208,8 @@ def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
             what = "the step was not reported" if others is None else "the undisturbed run ended before this step"
             yield Difference(step, FileDifference(METRICS, "", what))
             continue
-        for name in dict.fromkeys([*metrics, *others]):
-            missing = "no value"
-            if what := difference(metrics.get(name, missing), others.get(name, missing)):
-                yield Difference(step, FileDifference(METRICS, name, what))
+        for what in value_differences(dict(leaves(metrics)), dict(leaves(others)), METRICS):
+            yield Difference(step, what)
 
 
 def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:

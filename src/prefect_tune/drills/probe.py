@@ -26,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.drills.file_contents import as_array, flat_values
 from prefect_tune.runtime.group_session import ON_JOIN, FollowingSession
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
@@ -302,6 +301,30 @@ def _state_of(value: Any) -> object:
             except Exception:  # noqa: BLE001 - code of a library, called for a hint only
                 return None
     return value
+
+
+def flat_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings and sequences with their paths, such as `state.3.exp_avg`."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flat_values(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and value:
+        yield from flat_values(dict(enumerate(value)), name)
+    else:
+        yield name, as_array(value)
+
+
+def as_array(value: Any) -> Any:
+    """Return a tensor as an array; NumPy has no bfloat16 and no 8-bit floats, so those are widened, which is exact."""
+    if not all(hasattr(value, each) for each in ("detach", "is_floating_point")):
+        return value
+    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: the part of this rank
+    plain = own.detach().cpu()
+    plain = plain.to_dense() if getattr(plain, "is_sparse", False) else plain
+    try:
+        return plain.numpy()
+    except TypeError:
+        return plain.float().numpy()
 
 
 def _shown(value: object) -> str:

@@ -1,0 +1,329 @@
+"""Files that look alike and are not, and files that are the same but for times in their headers."""
+
+from __future__ import annotations
+
+import bz2
+import datetime as dt
+import gzip
+import io
+import json
+import lzma
+import pickle
+import struct
+import tarfile
+import uuid
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import joblib  # type: ignore[import-untyped]  # it has no types
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefect_tune.drills.file_contents import compare_files
+
+ONES = np.ones(4, np.float32)
+
+
+def shown_differences(name: str, expected: bytes, found: bytes, folder: Path) -> list[str]:
+    places = folder / "expected", folder / "found"
+    for place, data in zip(places, (expected, found), strict=True):
+        place.write_bytes(data)
+    return [str(difference) for difference in compare_files(*places, name)]
+
+
+def npy(*arrays: Any) -> bytes:
+    file = io.BytesIO()
+    for array in arrays:
+        np.save(file, array)
+    return file.getvalue()
+
+
+def npz(**arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def zipped(
+    members: Sequence[tuple[str, bytes]], *, comment: bytes = b"", of_member: bytes = b"", year: int = 2020
+) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members:
+            about = zipfile.ZipInfo(name, (year, 1, 1, 0, 0, 0))
+            about.comment = of_member
+            archive.writestr(about, data)
+        archive.comment = comment
+    return file.getvalue()
+
+
+def tarred(members: Mapping[str, bytes], time: int = 0) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members.items():
+            about = tarfile.TarInfo(name)
+            about.size, about.mtime = len(data), time
+            archive.addfile(about, io.BytesIO(data))
+    return file.getvalue()
+
+
+def gzipped(data: bytes, time: float = 0.0, name: str = "") -> bytes:
+    file = io.BytesIO()
+    with gzip.GzipFile(name, "wb", fileobj=file, mtime=time) as packed:
+        packed.write(data)
+    return file.getvalue()
+
+
+def safetensors(
+    tensors: Mapping[str, tuple[str, bytes]], metadata: Mapping[str, str] | None = None, rest: bytes = b""
+) -> bytes:
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
+    for name, (dtype, raw) in tensors.items():
+        size = {"F32": 4, "BF16": 2, "F16": 2}.get(dtype, 1)
+        header[name] = {
+            "dtype": dtype,
+            "shape": [len(raw) // size],
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data + rest
+
+
+def parquet(columns: Mapping[str, Any], **metadata: Mapping[str, str]) -> bytes:
+    """Write a table with metadata by column; `table` is that of the table."""
+    fields = [
+        pa.field(name, array.type, metadata=metadata.get(name))
+        for name, array in zip(columns, map(pa.array, columns.values()), strict=True)
+    ]
+    table = pa.table(list(map(pa.array, columns.values())), schema=pa.schema(fields, metadata=metadata.get("table")))
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+def skops(schema: str, **files: bytes) -> bytes:
+    return zipped([*files.items(), ("schema.json", schema.encode())])
+
+
+def packed_joblib(value: object, compress: Any) -> bytes:
+    file = io.BytesIO()
+    joblib.dump(value, file, compress=compress)
+    return file.getvalue()
+
+
+NAN = struct.pack("<Q", 0x7FF8000000000001)
+BITS = np.frombuffer(struct.pack("<f", 1.0), np.uint8).tobytes()
+BF16_ONES, F32_ONES = struct.pack("<H", 0x3F80) * 4, struct.pack("<f", 1.0) * 4
+
+UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
+    # several values one after another, and what follows the last one
+    "a second array": ("w.npy", npy(ONES, ONES), npy(ONES, ONES * 2)),
+    "a third array": ("w.npy", npy(ONES, ONES, ONES), npy(ONES, ONES, -ONES)),
+    "an array that is missing": ("w.npy", npy(ONES, ONES), npy(ONES)),
+    "bytes after an array": ("w.npy", npy(ONES) + b"state 1", npy(ONES) + b"state 2"),
+    "a second array in a member": (
+        "w.npz", zipped([("w.npy", npy(ONES, ONES))]), zipped([("w.npy", npy(ONES, -ONES))]),
+    ),
+    "an archive before another": ("w.npz", npz(w=ONES) + npz(w=ONES), npz(w=-ONES) + npz(w=ONES)),
+    "bytes after an archive": ("w.npz", npz(w=ONES) + b"1", npz(w=ONES) + b"2"),
+    "a member twice": (
+        "w.zip",
+        zipped([("w", b"1"), ("w", b"3")]),
+        zipped([("w", b"2"), ("w", b"3")]),
+    ),
+    "a second pickle": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps(1) + pickle.dumps(3)),
+    "two pickles, and one of a list": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps([1, 2])),
+    "bytes after a pickle": ("m.pkl", pickle.dumps(1) + b"\x00\x01", pickle.dumps(1) + b"\x00\x02"),
+    "a second line of JSON": ("l.jsonl", b'{"a": 1}\n{"a": 2}\n', b'{"a": 1}\n{"a": 3}\n'),
+    "two documents, and one list": ("l.json", b"1 2", b"[1, 2]"),
+    "an empty file, and an empty list": ("l.json", b" ", b"[]"),
+    "a second member of gzip": (
+        "m.pkl.gz", gzipped(pickle.dumps(1)) + gzipped(pickle.dumps(2)), gzipped(pickle.dumps(1)) * 2,
+    ),
+    "a second stream of zlib": (
+        "m.pkl", zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(2)),
+        zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(3)),
+    ),
+    "a second stream of bzip2": ("x.bz2", bz2.compress(b"1") + bz2.compress(b"2"), bz2.compress(b"1") * 2),
+    "a second stream of xz": ("x.xz", lzma.compress(b"1") + lzma.compress(b"2"), lzma.compress(b"1") * 2),
+    "bytes after the members of tar": ("x.tar", tarred({"a": b"1"}) + b"1", tarred({"a": b"1"}) + b"2"),
+    "bytes after a table": ("t.parquet", parquet({"x": [1]}), parquet({"x": [1]})[:4] + b"gap" + parquet({"x": [1]})[4:]),
+    "bytes after tensors": (
+        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}, rest=b"1"), safetensors({"w": ("F32", F32_ONES)}, rest=b"2"),
+    ),
+    # paths that are written alike
+    "dots in JSON": ("s.json", b'{"a.b": 1, "a": {"b": 2}}', b'{"a.b": 2, "a": {"b": 1}}'),
+    "one dot in JSON": ("s.json", b'{"a.b": 1}', b'{"a": {"b": 1}}'),
+    "a list and an object": ("s.json", b'{"a": [1]}', b'{"a": {"0": 1}}'),
+    "an empty list and an empty object": ("s.json", b'{"a": []}', b'{"a": {}}'),
+    "a key twice": ("s.json", b'{"a": 1, "a": 3}', b'{"a": 2, "a": 3}'),
+    "an empty key": ("s.json", b'{"": 1}', b"1"),
+    "an empty key within": ("s.json", b'{"a": {"": 1}}', b'{"a.": 1}'),
+    "a quoted key": ("s.json", json.dumps({"'a.b'": 1}).encode(), b'{"a.b": 1}'),
+    "the text of None": ("s.json", b'{"a": "None"}', b'{"a": null}'),
+    "the key None": ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({"None": 1})),
+    "a number and its text": ("m.pkl", pickle.dumps({1: "a", "1": "b"}), pickle.dumps({1: "b", "1": "a"})),
+    "a truth and a number": ("m.pkl", pickle.dumps({True: 1}), pickle.dumps({1: 1})),
+    "a number and a float": ("m.pkl", pickle.dumps({1.0: 1}), pickle.dumps({1: 1})),
+    "bytes and text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"a": 1})),
+    "bytes and their text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"b'a'": 1})),
+    "a tuple and its text": ("m.pkl", pickle.dumps({("a", 1): 1}), pickle.dumps({"('a', 1)": 1})),
+    "tuples of other types": ("m.pkl", pickle.dumps({(1,): 1}), pickle.dumps({(True,): 1})),
+    "a list and a tuple": ("m.pkl", pickle.dumps([1]), pickle.dumps((1,))),
+    "a set and a list": ("m.pkl", pickle.dumps({1}), pickle.dumps([1])),
+    "sets of other types": ("m.pkl", pickle.dumps({1, 2}), pickle.dumps({1.0, 2})),
+    "a dictionary and an ordered one": ("m.pkl", pickle.dumps(OrderedDict(a=1)), pickle.dumps({"a": 1})),
+    "slashes in an archive": ("w.npz", npz(**{"a/b": ONES, "a.b": -ONES}), npz(**{"a/b": -ONES, "a.b": ONES})),
+    "dots in safetensors": (
+        "w.safetensors", safetensors({"a.b": ("F32", F32_ONES)}), safetensors({"'a.b'": ("F32", F32_ONES)}),
+    ),
+    "keys of skops": (
+        "e.skops", skops('{"content": {"1": {"content": "2"}, "1": {"content": "3"}}}'),
+        skops('{"content": {"1": {"content": "3"}, "1": {"content": "2"}}}'),
+    ),
+    "a key of skops that is like an id": (
+        "e.skops", skops('{"content": {"__id__": {"content": "2"}}, "__id__": 1}'),
+        skops('{"content": {"__id__": {"content": "3"}}, "__id__": 2}'),
+    ),
+    "a member that no node of skops names": ("e.skops", skops("{}", extra=b"1"), skops("{}", extra=b"2")),
+    # metadata
+    "metadata of safetensors": (
+        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}, {"step": "1"}),
+        safetensors({"w": ("F32", F32_ONES)}, {"step": "2"}),
+    ),
+    "metadata of a table": (
+        "t.parquet", parquet({"x": [1]}, table={"step": "1"}), parquet({"x": [1]}, table={"step": "2"}),
+    ),
+    "metadata of a column": ("t.parquet", parquet({"x": [1]}, x={"unit": "s"}), parquet({"x": [1]}, x={"unit": "m"})),
+    "the type of a column": (
+        "t.parquet", parquet({"x": pa.array(["a"])}), parquet({"x": pa.array(["a"], pa.large_string())}),
+    ),
+    "the order of columns": ("t.parquet", parquet({"x": [1], "y": [1]}), parquet({"y": [1], "x": [1]})),
+    "the place of a null": (
+        "t.parquet", parquet({"x": pa.array([1.0, None])}), parquet({"x": pa.array([None, 1.0])}),
+    ),
+    "a comment of an archive": ("w.zip", zipped([("w", b"1")], comment=b"1"), zipped([("w", b"1")], comment=b"2")),
+    "a comment of a member": ("w.zip", zipped([("w", b"1")], of_member=b"1"), zipped([("w", b"1")], of_member=b"2")),
+    "the order of members": ("w.npz", npz(a=ONES, b=ONES), npz(b=ONES, a=ONES)),
+    "a name in gzip": ("x.gz", gzipped(b"1", name="epoch-1"), gzipped(b"1", name="epoch-2")),
+    # types
+    "bfloat16 and float32": (
+        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}), safetensors({"w": ("BF16", BF16_ONES)}),
+    ),
+    "two types of 8 bits": (
+        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E5M2", b"\x01")}),
+    ),
+    "the bits of a float of 8 bits": (
+        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E4M3", b"\x81")}),
+    ),
+    "the byte order": ("w.npy", npy(ONES), npy(ONES.astype(">f4"))),
+    "the order of axes": ("w.npy", npy(np.ones((2, 3))), npy(np.ones((2, 3), order="F"))),
+    "the fields of a type": ("w.npy", npy(np.zeros(2, "i4,i4")), npy(np.zeros(2, "i4,f4"))),
+    "float16 in a pickle": ("m.pkl", pickle.dumps(np.float16(1)), pickle.dumps(np.float32(1))),
+    "the byte order in a pickle": ("m.pkl", pickle.dumps(ONES), pickle.dumps(ONES.astype(">f4"))),
+    "a number of NumPy, and one of Python": ("m.pkl", pickle.dumps(np.float64(1)), pickle.dumps(1.0)),
+    # values that are equal, and not the same
+    "minus zero in JSON": ("s.json", b'{"a": 0.0}', b'{"a": -0.0}'),
+    "minus zero in a list": ("s.json", b"[[0.0]]", b"[[-0.0]]"),
+    "minus zero in a pickle": ("m.pkl", pickle.dumps([0.0]), pickle.dumps([-0.0])),
+    "minus zero in a complex": ("m.pkl", pickle.dumps({"a": complex(0, 0.0)}), pickle.dumps({"a": complex(0, -0.0)})),
+    "minus zero in a nested column": (
+        "t.parquet", parquet({"x": [[0.0], None]}), parquet({"x": [[-0.0], None]}),
+    ),
+    "another NaN": ("w.npy", npy(np.frombuffer(NAN)), npy(np.array([np.nan]))),
+    "another NaN in a pickle": ("m.pkl", pickle.dumps(struct.unpack("<d", NAN)[0]), pickle.dumps(float("nan"))),
+    "a number and a float in JSON": ("s.json", b'{"a": 1}', b'{"a": 1.0}'),
+    "a number and a truth in JSON": ("s.json", b'{"a": 1}', b'{"a": true}'),
+    "the order of keys in JSON": ("s.json", b'{"x": {"a": 1, "b": 2}}', b'{"x": {"b": 2, "a": 1}}'),
+    "the order of keys in a pickle": ("m.pkl", pickle.dumps({"a": 1, "b": 2}), pickle.dumps({"b": 2, "a": 1})),
+    "a time with another zone": (
+        "m.pkl", pickle.dumps(dt.datetime(2026, 1, 1, 1, tzinfo=dt.UTC)),
+        pickle.dumps(dt.datetime(2026, 1, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=1)))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_files_that_look_alike_differ(name: str, tmp_path: Path) -> None:
+    file, expected, found = UNLIKE[name]
+    assert expected != found
+    assert shown_differences(file, expected, found, tmp_path)
+    assert shown_differences(file, found, expected, tmp_path)
+    same = tmp_path / "same"
+    same.mkdir()
+    assert shown_differences(file, expected, expected, same) == []
+
+
+ALIKE: dict[str, tuple[str, bytes, bytes]] = {
+    "the time in gzip": ("m.pkl.gz", gzipped(pickle.dumps([1]), 1.0), gzipped(pickle.dumps([1]), 2.0)),
+    "the time in gzip of text": ("x.txt.gz", gzipped(b"text", 1.0), gzipped(b"text", 2.0)),
+    "the time in an archive in gzip": ("x.tar.gz", gzipped(tarred({"a": b"1"}, 1)), gzipped(tarred({"a": b"1"}, 2))),
+    "times in tar": ("x.tar", tarred({"a": b"1", "b": b"2"}, 1), tarred({"a": b"1", "b": b"2"}, 2)),
+    "times in an archive": ("w.zip", zipped([("w", b"1")]), zipped([("w", b"1")], year=2021)),
+    "times in an archive in an archive": (
+        "w.zip", zipped([("w", zipped([("v", b"1")]))]), zipped([("w", zipped([("v", b"1")], year=2021))], year=2021),
+    ),
+    "the level of compression": ("m.pkl", packed_joblib({"w": ONES}, ("gzip", 1)), packed_joblib({"w": ONES}, ("gzip", 9))),
+    "spaces in JSON": ("s.json", b'{"a":[1,2]}', b'{"a": [1, 2]}\n'),
+    "the order of metadata of safetensors": (
+        "w.safetensors", safetensors({}, {"a": "1", "b": "2"}), safetensors({}, {"b": "2", "a": "1"}),
+    ),
+    "the order of a set": ("m.pkl", pickle.dumps({1, 9, 17}), pickle.dumps({17, 9, 1})),
+    "the protocol of a pickle": ("m.pkl", pickle.dumps([1, b"2"], 2), pickle.dumps([1, b"2"], 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_files_that_differ_only_in_times_and_in_how_they_are_written_are_the_same(name: str, tmp_path: Path) -> None:
+    assert shown_differences(*ALIKE[name], tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "found", "shown"),
+    [
+        ("s.json", b'{"layer.weight": [1]}', b'{"layer.weight": [2]}', "`s.json`, `layer.weight.0`, 2, expected 1"),
+        ("s.json", b'{"1": 1}', b'{"1": 2}', "`s.json`, `'1'`, 2, expected 1"),
+        ("s.json", b'{"a": []}', b'{"a": {}}', "`s.json`, `a`, dict, expected list"),
+        ("w.npy", npy(ONES, ONES), npy(ONES, -ONES), "`w.npy`, `1`, 4 of 4 values, max |Δ| 2"),
+        ("w.npy", npy(ONES) + b"1", npy(ONES) + b"2", "`w.npy`, `[rest]`, bytes differ (1, expected 1)"),
+        ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({None: 2}), "`m.pkl`, `[None]`, 2, expected 1"),
+        ("m.pkl", pickle.dumps({"w": ONES}), pickle.dumps({"w": -ONES}), "`m.pkl`, `w`, 4 of 4 values, max |Δ| 2"),
+        ("t.parquet", parquet({"x": [1]}, table={"step": "1"}), parquet({"x": [1]}, table={"step": "2"}),
+         "`t.parquet`, `[metadata].step`, '2', expected '1'"),
+        ("w.safetensors", safetensors({"w": ("BF16", BF16_ONES)}), safetensors({"w": ("BF16", b"\x80\x40" + BF16_ONES[2:])}),
+         "`w.safetensors`, `w`, 1 of 4 values, max |Δ| 3"),
+        ("m.pkl.gz", gzipped(pickle.dumps({"w": 1})), gzipped(pickle.dumps({"w": 2})), "`m.pkl.gz`, `w`, 2, expected 1"),
+        ("c.zip", zipped([("meta.json", b'{"saved": "1"}')]), zipped([("meta.json", b'{"saved": "2"}')]),
+         "`c.zip`, `meta.json.saved`, '2', expected '1'"),
+    ],
+)  # fmt: skip
+def test_a_place_is_shown_as_a_person_would_write_it(
+    name: str, expected: bytes, found: bytes, shown: str, tmp_path: Path
+) -> None:
+    assert shown_differences(name, expected, found, tmp_path) == [shown]
+
+
+def test_two_places_that_are_shown_alike_are_two_places(tmp_path: Path) -> None:
+    for place, number in (("expected", 1), ("found", 2)):
+        (tmp_path / place).write_text(json.dumps({"a.b": number, "a": {"b": number}}))
+    differences = compare_files(tmp_path / "expected", tmp_path / "found", "s.json")
+    assert [difference.key for difference in differences] == ["a.b", "a.b"]
+    assert len({difference.path or difference.key for difference in differences}) == 2
+
+
+def test_times_and_identifiers_in_a_pickle_are_values_of_their_own(tmp_path: Path) -> None:
+    one, other = ({"at": dt.datetime(2026, 1, day, tzinfo=dt.UTC), "run": uuid.UUID(int=day)} for day in (1, 2))
+    for place, value in (("expected", one), ("found", other)):
+        (tmp_path / place).write_bytes(pickle.dumps(value))
+    differences = compare_files(tmp_path / "expected", tmp_path / "found", "m.pkl")
+    assert [(difference.key, difference.scalars) for difference in differences] == [
+        (key, (one[key], other[key])) for key in ("at", "run")
+    ]
