@@ -36,6 +36,7 @@ from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import (
     Drill,
+    Progress,
     Track,
     cells_of,
     drill_in_terminal,
@@ -124,8 +125,10 @@ def test_a_flow_of_ones_own_drills_several_trainings_as_tasks(
 
 def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
+    said: list[str] = []
     with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*nowhere"):
-        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment)
+        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment, say=said.append)
+    assert said == ["run 1, undisturbed: 12 steps, usually 5 to 30 s besides the training"]
 
 
 def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path) -> None:
@@ -353,6 +356,8 @@ def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
     for name, value in RunPlan("tests.trainables.numpy_mlp:NumpyMlp", str(tmp_path)).in_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(probe, "get_trial", lambda: SimpleNamespace(step=0, attempt=1, rank=0))
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(vars(probe), "Probed", kind := cast(type[Any], probe.__getattr__("Probed")))
     made, plain = kind(), NumpyMlp()
     for each in (made, plain):
@@ -440,6 +445,46 @@ def test_without_a_terminal_each_line_of_the_report_is_one_line() -> None:
         print_report(report, console)
         said = cast(StringIO, console.file).getvalue().splitlines()
         assert (len(said) == 2) is not is_terminal, said
+
+
+def test_what_a_drill_does_now_is_a_line_at_once_or_the_last_line_of_the_picture() -> None:
+    shown = {}
+    for is_terminal in (False, True):
+        console = Console(file=StringIO(), width=100, force_terminal=is_terminal, color_system=None)
+        progress = Progress(console)
+        progress.say("importing my.module:Net: usually 1 to 15 s")
+        at_once = cast(StringIO, console.file).getvalue()
+        assert ("importing my.module:Net: usually 1 to 15 s\n" in at_once) is not is_terminal
+        console.print(progress.render())
+        progress.tracks.append(Track("undisturbed", 4, step=2))
+        progress.say("run 1, undisturbed: 4 steps")
+        console.print(progress.render())
+        progress.end()
+        console.print(progress.render())
+        shown[is_terminal] = cast(StringIO, console.file).getvalue()
+    assert "importing my.module:Net: usually 1 to 15 s (0 s so far)" in shown[True]
+    assert shown[True].count("run 1, undisturbed: 4 steps (0 s so far)") == 1
+    assert shown[False].count("run 1, undisturbed: 4 steps\n") == 1
+    assert "so far" not in shown[False]
+
+
+@pytest.mark.parametrize(
+    ("with_seconds", "kills", "said"),
+    [
+        (None, (), "12 steps, usually 5 to 30 s besides the training"),
+        (14.2, ((4, "upload"), (7, "trial")),
+         "12 steps again, which took 14 s in run 1; a kill after step 4, 7 usually adds 1 to 15 s each"),
+        (14.2, (), "12 steps again, which took 14 s in run 1; it shows what differs without a kill"),
+    ],
+)  # fmt: skip
+def test_what_is_expected_of_a_run_is_said_by_the_first_one(
+    with_seconds: float | None, kills: tuple[tuple[int, probe.Victim], ...], said: str, tmp_path: Path
+) -> None:
+    target = pt.LocalTarget(path=str(tmp_path / "target"))
+    with target.open(timeout=timedelta(seconds=60)) as store:
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None)
+    drill.first_run_seconds = with_seconds
+    assert drill.expectation_of(kills) == said
 
 
 @pytest.mark.parametrize(

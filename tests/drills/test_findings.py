@@ -11,7 +11,17 @@ import pytest
 
 from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
 from prefect_tune.core.errors import TuneError
-from prefect_tune.drills.evidence import METRICS, MISSING, Difference, DrillRun, Kill, Record, Save
+from prefect_tune.drills.evidence import (
+    CHECKPOINTS,
+    GENERATORS,
+    METRICS,
+    MISSING,
+    Difference,
+    DrillRun,
+    Kill,
+    Record,
+    Save,
+)
 from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
 from prefect_tune.drills.plan import DrillPlan
@@ -28,6 +38,8 @@ MANIFEST = Manifest(
     blobs=(),
     files=tuple(FileRef(path=name, size_bytes=0) for name in "abc"),
 )
+CHANGED = MANIFEST.model_copy(update={"files": (FileRef(path="d", size_bytes=0),)})
+DIGESTS = [f"{number:016x}" for number in range(100)]
 
 
 def run(kills: Sequence[Kill] = ()) -> DrillRun:
@@ -211,9 +223,6 @@ def test_a_kill_that_was_not_made_is_said() -> None:
     assert any("1 kill was not made" in line for line in found.lines())
 
 
-DIGESTS = [f"{number:016x}" for number in range(100)]
-
-
 def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
     return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
 
@@ -383,11 +392,97 @@ def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
     loss = at(1, METRICS, "loss")
     with pytest.raises(TuneError, match="nothing to compare after the resume: all metrics differ without a kill"):
         report_of(PLAN, "drill-0", Runs(run(), run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ()))
-    later = replace(run(), manifests={2: MANIFEST, 4: MANIFEST})
+    later = replace(run(), manifests={2: MANIFEST, 4: CHANGED})
     records = [*run().records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})]
     killed = replace(later, records=records)
-    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], ()))
+    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], [("m.pt", "w")]))
     assert (found.is_exact, found.compared_metrics) == (True, 0)
+    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], ()))
+    assert found.verdict == "not deterministic", "no checkpoint holds a result"
+
+
+def test_runs_in_which_nothing_changes_are_not_exact() -> None:
+    same = replace(run(), metrics={step: {"loss": 0.5} for step in range(1, 5)}, manifests={2: MANIFEST, 4: MANIFEST})
+    with pytest.raises(TuneError, match="nothing to compare: no metric and no checkpoint changes from step to step"):
+        report_of(PLAN, "drill-0", Runs(same, same, None, (), (), ()))
+    changed = replace(same, manifests={2: MANIFEST, 4: CHANGED})
+    assert report_of(PLAN, "drill-0", Runs(changed, changed, None, (), (), ())).is_exact
+
+
+DRAWN = {
+    "loss": [1.7, 1.2, 1.9, 1.4],
+    "epoch": [1, 2, 3, 4],
+    "fraction": [0.1, 0.2, 0.3, 0.4],
+    "rate": [0.09, 0.081, 0.0729, 0.06561],
+    "constant": [0.5] * 4,
+    "seconds": [0.01, 0.02, 0.01, 0.03],
+    "now": [1.8e9 + step for step in range(1, 5)],
+    "elapsed": [7.1 + step for step in range(1, 5)],
+}
+
+
+def trained(*names: str, saved: int = 4) -> DrillRun:
+    """A run with these metrics, of steps of half a second, and a checkpoint that changes."""
+    metrics = {step: {name: DRAWN[name][step - 1] for name in names} for step in range(1, 5)}
+    records = [Record(step, 1, False, 1.8e9 + step, 0.5, 0.0, {"rng r": DIGESTS[step]}) for step in range(1, 5)]
+    return DrillRun(metrics, {2: MANIFEST, saved: CHANGED}, [], records, [])
+
+
+def resumed(like: DrillRun) -> DrillRun:
+    return replace(like, records=[*like.records[:3], replace(like.records[2], attempt=2, is_restored=True)])
+
+
+GENERATOR = Difference(1, FileDifference(GENERATORS, "r", "another state"))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "differ", "results", "generators", "verdict"),
+    [
+        (["loss", "epoch"], ["loss"], [], [], "not deterministic"),
+        (["loss", "epoch", "constant"], ["loss"], [], [GENERATOR], "not deterministic"),
+        (["loss", "rate"], ["loss"], [], [], "not deterministic"),
+        (["loss", "fraction"], ["loss"], [], [], "not deterministic"),
+        (["loss", "rate"], ["loss"], [("m.pt", "w")], [], "exact"),
+        (["loss", "rate"], ["loss"], [("m.pt", "w")], [GENERATOR], "not deterministic"),
+        (["epoch", "constant"], [], [], [GENERATOR], "not deterministic"),
+        (["epoch", "constant"], [], [], [], "exact"),
+        (["loss"], [], [], [GENERATOR], "exact"),
+        (["loss", "seconds"], ["seconds"], [], [], "exact"),
+        (["loss", "now"], ["now"], [], [], "exact"),
+        (["loss", "elapsed"], ["elapsed"], [], [], "exact"),
+        (["loss", "seconds"], ["seconds"], [], [GENERATOR], "exact"),
+        (["epoch", "seconds"], ["seconds"], [], [], "not deterministic"),
+        (["epoch", "seconds"], ["seconds"], [("m.pt", "w")], [], "exact"),
+    ],
+)
+def test_what_is_the_same_in_any_training_shows_nothing(
+    metrics: list[str],
+    differ: list[str],
+    results: list[tuple[str, str]],
+    generators: list[Difference],
+    verdict: str,
+) -> None:
+    """`results` are places in checkpoints that training changes, and that do not differ."""
+    undisturbed = trained(*metrics)
+    unstable = [at(1, METRICS, name) for name in differ]
+    runs = Runs(undisturbed, resumed(undisturbed), None, unstable, unstable, results, generators)
+    found = report_of(PLAN, "drill-0", runs)
+    assert found.verdict == verdict, list(found.lines())
+    assert found.shows_nothing == (verdict != "exact")
+    if verdict != "exact":
+        first = generators[0] if generators else unstable[0]
+        assert next(found.lines()).startswith(f"not deterministic: two runs differ without a kill, at {first}. ")
+
+
+def test_a_checkpoint_that_only_one_run_has_is_a_difference() -> None:
+    undisturbed = trained("loss")
+    missing = Difference(4, FileDifference(CHECKPOINTS, "", "no checkpoint, expected one"))
+    killed = replace(resumed(undisturbed), manifests={2: MANIFEST})
+    for unstable in ([], [missing]):  # though two undisturbed runs save at other steps, one is due after the resume
+        found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [missing], unstable, ()))
+        assert found.verdict == "not exact"
+        assert next(found.lines()) == "not exact: first difference at step 4: no checkpoint, expected one"
+        assert any("save a checkpoint at the same steps after a resume" in line for line in found.lines())
 
 
 def test_a_restart_that_was_not_planned_disturbs_a_run_too() -> None:

@@ -71,7 +71,7 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
         torch.quantize_per_tensor(torch.zeros(2), 0.1, 8, torch.qint8),
     ),
     "a generator": (torch.manual_seed(1).get_state(), torch.manual_seed(2).get_state()),
-    "an object": ({"a": random.Random(1).getstate()}, {"a": random.Random(2).getstate()}),  # noqa: S311 - no secret
+    "an object": ({"a": random.Random(1).getstate()}, {"a": random.Random(2).getstate()}),
 }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.journal.journal import history
@@ -23,8 +23,14 @@ from prefect_tune.stores.local.download import fetch_committed
 
 METRICS = ""
 """The file of a difference that is in the metrics."""
+CHECKPOINTS = "."
+"""The file of a difference that is in which steps have a checkpoint."""
+GENERATORS = ".."
+"""The file of a difference that is in the state of a random generator."""
 MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
 """What differs about a file that only one of two checkpoints has."""
+Place: TypeAlias = tuple[str, str]
+"""A file, and the key of a value in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +173,23 @@ class Difference:
     what: FileDifference
 
     @property
-    def place(self) -> tuple[str, str]:
+    def place(self) -> Place:
         """The file and the key: the same thing at every step."""
-        return self.what.file, self.what.key
+        return self.what.file, self.what.path or self.what.key
 
     @property
     def is_absence(self) -> bool:
-        """Whether one of the runs lacks the report or the file."""
-        return self.place == (METRICS, "") or self.what.what in {MISSING, UNEXPECTED}
+        """Whether one of the runs lacks the report, the checkpoint or the file."""
+        return self.place in {(METRICS, ""), (CHECKPOINTS, "")} or self.what.what in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
         """Name the step, the place and the difference."""
-        what = f"metric `{self.what.key}`: {self.what.what}" if self.what.file == METRICS else str(self.what)
-        return f"step {self.step}: {what}"
+        texts = {
+            METRICS: f"metric `{self.what.key}`: {self.what.what}",
+            CHECKPOINTS: self.what.what,
+            GENERATORS: f"random generator `{self.what.key}`: {self.what.what}",
+        }
+        return f"step {self.step}: {texts.get(self.what.file, self.what)}"
 
 
 def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
@@ -195,10 +205,18 @@ def first_of_places(differences: Sequence[Difference]) -> Sequence[Difference]:
     return list(first.values())
 
 
-def changing_places(store: ObjectStore, run: DrillRun) -> Collection[tuple[str, str]]:
-    """Return the places in the checkpoints of a run that change from one to the next, as training does."""
-    in_order = (run.manifests[step] for step in sorted(run.manifests))
-    return {(each.file, each.key) for one, other in pairwise(in_order) for each in _of_manifests(store, one, other)}
+def changes_of(store: ObjectStore, run: DrillRun) -> Mapping[Place, Mapping[int, object]]:
+    """Return the places in the checkpoints of a run that change from one to the next, with the scalars there by step.
+
+    What only one of two checkpoints has, such as the last entry of a log, is not changed.
+    """
+    changes: dict[Place, dict[int, object]] = {}
+    for before, after in pairwise(sorted(run.manifests)):
+        for what in _of_manifests(store, run.manifests[before], run.manifests[after]):
+            if what.what not in {MISSING, UNEXPECTED}:
+                history = changes.setdefault(Difference(after, what).place, {})
+                history[before], history[after] = what.scalars
+    return changes
 
 
 def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
@@ -216,6 +234,9 @@ def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> 
     for step in sorted(expected.manifests.keys() & found.manifests.keys()):
         for each in _of_manifests(store, expected.manifests[step], found.manifests[step]):
             yield Difference(step, each)
+    for step in sorted(expected.manifests.keys() ^ found.manifests.keys()):
+        what = "no checkpoint, expected one" if step in expected.manifests else "a checkpoint, expected none"
+        yield Difference(step, FileDifference(CHECKPOINTS, "", what))
 
 
 def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> Iterator[FileDifference]:

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.shown_text import plural, shown_size
+from prefect_tune.drills.determinism import metric_histories, result_metrics, unexplained_metrics
 from prefect_tune.drills.evidence import (
-    METRICS,
+    CHECKPOINTS,
     MISSING,
     UNEXPECTED,
     Difference,
@@ -23,6 +24,7 @@ from prefect_tune.drills.evidence import (
     first_records,
 )
 from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.values import leaves
 
 _NOUNS = {
     "global": "a global random generator",
@@ -128,7 +130,7 @@ def forgotten_in(
 
 def _likely(found: Sequence[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> Sequence[Forgotten]:
     """Return what of the differences one step after a resume may be their cause."""
-    results = {repr(each) for each in metrics.values() if isinstance(each, float)}
+    results = {repr(value) for _, value in leaves(metrics) if isinstance(value, float)}
     unsaved = [each for each in found if each.name.partition(".")[0] not in saved]
     plain = [each for each in unsaved if each.found not in results]
     held = [replace(each, kind="metric") for each in unsaved if each.kind in {"value", "state"}]
@@ -179,7 +181,7 @@ def _roots(found: Sequence[Forgotten], *, has_one_optimizer: bool) -> Sequence[F
 
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
-_SHOWN, _SHOWN_LEFT_OUT = 8, 2
+_SHOWN, _SHOWN_LEFT_OUT = 8, 8
 _SET_SEEDS = "set seeds, and the library's deterministic mode"
 _NAME_ALIKE = "give the files of a checkpoint the same names in each run"
 _WHO = {
@@ -202,7 +204,9 @@ class Runs(NamedTuple):
     unstable: Sequence[Difference]
     """Without a kill: between the undisturbed ones, and before the first kill."""
     changing: Collection[tuple[str, str]]
-    """The places in checkpoints that training changes."""
+    """The places in checkpoints that hold results of training: no counts of steps, and nothing that may be left out."""
+    generators: Sequence[Difference] = ()
+    """The generators without a seed from which the training draws."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,8 @@ class DrillReport:
     """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
     unstable: Sequence[Difference]
     """What differs without a kill too: what training changes first."""
+    shows_nothing: bool
+    """Whether what is the same in all runs may be so in any training, such as counts of steps."""
     forgotten: Sequence[Forgotten]
     """What was probably not restored."""
     save: SaveCosts | None
@@ -269,7 +275,10 @@ class DrillReport:
 
     def fields(self) -> dict[str, object]:
         """Return the report as JSON values."""
-        return {**asdict(self), "is_exact": self.is_exact}
+        fields: dict[str, Any] = {**asdict(self), "is_exact": self.is_exact}
+        for difference in (*fields["differences"], *fields["unstable"]):
+            del difference["what"]["path"], difference["what"]["scalars"]  # for comparisons
+        return fields
 
     def lines(self) -> Iterator[str]:
         """Yield the report as text."""
@@ -281,6 +290,8 @@ class DrillReport:
         without_kills = _summed(self.unstable)
         if self.verdict == "not deterministic":  # the headline has the first
             yield from _listed("differs without a kill too: ", without_kills[1:], _SHOWN_LEFT_OUT)
+            if self.shows_nothing:
+                yield f"  the rest is the same, but shows little of the training: {self._compared()}"
         else:
             yield from _listed("differs without a kill too, and is left out: ", without_kills, _SHOWN_LEFT_OUT)
         yield from self._causes()
@@ -299,6 +310,8 @@ class DrillReport:
             yield self._hint()
 
     def _hint(self) -> str:
+        if all(each.place == (CHECKPOINTS, "") for each in self.differences):
+            return "  all that is in both runs is equal: save a checkpoint at the same steps after a resume, too"
         if all(each.what.is_of_bytes for each in self.differences):
             return (
                 "  all metrics are equal, and only bytes of files that the drill cannot read differ; the values in "
@@ -377,32 +390,40 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     Raises:
         TuneError: all that could be compared after the first resume differs without a kill.
     """
-    undisturbed, killed, again, differences, unstable, changing = runs
+    undisturbed, killed, again, differences, unstable, changing, _ = runs
     places = {each.place for each in unstable}
+    resumed_at = killed.undisturbed_steps
+    if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
+        places -= {(CHECKPOINTS, "")}  # none was saved after a resume
     left = [each for each in differences if each.place not in places]
     saved = {part for each in differences for part in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
     differs_at = left[0].step if left else None
     forgotten = forgotten_in(undisturbed, killed, again, saved, differs_at)
     verdict = _verdict(left, [each for each in unstable if each.place in changing])
-    metrics = [key for each in undisturbed.metrics.values() for key in each if (METRICS, key) not in places]
+    compared = {place: values for place, values in metric_histories(undisturbed).items() if place not in places}
     both = undisturbed.manifests.keys() & killed.manifests.keys()
-    if verdict == "exact" and not metrics and max(both, default=0) <= killed.undisturbed_steps:
+    if verdict == "exact" and not compared and max(both, default=0) <= resumed_at:
         raise TuneError(
             "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint follows it; "
             "train more --steps, or save more often (--save-every)"
         )
+    unstable = sorted(unstable, key=lambda each: (each.place not in changing, each.step))
+    doubts = _doubts(runs) if verdict == "exact" else ()
+    if doubts:
+        verdict, unstable = "not deterministic", doubts
     save = _save_costs(undisturbed)
     return DrillReport(
         name=name,
         trainable=plan.trainable,
         verdict=verdict,
         steps=plan.steps,
-        compared_metrics=len(metrics),
+        compared_metrics=sum(map(len, compared.values())),
         compared_files=sum(len(undisturbed.manifests[step].files) for step in both),
         kills=[replace(each, kept_bytes=_kept_bytes(each, undisturbed, killed)) for each in killed.kills],
         missed_kills=len(plan.kills) - len(killed.kills),
         differences=left,
-        unstable=sorted(unstable, key=lambda each: (each.place not in changing, each.step)),
+        unstable=unstable,
+        shows_nothing=bool(doubts),
         forgotten=[each for each in forgotten if left or each.kind in LASTING],
         save=save,
         advice=_advice(plan, undisturbed, killed, save),
@@ -415,6 +436,37 @@ def _kept_bytes(kill: Kill, undisturbed: DrillRun, killed: DrillRun) -> int:
         return 0
     sent = [{each.step: each.sent_bytes for each in run.saves} for run in (undisturbed, killed)]
     return max(0, sent[0].get(kill.step, 0) - sent[1].get(kill.step, 0))
+
+
+def _doubts(runs: Runs) -> Sequence[Difference]:
+    """Return what differs without a kill, the first reason first, if what is the same may be so in any training.
+
+    A count of steps and a rate that follows from them are the same whatever was drawn, so they show nothing if metrics
+    differ. Then the checkpoints have to show that the training is deterministic; if it draws from a generator without
+    a seed, metrics that differ and are not measured times show that it is not.
+
+    Raises:
+        TuneError: nothing differs, and nothing changes either.
+    """
+    undisturbed, killed, _, _, unstable, changing, generators = runs
+    metrics, unexplained = result_metrics(undisturbed, unstable), unexplained_metrics(undisturbed, unstable)
+    both = sorted(undisturbed.manifests.keys() & killed.manifests.keys())
+    files = set(changing) - {each.place for each in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
+    if generators and (unexplained or not (metrics or files)):
+        return [*generators, *unstable]
+    if unexplained and not files:
+        return [*unexplained, *(each for each in unstable if each not in unexplained)]
+    if unstable:
+        return () if metrics or files else unstable
+    contents = {tuple((file.path, file.chunks) for file in undisturbed.manifests[step].files) for step in both}
+    if len(contents) < 2 and all(
+        len(set(map(repr, each.values()))) < 2 for each in metric_histories(undisturbed).values()
+    ):
+        raise TuneError(
+            "nothing to compare: no metric and no checkpoint changes from step to step, so that all trainings are the "
+            "same; report a metric that training changes, or save what it changes"
+        )
+    return ()
 
 
 def _verdict(left: Sequence[Difference], unstable: Sequence[Difference]) -> Verdict:

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
+from prefect_tune.drills.working_directory import enter_copied_directory
 from prefect_tune.runtime.group_session import ON_JOIN, FollowingSession
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
@@ -113,6 +114,10 @@ def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
     probe = _Probe(plan)  # of this process, and no attribute: a trainable may save all of its attributes
 
     class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
+        def setup(self, config: dict[str, Any]) -> None:
+            enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
+            super().setup(config)
+
         def load_checkpoint(self, checkpoint_dir: str) -> None:
             super().load_checkpoint(checkpoint_dir)
             probe.record(get_trial().step, vars(self), is_restored=True)
@@ -135,6 +140,7 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
 
     @functools.wraps(train)
     def run(config: dict[str, Any]) -> object:
+        enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
         os.environ[ON_JOIN] = f"{__name__}:{probe_rank.__name__}"
         _probe_reports(plan, lambda frame: _frame_of(code, frame))
         return train(config)

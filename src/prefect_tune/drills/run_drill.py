@@ -1,6 +1,7 @@
 """Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them.
 
-In a terminal it is seen: a line per run, with its commits, kills and resumes, and then what was found.
+In a terminal it is seen: a line per run, with its commits, kills and resumes, what the drill does now and how long that
+usually takes, and then what was found. Without a terminal, such as in a pipe, what it does is a line when it begins.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +24,7 @@ from uuid import uuid4
 
 from prefect.logging import get_logger
 from prefect.settings import get_current_settings
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -33,11 +34,12 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.shown_text import visible_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.drills.determinism import result_places, unseeded_generators
 from prefect_tune.drills.evidence import (
-    METRICS,
     Difference,
     DrillRun,
-    changing_places,
+    Place,
+    changes_of,
     compare,
     first_of_places,
     kills_in,
@@ -54,6 +56,8 @@ _log = get_logger("prefect_tune")
 _LOOK_SECONDS = 0.2
 _TAIL, _ERROR = 2000, "| ERROR "
 _TIMES, _LEAST_LIMIT_SECONDS = 10, 600.0  # of an undisturbed run: a run that takes longer hangs
+_RUN_START, _KILL_COST, _IMPORT_TIME, _SERVER_START = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
+"""Measured on two cores, idle and with eight programs beside: starts of a run and a server, kills, imports."""
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _IMPORT = """import os, sys
@@ -96,6 +100,7 @@ def run_drill(
     *,
     keep: bool = False,
     tracks: list[Track] | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> DrillReport:
     """Train undisturbed, and again with kills, and compare; if need be, train a second time undisturbed.
 
@@ -105,6 +110,7 @@ def run_drill(
         environment: of the processes that train, with the address of a Prefect API.
         keep: whether what the runs have written to the target stays.
         tracks: gets the runs as they go, for a picture.
+        say: gets a line about what begins, and how long it usually takes.
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
@@ -115,7 +121,7 @@ def run_drill(
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(temporary_folder()))
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = Drill(plan, target, store, folder, environment, tracks)
+        drill = Drill(plan, target, store, folder, environment, tracks, say)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
@@ -149,12 +155,17 @@ class Drill:
     environment: Mapping[str, str]
     tracks: list[Track] | None
     """None if no one looks: then the runs are not followed."""
+    say: Callable[[str], object] = lambda _: None
+    """Gets a line about what begins."""
+    first_run_seconds: float | None = None
+    """How long the first run took, an undisturbed one; None before its end."""
     most_seconds: float | None = None
     """The time of a run, once an undisturbed one has shown how long it takes."""
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
         self._trials: list[TrialKey] = []
+        self._changes: Mapping[Place, Mapping[int, object]] | None = None
 
     def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
         """Train in processes of their own until the last step, as a script that is started again after each kill."""
@@ -164,6 +175,7 @@ class Drill:
         folder.mkdir()
         plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
+        self.say(f"run {len(self._trials)}, {run}: {self.expectation_of(kills)}")
         began = time.monotonic()
         with nullcontext() if self.tracks is None else self._following(self.tracks, run, trial, plan):
             starts = 0
@@ -174,8 +186,19 @@ class Drill:
         if code:
             said = last_output(folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
-        self.most_seconds = self.most_seconds or max(_LEAST_LIMIT_SECONDS, _TIMES * (time.monotonic() - began))
+        self.first_run_seconds = self.first_run_seconds or time.monotonic() - began
+        self.most_seconds = self.most_seconds or max(_LEAST_LIMIT_SECONDS, _TIMES * self.first_run_seconds)
         return read_run(self.store, trial, plan)
+
+    def expectation_of(self, kills: Sequence[tuple[int, Victim]]) -> str:
+        """Return what a run trains and how long it takes, by the first one as soon as that has ended."""
+        if self.first_run_seconds is None:
+            return f"{self.plan.steps} steps, usually {_RUN_START} besides the training"
+        again = f"{self.plan.steps} steps again, which took {self.first_run_seconds:.0f} s in run 1"
+        if not kills:
+            return f"{again}; it shows what differs without a kill"
+        steps = ", ".join(str(step) for step, _ in kills)
+        return f"{again}; a kill after step {steps} usually adds {_KILL_COST} each"
 
     def compared(self, undisturbed: DrillRun, killed: DrillRun) -> Runs:
         """Return what differs, and what of it differs without a kill.
@@ -183,25 +206,35 @@ class Drill:
         Before its first kill the second run is undisturbed too. Only if that does not explain what differs, a third
         run is made.
         """
+        self.say("comparing both runs: all metrics, and all checkpoints, which are read from the target")
         differences = compare(self.store, undisturbed, killed)
         before_kills = killed.undisturbed_steps
         # What is absent may have been there before the kill.
         unstable: Sequence[Difference] = [
             each for each in differences if each.step <= before_kills and not each.is_absence
         ]
-        changing = self._changing(undisturbed, unstable)
-        if len(unstable) == len(differences) or any(each.place in changing for each in unstable):
-            return Runs(undisturbed, killed, None, differences, unstable, changing)
+        runs = self._compared_runs(undisturbed, killed, None, differences, unstable)
+        if len(unstable) == len(differences) or any(each.place in runs.changing for each in unstable):
+            return runs
         again = self.train("undisturbed again")
         unstable = first_of_places([*compare(self.store, undisturbed, again), *unstable])
-        return Runs(undisturbed, killed, again, differences, unstable, self._changing(undisturbed, unstable))
+        return self._compared_runs(undisturbed, killed, again, differences, unstable)
 
-    def _changing(self, undisturbed: DrillRun, unstable: Sequence[Difference]) -> Collection[tuple[str, str]]:
-        """Return the places in checkpoints that training changes; those of `unstable`, if one cannot show it."""
-        of_files = [each.place for each in unstable if each.what.file != METRICS]
-        if of_files and len(undisturbed.manifests) > 1:  # it reads every checkpoint once more
-            return changing_places(self.store, undisturbed)
-        return of_files
+    def _compared_runs(
+        self,
+        undisturbed: DrillRun,
+        killed: DrillRun,
+        again: DrillRun | None,
+        differences: Sequence[Difference],
+        unstable: Sequence[Difference],
+    ) -> Runs:
+        generators = unseeded_generators(undisturbed, (killed, again))
+        changing: Collection[Place] = ()
+        if unstable or generators:
+            if self._changes is None:  # it reads every checkpoint once more
+                self._changes = changes_of(self.store, undisturbed)
+            changing = result_places(self._changes, unstable, undisturbed, generators)
+        return Runs(undisturbed, killed, again, differences, unstable, changing, generators)
 
     def _process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
         options = {
@@ -327,7 +360,7 @@ def environment_with_api() -> dict[str, str]:
 
 
 @contextmanager
-def api_of_drill() -> Iterator[dict[str, str]]:
+def api_of_drill(say: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
     """Yield the environment of the runs of a drill: with the configured API, or a server that ends with the drill.
 
     Raises:
@@ -340,6 +373,7 @@ def api_of_drill() -> Iterator[dict[str, str]]:
     own = {name: each for name, each in os.environ.items() if not name.startswith("PREFECT_")}
     with temporary_folder() as folder:
         own |= {"PREFECT_HOME": folder, "DO_NOT_TRACK": "1", "NO_PROXY": spared, "no_proxy": spared}
+        say(f"starting a Prefect server for the drill: usually {_SERVER_START}")
         log = Path(folder, "server.log")
         with log.open("wb") as output:
             server = start_prefect_server(own, output, "few")
@@ -372,27 +406,57 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
 
     Raises as `run_drill`.
     """
-    tracks: list[Track] = []
     of_what = f" of {visible_line(plan.trainable)}, {plan.steps} steps\n"
     console.print(Text.assemble("\n  ", ("prefect-tune drill", "bold"), of_what), soft_wrap=True)
-    require_importable(plan.trainable)
+    progress = Progress(console)
     with ExitStack() as at_end:
-        if place is None and keep:
-            place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
-        elif place is None:
-            place = at_end.enter_context(temporary_folder())
-        environment = at_end.enter_context(api_of_drill())
         try:
-            with Live(get_renderable=lambda: picture_of(tracks), console=console):
-                report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+            with Live(get_renderable=progress.render, console=console):
+                progress.say(f"importing {visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
+                require_importable(plan.trainable)
+                if place is None and keep:
+                    place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
+                elif place is None:
+                    place = at_end.enter_context(temporary_folder())
+                environment, tracks = at_end.enter_context(api_of_drill(progress.say)), progress.tracks
+                target = resolve_target(place)
+                report = run_drill(plan, target, environment, keep=keep, tracks=tracks, say=progress.say)
+                progress.end()
         finally:
             console.print("" if console.is_terminal else "\n")
-    console.print(f"  {legend_of(tracks)}\n")
+    console.print(f"  {legend_of(progress.tracks)}\n")
     print_report(report, console)
     if keep:
         kept = f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed"
         console.print(Text(kept, "dim"), soft_wrap=True)
     return report
+
+
+class Progress:
+    """What a drill does now: in a terminal the last line of its picture, elsewhere a line that is printed at once."""
+
+    def __init__(self, console: Console) -> None:
+        self.tracks: list[Track] = []
+        self._console = console
+        self._activity, self._since = "", time.monotonic()
+
+    def say(self, activity: str) -> None:
+        """Show what begins."""
+        self._activity, self._since = activity, time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(Text(f"  {activity}"), soft_wrap=True)
+
+    def end(self) -> None:
+        """Show only the runs from now on."""
+        self._activity = ""
+
+    def render(self) -> RenderableType:
+        """Return the runs, and in a terminal what the drill does, with the seconds that it has taken so far."""
+        picture = picture_of(self.tracks)
+        if not self._activity or not self._console.is_terminal:
+            return picture
+        so_far = f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)"
+        return Group(*([picture, ""] if self.tracks else []), Text(so_far, "dim"))
 
 
 def print_report(report: DrillReport, console: Console) -> None:

@@ -1,0 +1,133 @@
+"""What may differ without a kill and says nothing of the training, and what may not."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from prefect_tune.drills.determinism import History, follows_from_step, result_places, unseeded_generators
+from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record
+from prefect_tune.drills.file_contents import FileDifference
+from tests.drills.test_findings import CHANGED, DIGESTS, MANIFEST
+
+NOW = time.time()
+LOSS = [1.7, 1.2, 1.9, 1.4]
+PLACE = ("s.json", "it")
+
+
+def run_of(**metrics: list[Any]) -> DrillRun:
+    reports = {step: {name: values[step - 1] for name, values in metrics.items()} for step in range(1, 5)}
+    records = [Record(step, 1, False, NOW - 9 + step, 0.5, 0.0, {}) for step in range(1, 5)]
+    return DrillRun(reports, {2: MANIFEST, 4: CHANGED}, [], records, [])
+
+
+def in_checkpoint(expected: Any, found: Any, path: str = "") -> Difference:
+    return Difference(2, FileDifference("s.json", "it", "differs", path=path, scalars=(expected, found)))
+
+
+def holds_a_result(
+    difference: Difference, run: DrillRun, *more: Difference, history: History | None = None, draws: bool = False
+) -> bool:
+    changes: Mapping[Any, History] = {difference.place: history or {2: 1.5, 4: 7.25}}
+    return difference.place in result_places(changes, [difference, *more], run, ["a generator"] if draws else [])
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (NOW - 5, NOW - 2),
+        ((NOW - 5) * 1e3, (NOW - 2) * 1e3),
+        (int((NOW - 5) * 1e9), int((NOW - 2) * 1e9)),
+        ("f1a0b0a0-0000-4000-8000-000000000001", "f1a0b0a0-0000-4000-8000-000000000002"),
+        ("2026-01-01T00:00:01", "2026-01-01T00:00:02"),
+        ("node-1:417", "node-1:518"),
+        (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), dt.datetime(2026, 1, 2, tzinfo=dt.UTC)),
+        (UUID(int=1), UUID(int=2)),
+    ],
+)
+def test_a_time_of_day_and_a_short_text_hold_no_result(expected: Any, found: Any) -> None:
+    loss = Difference(1, FileDifference(METRICS, "loss", "differs"))
+    for run, more in ((run_of(loss=LOSS), []), (run_of(loss=LOSS), [loss])):
+        assert not holds_a_result(in_checkpoint(expected, found), run, *more)
+
+
+def test_a_number_holds_no_result_only_if_no_metric_can_depend_on_it() -> None:
+    number, loss, seconds = (
+        in_checkpoint(0.71, 0.32),
+        *(Difference(1, FileDifference(METRICS, name, "differs")) for name in ("loss", "seconds")),
+    )
+    run = run_of(loss=LOSS, seconds=[0.1, 0.2, 0.1, 0.3], epoch=[1, 2, 3, 4])
+    assert not holds_a_result(number, run)
+    assert not holds_a_result(number, run, seconds)
+    assert holds_a_result(number, run, loss), "it may be a weight"
+    assert holds_a_result(number, run_of(epoch=[1, 2, 3, 4])), "no metric shows that none depends on it"
+    assert holds_a_result(number, run, draws=True)
+    assert holds_a_result(in_checkpoint(0.71, 0.32, path="it.#3"), run), "one of many weights"
+
+
+@pytest.mark.parametrize("scalars", [(None, None), (0.5, None)])
+def test_an_array_and_a_file_that_cannot_be_read_hold_results(scalars: Any) -> None:
+    assert holds_a_result(in_checkpoint(*scalars), run_of(loss=LOSS))
+
+
+def test_what_training_does_not_change_holds_no_result() -> None:
+    path = in_checkpoint("/tmp/a", "/tmp/b")
+    assert path.place not in result_places({}, [path], run_of(loss=LOSS), [])
+
+
+def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
+    changes = {
+        ("s.json", "step"): {2: 2, 4: 4},
+        ("s.json", "weight"): {2: 0.3, 4: 0.9},
+        ("m.npz", "w"): {2: None, 4: None},
+    }
+    assert result_places(changes, [], run_of(loss=LOSS), []) == {("s.json", "weight"), ("m.npz", "w")}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_one"),
+    [
+        ({1: 1, 2: 2, 3: 3}, True),
+        ({2: 64, 4: 128}, True),
+        ({1: 0, 2: 0, 3: 1, 4: 1}, True),
+        ({1: 0.1, 2: 0.2, 3: 0.3}, True),
+        ({1: 1.0, 2: 2.0, 4: 4.0}, True),
+        ({2: 0.09, 4: 0.09 * 0.9**2, 6: 0.09 * 0.9**4}, True),
+        ({1: -0.5, 2: -0.25, 3: -0.125}, False),
+        ({1: 5, 2: 3, 3: 4}, False),
+        ({1: 0.1, 2: 0.2}, False),
+        ({1: 0.1, 2: 0.3, 3: 0.4}, False),
+        ({1: True, 2: False}, False),
+        ({1: 1}, False),
+        ({1: 1, 2: None}, False),
+        ({1: "a", 2: "b"}, False),
+        ({1: float("nan"), 2: float("inf"), 3: 1.0}, False),
+    ],
+)
+def test_counts_and_rates_follow_from_the_step(values: dict[int, object], is_one: bool) -> None:
+    assert follows_from_step(values) is is_one
+
+
+def test_a_generator_without_a_seed_is_one_that_training_uses_and_that_differs_before_the_first_kill() -> None:
+    def run(first: int, *, attempt: int = 1) -> DrillRun:
+        states = [
+            {
+                "global random": DIGESTS[first],
+                "rng own": DIGESTS[first + step],
+                "rng seeded": DIGESTS[step],
+                "state w": "1",
+            }
+            for step in range(1, 5)
+        ]
+        records = [Record(step, attempt, False, 0.0, 0.0, 0.0, each) for step, each in enumerate(states, 1)]
+        return DrillRun({}, {}, [], records, [])
+
+    (own,) = unseeded_generators(run(10), [run(30), None])
+    assert str(own) == "step 1: random generator `own`: another state"
+    assert unseeded_generators(run(10), [run(10), None]) == []
+    assert unseeded_generators(run(10), [run(30, attempt=2)]) == []
