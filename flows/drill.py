@@ -38,11 +38,12 @@ def drill(
 ) -> DrillReport:
     """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.
 
-    Compared are all metrics of all steps, and all files of all checkpoints: `torch.save`, safetensors, NumPy, JSON and
-    Parquet files by tensor, array, key or column, others by byte. If that does not show whether the training itself is
-    deterministic, a second undisturbed run does; and the states of generators, optimizers, schedules, scalers and
-    counters at the resume show what was probably not restored. The runs train on this machine, one after another, with
-    one thread for linear algebra, since sums are rounded in an order that depends on the number of threads.
+    Compared are all metrics of all steps, which steps have a checkpoint, and all files of all checkpoints:
+    `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, others by byte. If that
+    does not show whether the training itself is deterministic, a second undisturbed run does; and the states of
+    generators, optimizers, schedules, scalers and counters at the resume show what was probably not restored. The runs
+    train on this machine, one after another, with one thread for linear algebra, since sums are rounded in an order
+    that depends on the number of threads; each attempt with a copy of the working directory.
 
     Args:
         trainable: the code to train: `package.module:Name`.

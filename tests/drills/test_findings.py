@@ -409,7 +409,7 @@ def test_runs_in_which_nothing_changes_are_not_exact() -> None:
     assert report_of(PLAN, "drill-0", Runs(changed, changed, None, (), (), ())).is_exact
 
 
-DRAWN = {
+DRAWN: Mapping[str, Sequence[float]] = {
     "loss": [1.7, 1.2, 1.9, 1.4],
     "epoch": [1, 2, 3, 4],
     "fraction": [0.1, 0.2, 0.3, 0.4],

@@ -33,9 +33,9 @@ def _train(
         if state["step"] % 2 or not saves(state):
             pt.report(metrics)
             continue
-        folder = pt.get_trial().new_checkpoint_dir()
-        Path(folder, "state.json").write_text(json.dumps(state))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(folder))
+        made = pt.get_trial().new_checkpoint_dir()
+        Path(made, "state.json").write_text(json.dumps(state))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(made))
 
 
 def draws_without_a_seed(config: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ def packs_its_checkpoint(_: Mapping[str, Any]) -> None:
             step, weight = pickle.loads(gzip.decompress(Path(folder, "state.pkl.gz").read_bytes()))
     while True:
         step, weight = step + 1, weight + math.cos(step)
-        folder = str(pt.get_trial().new_checkpoint_dir())
-        with gzip.open(Path(folder, "state.pkl.gz"), "wb") as file:
+        made = pt.get_trial().new_checkpoint_dir()
+        with gzip.open(Path(made, "state.pkl.gz"), "wb") as file:
             pickle.dump((step, weight), file)
-        pt.report({"loss": weight}, checkpoint=pt.Checkpoint.from_directory(folder))
+        pt.report({"loss": weight}, checkpoint=pt.Checkpoint.from_directory(made))

@@ -226,8 +226,8 @@ def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
             what = "the step was not reported" if others is None else "the undisturbed run ended before this step"
             yield Difference(step, FileDifference(METRICS, "", what))
             continue
-        for what in value_differences(dict(leaves(metrics)), dict(leaves(others)), METRICS):
-            yield Difference(step, what)
+        for difference in value_differences(dict(leaves(metrics)), dict(leaves(others)), METRICS):
+            yield Difference(step, difference)
 
 
 def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:

@@ -456,7 +456,8 @@ class Progress:
         if not self._activity or not self._console.is_terminal:
             return picture
         so_far = f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)"
-        return Group(*([picture, ""] if self.tracks else []), Text(so_far, "dim"))
+        activity = Text(so_far, "dim")
+        return Group(picture, "", activity) if self.tracks else activity
 
 
 def print_report(report: DrillReport, console: Console) -> None:
