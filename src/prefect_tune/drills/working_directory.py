@@ -50,27 +50,29 @@ def _link_surroundings(original: Path, folder: Path) -> None:
 def _copy_directory(original: Path, copied: Path, without: Path) -> None:
     """Copy a directory level by level as long as it is cheap; what is left is linked."""
     left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
+    copied.mkdir(parents=True)
     directories = deque([(original, copied)])
     while directories:
         source, place = directories.popleft()
-        place.mkdir(parents=True)
         with os.scandir(source) as found:
             entries = sorted(found, key=lambda entry: entry.is_dir(follow_symlinks=False))  # files first
         for entry in entries:
             path, target = Path(entry.path), place / entry.name
             left_entries -= 1
-            is_plain = entry.is_file(follow_symlinks=False)
-            size = entry.stat(follow_symlinks=False).st_size if is_plain else 0
-            if is_plain and left_entries > 0 and size <= left_bytes and os.access(path, os.R_OK):
-                shutil.copy2(path, target)
-                left_bytes -= size
-            elif (
-                entry.is_dir(follow_symlinks=False)
-                and left_entries > 0
-                and not entry.name.startswith(".")
-                and not without.is_relative_to(path)
-                and os.access(path, os.R_OK | os.X_OK)
-            ):
-                directories.append((path, target))
-            else:
-                target.symlink_to(path)
+            with suppress(OSError):  # it was removed meanwhile, or its path is too long
+                size = entry.stat(follow_symlinks=False).st_size
+                is_readable = left_entries > 0 and os.access(path, os.R_OK)
+                if is_readable and entry.is_file(follow_symlinks=False) and size <= left_bytes:
+                    shutil.copy2(path, target)
+                    left_bytes -= size
+                elif (
+                    is_readable
+                    and entry.is_dir(follow_symlinks=False)
+                    and os.access(path, os.X_OK)
+                    and not entry.name.startswith(".")
+                    and not without.is_relative_to(path)
+                ):
+                    target.mkdir()
+                    directories.append((path, target))
+                else:
+                    target.symlink_to(path)
