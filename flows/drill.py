@@ -85,8 +85,8 @@ def drill(
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
     with temporary_folder() if target is None else nullcontext(target) as place:
-        api, say = environment_with_api(), get_run_logger().info
-        report = run_in_processes(plan, resolve_target(place), api, keep=keep, say=say)
+        api, log = environment_with_api(), get_run_logger().info
+        report = run_in_processes(plan, resolve_target(place), api, keep=keep, on_activity=log)
     if keep:
         get_run_logger().info("kept on %s", place)
     for line in report.lines():

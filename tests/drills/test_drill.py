@@ -36,7 +36,7 @@ from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import (
     Drill,
-    Progress,
+    DrillProgress,
     Track,
     cells_of,
     drill_in_terminal,
@@ -127,7 +127,7 @@ def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, 
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
     said: list[str] = []
     with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*nowhere"):
-        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment, say=said.append)
+        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment, on_activity=said.append)
     assert said == ["run 1, undisturbed: 12 steps, usually 5 to 30 s besides the training"]
 
 
@@ -451,13 +451,13 @@ def test_what_a_drill_does_now_is_a_line_at_once_or_the_last_line_of_the_picture
     shown = {}
     for is_terminal in (False, True):
         console = Console(file=StringIO(), width=100, force_terminal=is_terminal, color_system=None)
-        progress = Progress(console)
-        progress.say("importing my.module:Net: usually 1 to 15 s")
+        progress = DrillProgress(console)
+        progress.begin("importing my.module:Net: usually 1 to 15 s")
         at_once = cast(StringIO, console.file).getvalue()
         assert ("importing my.module:Net: usually 1 to 15 s\n" in at_once) is not is_terminal
         console.print(progress.render())
         progress.tracks.append(Track("undisturbed", 4, step=2))
-        progress.say("run 1, undisturbed: 4 steps")
+        progress.begin("run 1, undisturbed: 4 steps")
         console.print(progress.render())
         progress.end()
         console.print(progress.render())

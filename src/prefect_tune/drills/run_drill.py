@@ -100,7 +100,7 @@ def run_drill(
     *,
     keep: bool = False,
     tracks: list[Track] | None = None,
-    say: Callable[[str], object] = lambda _: None,
+    on_activity: Callable[[str], object] = lambda _: None,
 ) -> DrillReport:
     """Train undisturbed, and again with kills, and compare; if need be, train a second time undisturbed.
 
@@ -110,7 +110,7 @@ def run_drill(
         environment: of the processes that train, with the address of a Prefect API.
         keep: whether what the runs have written to the target stays.
         tracks: gets the runs as they go, for a picture.
-        say: gets a line about what begins, and how long it usually takes.
+        on_activity: gets a line about what begins, and how long it usually takes.
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
@@ -121,7 +121,7 @@ def run_drill(
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(temporary_folder()))
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = Drill(plan, target, store, folder, environment, tracks, say)
+        drill = Drill(plan, target, store, folder, environment, tracks, on_activity)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
@@ -155,7 +155,7 @@ class Drill:
     environment: Mapping[str, str]
     tracks: list[Track] | None
     """None if no one looks: then the runs are not followed."""
-    say: Callable[[str], object] = lambda _: None
+    on_activity: Callable[[str], object] = lambda _: None
     """Gets a line about what begins."""
     first_run_seconds: float | None = None
     """How long the first run took, an undisturbed one; None before its end."""
@@ -175,7 +175,7 @@ class Drill:
         folder.mkdir()
         plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
-        self.say(f"run {len(self._trials)}, {run}: {self.expectation_of(kills)}")
+        self.on_activity(f"run {len(self._trials)}, {run}: {self.expectation_of(kills)}")
         began = time.monotonic()
         with nullcontext() if self.tracks is None else self._following(self.tracks, run, trial, plan):
             starts = 0
@@ -206,7 +206,7 @@ class Drill:
         Before its first kill the second run is undisturbed too. Only if that does not explain what differs, a third
         run is made.
         """
-        self.say("comparing both runs: all metrics, and all checkpoints, which are read from the target")
+        self.on_activity("comparing both runs: all metrics, and all checkpoints, which are read from the target")
         differences = compare(self.store, undisturbed, killed)
         before_kills = killed.undisturbed_steps
         # What is absent may have been there before the kill.
@@ -360,7 +360,7 @@ def environment_with_api() -> dict[str, str]:
 
 
 @contextmanager
-def api_of_drill(say: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
+def api_of_drill(on_activity: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
     """Yield the environment of the runs of a drill: with the configured API, or a server that ends with the drill.
 
     Raises:
@@ -373,7 +373,7 @@ def api_of_drill(say: Callable[[str], object] = lambda _: None) -> Iterator[dict
     own = {name: each for name, each in os.environ.items() if not name.startswith("PREFECT_")}
     with temporary_folder() as folder:
         own |= {"PREFECT_HOME": folder, "DO_NOT_TRACK": "1", "NO_PROXY": spared, "no_proxy": spared}
-        say(f"starting a Prefect server for the drill: usually {_SERVER_START}")
+        on_activity(f"starting a Prefect server for the drill: usually {_SERVER_START}")
         log = Path(folder, "server.log")
         with log.open("wb") as output:
             server = start_prefect_server(own, output, "few")
@@ -408,19 +408,19 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     """
     of_what = f" of {visible_line(plan.trainable)}, {plan.steps} steps\n"
     console.print(Text.assemble("\n  ", ("prefect-tune drill", "bold"), of_what), soft_wrap=True)
-    progress = Progress(console)
+    progress = DrillProgress(console)
     with ExitStack() as at_end:
         try:
             with Live(get_renderable=progress.render, console=console):
-                progress.say(f"importing {visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
+                progress.begin(f"importing {visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
                 require_importable(plan.trainable)
                 if place is None and keep:
                     place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
                 elif place is None:
                     place = at_end.enter_context(temporary_folder())
-                environment, tracks = at_end.enter_context(api_of_drill(progress.say)), progress.tracks
+                environment, tracks = at_end.enter_context(api_of_drill(progress.begin)), progress.tracks
                 target = resolve_target(place)
-                report = run_drill(plan, target, environment, keep=keep, tracks=tracks, say=progress.say)
+                report = run_drill(plan, target, environment, keep=keep, tracks=tracks, on_activity=progress.begin)
                 progress.end()
         finally:
             console.print("" if console.is_terminal else "\n")
@@ -432,7 +432,7 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     return report
 
 
-class Progress:
+class DrillProgress:
     """What a drill does now: in a terminal the last line of its picture, elsewhere a line that is printed at once."""
 
     def __init__(self, console: Console) -> None:
@@ -440,7 +440,7 @@ class Progress:
         self._console = console
         self._activity, self._since = "", time.monotonic()
 
-    def say(self, activity: str) -> None:
+    def begin(self, activity: str) -> None:
         """Show what begins."""
         self._activity, self._since = activity, time.monotonic()
         if not self._console.is_terminal:
