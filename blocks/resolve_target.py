@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES, LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.core.metrics import plain_scalar
 from prefect_tune.core.shown_text import did_you_mean, nearest
 from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri
 
@@ -101,6 +103,7 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 
 def _read(value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False) -> StorageTarget | tuple[str, str]:
     """Return the target, or the type and name of a saved block; `is_read`: nothing will be written there."""
+    value = cast("StorageTarget | str | os.PathLike[str]", plain_scalar(value))
     if isinstance(value, StorageTarget | str) and not is_read:
         _require_writable(value if isinstance(value, str) else value.uri)
     if isinstance(value, StorageTarget):

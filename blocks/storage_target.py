@@ -21,6 +21,7 @@ from prefect_tune.core.errors import InvalidInput, StoreRefused
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside
+from prefect_tune.core.values import Number
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
@@ -224,10 +225,9 @@ class ObjectTarget(StorageTarget, ABC):
     ca_certificate: str | None = Field(
         default=None, description="A certificate authority to trust in addition to the system's, as PEM text."
     )
-    request_timeout_seconds: float = Field(
+    request_timeout_seconds: Number = Field(
         default=60,
         gt=0,
-        allow_inf_nan=False,
         description="Most time in seconds for one request and its response.",
     )
 

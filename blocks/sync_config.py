@@ -6,7 +6,7 @@ import html
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import ConfigDict, Field, HttpUrl, field_serializer, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -18,6 +18,9 @@ from prefect_tune.blocks.targets import AnyTarget
 from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.live_status import MOST_PERIOD_SECONDS
+from prefect_tune.core.values import AS_NUMBER, Number, Whole
+
+_LivePeriod = Annotated[float, Field(ge=1, le=MOST_PERIOD_SECONDS, allow_inf_nan=False), AS_NUMBER]
 
 
 @runtime_checkable
@@ -57,25 +60,20 @@ class SyncConfig(StrictBlock):
         default="auto",
         description="The syncer of artifacts: 'auto', the 'package.module:Name' of your own syncer, or none.",
     )
-    sync_period_seconds: float = Field(
+    sync_period_seconds: Number = Field(
         default=300,
         ge=0,
-        allow_inf_nan=False,
         description="Least time in seconds between two periodic syncs, and the most that a report waits for the "
         "journal.",
     )
-    live_period_seconds: float | None = Field(
+    live_period_seconds: _LivePeriod | None = Field(
         default=5,
-        ge=1,
-        le=MOST_PERIOD_SECONDS,
-        allow_inf_nan=False,
         description="Time in seconds between two writes of the newest steps of all running trials, which `show`, `ls` "
         "and `report` read: one small object each time. Empty: none are written.",
     )
-    sync_timeout_seconds: float = Field(
+    sync_timeout_seconds: Number = Field(
         default=1800,
         gt=0,
-        allow_inf_nan=False,
         description="Most time in seconds for one sync, checkpoint upload or download; then it is ended.",
     )
     sync_artifacts: bool = Field(
@@ -97,7 +95,7 @@ class SyncConfig(StrictBlock):
         "'async': it returns after a local snapshot, with at most one upload in flight.",
     )
 
-    verify_reused_every: int = Field(
+    verify_reused_every: Whole = Field(
         default=16,
         ge=1,
         description="Data that several checkpoints share is uploaded once. Over this many commits all shared data in "

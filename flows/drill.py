@@ -10,6 +10,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
+from prefect_tune.core.values import Number, Whole
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import drill_plan
 from prefect_tune.drills.run_drill import environment_with_api, require_importable, temporary_folder
@@ -27,13 +28,13 @@ def drill(
     config: ConfigField = None,
     *,
     target: TargetField | None = None,
-    steps: int = 12,
-    kills: int = 3,
-    at: list[int] | None = None,
-    seed: int = 0,
-    save_every: int | None = None,
-    hours_between_failures: float = 24.0,
-    processes_per_trial: int = 1,
+    steps: Whole = 12,
+    kills: Whole = 3,
+    at: list[Whole] | None = None,
+    seed: Whole = 0,
+    save_every: Whole | None = None,
+    hours_between_failures: Number = 24.0,
+    processes_per_trial: Whole = 1,
     keep: bool = False,
 ) -> DrillReport:
     """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.

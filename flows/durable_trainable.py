@@ -22,7 +22,7 @@ from prefect_tune.core.html_tables import (
     soft,
 )
 from prefect_tune.core.shown_text import first_line, plural
-from prefect_tune.core.values import flat
+from prefect_tune.core.values import Number, Whole, flat
 from prefect_tune.executors.prestart import prestart_training
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
@@ -85,10 +85,10 @@ def durable_trainable(
     failures: FailurePolicy | None = None,
     sync: SyncField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: int | tuple[int, int] = 1,
+    processes_per_trial: Whole | tuple[Whole, Whole] = 1,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
-    grace_period_seconds: float = 25,
-    silence_timeout_seconds: float | None = None,
+    grace_period_seconds: Number = 25,
+    silence_timeout_seconds: Number | None = None,
 ) -> TrialResult:
     """Train `trainable` until it is done, across failures of the process, the machine or the network.
 

@@ -13,6 +13,7 @@ from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import EVERYTHING, share_of
+from prefect_tune.core.values import Number, Whole
 from prefect_tune.maintenance import (
     MaintenanceOptions,
     MaintenanceReport,
@@ -35,11 +36,11 @@ def maintain(
     experiments: list[str] | None = None,
     verify: Literal["sample", "all", "none"] = "sample",
     share: str = "1/7",
-    max_verify_bytes: int | None = None,
+    max_verify_bytes: Whole | None = None,
     quarantine: bool = True,
     collect: bool = True,
     retention: Retention | None = None,
-    time_budget_seconds: float | None = None,
+    time_budget_seconds: Number | None = None,
     dry_run: bool = False,
 ) -> MaintenanceReport:
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.

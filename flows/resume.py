@@ -12,7 +12,7 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.values import valid_name
+from prefect_tune.core.values import Number, Whole, valid_name
 from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
@@ -45,24 +45,24 @@ def resume(
     experiment: str,
     *,
     target: TargetField,
-    num_samples: int | None = None,
-    samples_per_run: int | None = None,
+    num_samples: Whole | None = None,
+    samples_per_run: Whole | None = None,
     stop: StopField = None,
     rerun_errored: RerunField = False,
-    time_budget_seconds: float | None = None,
+    time_budget_seconds: Number | None = None,
     fork: str | None = None,
-    at: int | None = None,
+    at: Whole | None = None,
     strict_fork: bool = False,
     space: ConfigField = None,
     search: SearchField = None,
     scheduler: SchedulerField = None,
     warm_start: list[str] | None = None,
-    max_concurrent_trials: int | None = None,
+    max_concurrent_trials: Whole | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
-    processes_per_trial: int | tuple[int, int] | None = None,
-    nodes_per_trial: int | None = None,
-    min_nodes: int | None = None,
+    processes_per_trial: Whole | tuple[Whole, Whole] | None = None,
+    nodes_per_trial: Whole | None = None,
+    min_nodes: Whole | None = None,
     metrics_from: Literal["rank 0", "mean"] | None = None,
     trainable: OtherTrainableField = None,
     callbacks: CallbacksField = None,

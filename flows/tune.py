@@ -9,6 +9,7 @@ from pydantic import Field
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.values import AS_WHOLE, Number, Whole
 from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
@@ -43,14 +44,14 @@ def tune(
     experiment: str | None = None,
     metric: MetricField = None,
     mode: ModeField = None,
-    num_samples: int | None = None,
-    samples_per_run: int | None = None,
+    num_samples: Whole | None = None,
+    samples_per_run: Whole | None = None,
     stop: StopField = None,
     scheduler: SchedulerField = None,
     search: SearchField = None,
-    seed: Annotated[int, Field(ge=0)] | None = None,
-    time_budget_seconds: float | None = None,
-    max_concurrent_trials: int | None = None,
+    seed: Annotated[int, Field(ge=0), AS_WHOLE] | None = None,
+    time_budget_seconds: Number | None = None,
+    max_concurrent_trials: Whole | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
     checkpoint: Cadence | None = None,
@@ -69,13 +70,13 @@ def tune(
     sync: SyncField = None,
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: int | tuple[int, int] = 1,
-    nodes_per_trial: int = 1,
-    min_nodes: int | None = None,
+    processes_per_trial: Whole | tuple[Whole, Whole] = 1,
+    nodes_per_trial: Whole = 1,
+    min_nodes: Whole | None = None,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
     reuse: Literal["auto", "never"] = "auto",
-    grace_period_seconds: float = 25,
-    silence_timeout_seconds: float | None = None,
+    grace_period_seconds: Number = 25,
+    silence_timeout_seconds: Number | None = None,
 ) -> Results:
     """Search `space` for the configuration with which `trainable` does best; resume the experiment if it exists.
 

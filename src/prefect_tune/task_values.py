@@ -6,7 +6,6 @@ printed, pickled and stored as JSON.
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -24,11 +23,11 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import CheckpointRef
-from prefect_tune.core.metrics import storable
+from prefect_tune.core.metrics import is_count, plain_scalar, storable
 from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
-from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
+from prefect_tune.core.values import ExperimentName, Number, StepReport, TrialId, Value
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.options import ValidatedParameters
 
@@ -39,13 +38,10 @@ End: TypeAlias = Literal["completed", "paused", "errored"]
 
 def _step(given: object) -> int:
     """Return a step. Raises `InvalidInput` if it is no whole number from 1 on."""
-    try:
-        step = 0 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # TypeError is caught
-    except TypeError:
-        step = 0
-    if step < 1:
-        raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {given!r}")
-    return step
+    step = plain_scalar(given)
+    if isinstance(step, int) and is_count(step, 1):
+        return step
+    raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {given!r}")
 
 
 def _path(given: object) -> object:
@@ -80,7 +76,7 @@ def _reported_step(given: object) -> int:
 
 _Step: TypeAlias = Annotated[int, BeforeValidator(_step)]
 _Path: TypeAlias = Annotated[Path, BeforeValidator(_path)]
-_Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds: TypeAlias = Annotated[Number, Field(gt=0)]
 
 
 class ExperimentArguments(ValidatedParameters):
@@ -102,7 +98,7 @@ class SaveArguments(TrialArguments):
     directory: Annotated[_Path, AfterValidator(Path.absolute)]
     step: _Step
     metrics: Annotated[dict[str, Any], BeforeValidator(_metrics)]
-    trained_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    trained_seconds: Annotated[Number, Field(ge=0)]
     metadata: Annotated[dict[str, Any], BeforeValidator(_metadata)]
     retention: Retention | None
     timeout_seconds: _Seconds

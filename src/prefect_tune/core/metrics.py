@@ -1,26 +1,85 @@
-"""Convert reported metrics to plain JSON, or refuse them."""
+"""The rule by which values and numbers from outside are taken: by value as plain JSON, or refused. And metrics by it.
+
+A scalar is None, a truth value, a number or a text: Python's own, of a class derived from one of them (`class Kind(str,
+Enum)`), of Python's numeric tower (NumPy's, a `Fraction`), or the element of an array or tensor without dimensions. It
+becomes the value of Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is no JSON value.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import TypeGuard
+from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.shown_text import is_unicode
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = [
+    "convert_fields",
+    "is_at_least",
+    "is_count",
     "is_finite",
     "is_number",
     "kind_unless_number",
     "mean_of",
+    "plain_keys",
+    "plain_scalar",
     "shown",
     "storable",
 ]
 
 
 _DEEPEST = 100  # readers of JSON stop at about 200
+_TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: of nanoseconds, `item` returns them as bare integers
+
+
+def plain_scalar(value: object) -> object:
+    """Return a scalar (see above) as None or an exact bool, int, float or str; any other value as it is."""
+    match value:
+        case str():
+            return str.__str__(value)  # `str(value)` calls a method of its class: 'Kind.LINEAR' for a member of an enum
+        case bool():
+            return value
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case _ if isinstance(value, type) or _is_time(value):
+            return value
+        case _:
+            return _number_of(value)
+
+
+def _number_of(value: object) -> object:
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
+        return plain_scalar(element)  # `item` of a NumPy long double returns the same object
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) and is_finite(value) else value
+
+
+def _is_time(value: object) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", None) in _TIMES
+
+
+def plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInput] = InvalidInput) -> dict[Any, Any]:
+    """Return `values` with each key as a plain scalar, or raise `error` if two keys are then equal."""
+    plain = {plain_scalar(key): value for key, value in values.items()}
+    if len(plain) < len(values):
+        raise error(f"{where}: expected each key once, found some that are equal as text: {shown(list(values))}")
+    return plain
+
+
+def convert_fields(options: DataclassInstance) -> None:
+    """Convert each field of a frozen dataclass that is a scalar: called first in its `__post_init__`."""
+    for each in fields(options):
+        object.__setattr__(options, each.name, plain_scalar(getattr(options, each.name)))
 
 
 def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
@@ -51,7 +110,8 @@ def _mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, 
         raise BadMetric(
             f"{where}: expected a dict of metrics, found {type(value).__name__}; give it a name: {{'loss': value}}"
         )
-    return {_key(name, where): _plain(each, f"{where}: {name!r}", levels - 1) for name, each in value.items()}
+    named = plain_keys(value, where, BadMetric)
+    return {_key(name, where): _plain(each, f"{where}: {name!r}", levels - 1) for name, each in named.items()}
 
 
 def _key(name: object, where: str) -> str:
@@ -61,6 +121,7 @@ def _key(name: object, where: str) -> str:
 
 
 def _plain(value: object, where: str, levels: int) -> object:
+    value = plain_scalar(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -71,11 +132,11 @@ def _plain(value: object, where: str, levels: int) -> object:
         raise BadMetric(f"{where[:200]}…: expected at most {_DEEPEST} levels, found more; save it in the checkpoint")
     if isinstance(value, Mapping):
         return _mapping(value, where, levels)
-    if isinstance(value, list | tuple):
+    if isinstance(value, MutableSequence | tuple) and not isinstance(value, bytearray):
         return [_plain(each, f"{where}[{index}]", levels - 1) for index, each in enumerate(value)]
-    item = getattr(value, "item", None)
+    item = None if _is_time(value) else getattr(value, "item", None)
     if callable(item) and _element_count(value) == 1 and type(plain := item()) is not type(value):
-        return _plain(plain, where, levels - 1)  # `item` of a NumPy long double returns the same object
+        return _plain(plain, where, levels - 1)  # a loss of shape (1,) is a number
     raise BadMetric(
         f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
         "convert it (float(x), x.tolist()), or save it in the checkpoint"
@@ -117,8 +178,19 @@ def is_finite(number: float | Real) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a number that is finite as a float; False for True and False."""
-    return not isinstance(value, bool) and isinstance(value, Real) and is_finite(value)
+    """Return whether `value` is by value a number that is finite as a float; False for True and False."""
+    plain = plain_scalar(value)
+    return isinstance(plain, int | float) and not isinstance(plain, bool) and is_finite(plain)
+
+
+def is_count(value: object, at_least: int) -> bool:
+    """Return whether `value` is an integer of `at_least`; False for True and 3.0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def is_at_least(value: object, at_least: float) -> bool:
+    """Return whether `value` is a finite number of `at_least`; False for True."""
+    return isinstance(value, int | float) and is_number(value) and at_least <= value
 
 
 def kind_unless_number(value: object) -> str:

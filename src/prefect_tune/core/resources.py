@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_number, shown
+from prefect_tune.core.metrics import is_number, plain_scalar, shown
 from prefect_tune.core.shown_text import did_you_mean
 
 __all__ = [
@@ -59,7 +59,8 @@ def resources_of(given: Mapping[str, object], where: str) -> Resources:
 
 
 def _amount(amount: object, where: str) -> float:
-    if not isinstance(amount, int | float) or not is_number(amount) or amount < 0:
+    amount = plain_scalar(amount)
+    if not is_number(amount) or amount < 0:
         raise InvalidInput(f"{where}: expected a number of at least 0, found {shown(amount)}")
     if amount > 1 and amount != int(amount):
         raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
@@ -72,9 +73,16 @@ def valid_processes(given: object, where: str = "processes_per_trial", example: 
     Raises:
         InvalidInput: it is neither.
     """
-    parts: Sequence[object] = [*given] if isinstance(given, list | tuple) else str(given).split("-")
+    given = plain_scalar(given)
+    parts: Sequence[object] = (
+        [*map(plain_scalar, given)]
+        if isinstance(given, list | tuple)
+        else given.split("-")
+        if isinstance(given, str)
+        else [given]
+    )
     numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
-    possible = isinstance(given, int | str | list | tuple) and len(numbers) == len(parts) in (1, 2)
+    possible = all(isinstance(each, int | str) for each in parts) and len(numbers) == len(parts) in (1, 2)
     if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
         raise InvalidInput(
             f"{where}: expected a number from 1 to {MOST_PROCESSES}, or the fewest and the most, such as {example}, "

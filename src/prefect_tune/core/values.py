@@ -7,34 +7,42 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, NewType, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, NewType, Self, TypeAlias, TypeVar
 
 from blake3 import blake3
 from pydantic import (
     AfterValidator,
+    AllowInfNan,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     PlainSerializer,
+    SerializationInfo,
     ValidationError,
     ValidationInfo,
 )
-from pydantic_core import from_json
+from pydantic_core import PydanticKnownError, SchemaSerializer, core_schema, from_json
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import plain_scalar
 from prefect_tune.core.shown_text import readable
 
 __all__ = [
+    "AS_NUMBER",
+    "AS_WHOLE",
     "Digest",
     "ExperimentName",
+    "HasJsonForm",
     "Json",
     "Message",
     "Metrics",
+    "Number",
     "PathName",
     "Stamp",
     "StepReport",
     "TrialId",
     "Value",
+    "Whole",
     "canonical_json",
     "digest_of",
     "flat",
@@ -87,6 +95,66 @@ def _fields_of(value: type[Value]) -> set[str]:
     return set(value.model_fields)
 
 
+def _number(value: object) -> object:
+    plain = plain_scalar(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float | str):
+        raise PydanticKnownError("float_type")
+    return plain
+
+
+def _whole(value: object) -> object:
+    plain = plain_scalar(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | str):
+        raise PydanticKnownError("int_type")
+    return plain
+
+
+AS_NUMBER = BeforeValidator(_number)
+AS_WHOLE = BeforeValidator(_whole)
+"""For types with bounds: `Annotated[int, Field(ge=1), AS_WHOLE]`. Bounds behind it get lost in forms."""
+Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), AS_NUMBER]
+"""The type of a parameter that is a finite number, also one of NumPy or in a text of JSON or YAML; no truth value."""
+Whole: TypeAlias = Annotated[int, AS_WHOLE]
+"""The type of a parameter that is a whole number, of the same kinds; neither a truth value nor 3.0."""
+
+
+class HasJsonForm:
+    """An option that is an object in code, and has a JSON form for deployments, forms and the journal.
+
+    Prefect's client sends parameters through pydantic, which would write a dataclass as the dict of its fields, without
+    its class: to the receiver a distribution would be a constant. With a serializer of its own it is sent as that form.
+    """
+
+    __slots__ = ()
+    ESTIMATE: ClassVar[str] = "estimate"
+    """As the context of a serialization: an object without a JSON form is an empty text, and no error."""
+
+    def json_form(self) -> object:
+        """Return the JSON from which `pt.tune` makes an equal object.
+
+        Raises:
+            InvalidInput: it has none, such as an object of a class that this package does not know.
+        """
+        raise InvalidInput(
+            f"{self!r} has no JSON form, by which deployments and journals store it: pass it in code, to a flow that "
+            "is called in this process"
+        )
+
+    def _serialized(self, info: SerializationInfo) -> object:
+        try:
+            return self.json_form()
+        except InvalidInput:
+            if info.context == self.ESTIMATE:
+                return ""
+            raise
+
+    __pydantic_serializer__ = SchemaSerializer(
+        core_schema.any_schema(
+            serialization=core_schema.plain_serializer_function_ser_schema(_serialized, info_arg=True)
+        )
+    )
+
+
 class Stamp(Value):
     """The id and the time of one write: made by the caller, since the core uses neither randomness nor a clock."""
 
@@ -108,6 +176,7 @@ def valid_name(name: str) -> str:
     Raises:
         InvalidInput: it is empty, too long, starts with a dot or holds other characters.
     """
+    name = str.__str__(name)  # a member of an enum of texts is formatted as 'Kind.LINEAR'
     if _NAME.fullmatch(name) and ".." not in name:
         return name
     raise InvalidInput(

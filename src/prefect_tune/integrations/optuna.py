@@ -36,11 +36,12 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.metrics import convert_fields
 from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
-from prefect_tune.core.search.domains import Domain, has_grid
+from prefect_tune.core.search.domains import Domain, as_dicts, has_grid
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS
+from prefect_tune.core.search.random_search import ENDLESS, require_samples
 from prefect_tune.core.search.space import fixed_by, holds, is_same, resolve, valid_points, valid_space
 from prefect_tune.core.values import StepReport, TrialId
 from prefect_tune.integrations.optuna_study import (
@@ -189,9 +190,10 @@ class OptunaSearch(Search):
     """For TPE, GP, NSGA-II and NSGA-III. A function must be deterministic, and always return as many numbers."""
 
     def __post_init__(self) -> None:
-        count: object = self.num_samples
-        if count is not None and (type(count) is not int or (count < 1 and count != ENDLESS)):
-            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {count!r}")
+        convert_fields(self)
+        require_samples(self.num_samples)
+        object.__setattr__(self, "sampler", as_dicts(self.sampler))
+        object.__setattr__(self, "constraints", as_dicts(self.constraints))
         object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
         sampler_from(self.sampler)
 

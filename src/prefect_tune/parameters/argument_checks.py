@@ -13,10 +13,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper
-from prefect_tune.core.metrics import storable
-from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.core.metrics import shown
+from prefect_tune.core.search.domains import as_dicts, domains_in, frozen
 from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice
@@ -47,13 +47,24 @@ def storable_config(config: object) -> dict[str, object]:
     Raises:
         InvalidInput: it holds a value that JSON cannot represent.
     """
-    try:
-        return storable(cast("Mapping[str, object]", as_dicts({} if config is None else config)), "config")
-    except BadMetric as error:
+    plain = plain_json({} if config is None else config, "config")
+    if isinstance(plain, dict):
+        return plain
+    raise InvalidInput(f"config: expected a dict or a dataclass, found {shown(config)}")
+
+
+def plain_json(value: object, where: str) -> object:
+    """Return a value as plain JSON, by the rule of `frozen`.
+
+    Raises:
+        InvalidInput: it holds a value that JSON cannot represent, or a distribution.
+    """
+    plain = frozen(as_dicts(value), where)
+    if node := next(domains_in(plain), None):
         raise InvalidInput(
-            f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
-            "text, and build them in the trainable"
-        ) from error
+            f"{where}: expected values, found {node!r}: a distribution is drawn for the `space` of pt.tune only"
+        )
+    return plain
 
 
 def existing_limits(names: Sequence[str]) -> tuple[str, ...]:

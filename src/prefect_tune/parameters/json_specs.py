@@ -1,14 +1,14 @@
 """JSON of schedulers, searches and stoppers, for forms, deployments and the journal: `{"ASHA": {"max_t": 81}}`.
 
 `prefect_tune.registry` lists the classes that have one. Their options are the fields of the dataclass; its metadata
-holds an example of each option for messages, and says which are spaces, or times, named `time_seconds` in JSON.
+holds an example of each option for messages. `core/search/named_options.py` writes what is read here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any, cast
 
 import prefect_tune
@@ -16,13 +16,12 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import AnyOf, Stopper
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.search.named_options import option_name
+from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.shown_text import did_you_mean
-from prefect_tune.core.values import canonical_json
+from prefect_tune.core.values import HasJsonForm, canonical_json
 from prefect_tune.registry import BUILT_IN
 from prefect_tune.runtime.load_named import import_path_of, load_named
-
-_MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 
 def scheduler_from(given: object) -> Scheduler:
@@ -93,41 +92,18 @@ def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str 
 
 def to_json(thing: object) -> dict[str, Any] | None:
     """Return a scheduler, search or stopper as JSON; None if JSON cannot represent it, or its class is unknown."""
-    name = type(thing).__name__
-    if not is_dataclass(thing) or not type(thing).__module__.startswith(_MODULES.get(name, "no module")):
-        return None
-    changed = {each: value for each in fields(thing) if (value := getattr(thing, each.name)) != _default(each)}
     try:
-        arguments = {_key(each): _json_value(each, value) for each, value in changed.items()}
+        return cast("dict[str, Any]", thing.json_form()) if isinstance(thing, HasJsonForm) else None
     except InvalidInput:
         return None
-    return {name: arguments} if _is_json(arguments) else None
 
 
 def _is_json(value: object) -> bool:
     try:
         canonical_json(value)
-    except (InvalidInput, TypeError, ValueError):
+    except (TypeError, ValueError):
         return False
     return True
-
-
-def _default(option: Field[Any]) -> object:
-    return None if option.default is MISSING else option.default
-
-
-def _key(option: Field[Any]) -> str:
-    return f"{option.name}_seconds" if option.metadata.get("json") == "seconds" else option.name
-
-
-def _json_value(option: Field[Any], value: Any) -> object:
-    match option.metadata.get("json"):
-        case "seconds":
-            return value.total_seconds()
-        case "space":
-            return space_to_json(value)
-        case _:
-            return value
 
 
 def _made(given: object, where: str) -> object:
@@ -171,7 +147,7 @@ def _require_options(name: str, options: Mapping[str, Field[Any]], given: Mappin
 
 def _options_of(name: str) -> Mapping[str, Field[Any]]:
     """Return the fields of a built-in class, by their names in JSON."""
-    return {_key(each): each for each in fields(getattr(prefect_tune, name))}
+    return {option_name(each): each for each in fields(getattr(prefect_tune, name))}
 
 
 def _example(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
@@ -33,8 +34,15 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.values import Value, canonical_json
-from prefect_tune.parameters.argument_checks import code_of, experiment_name, name_of, stopper_for, valid_trainable
+from prefect_tune.core.values import Number, Value, Whole, canonical_json
+from prefect_tune.parameters.argument_checks import (
+    code_of,
+    experiment_name,
+    name_of,
+    plain_json,
+    stopper_for,
+    valid_trainable,
+)
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
 from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, first_cause, options_of
 from prefect_tune.runtime.load_named import import_path_of, load_named
@@ -100,7 +108,7 @@ _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
 MOST_NODES = 1024
-_Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+_Seconds: TypeAlias = Annotated[Number, Field(gt=0, le=MOST_SECONDS)]
 
 
 def valid_bound(bound: int) -> int:
@@ -173,7 +181,7 @@ class SearchPlan(ValidatedParameters):
     ] = None
     """As given; None means `min`."""
     num_samples: Annotated[
-        int | None,
+        Whole | None,
         Option(_DATA, at_resume=True),
         Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1."),
         Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_place=3),
@@ -190,21 +198,22 @@ class SearchPlan(ValidatedParameters):
     ] = None
     stop: Annotated[
         Any,
+        BeforeValidator(as_dicts),
         Option(_CHOICE, at_resume=True),
         Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_place=5),
     ] = None
-    """As given, for the journal; `stopper` is its meaning."""
+    """As given but with plain scalars, for the journal; `stopper` is its meaning."""
     max_concurrent_trials: Annotated[
-        Annotated[int, AfterValidator(valid_bound)] | None,
+        Annotated[Whole, AfterValidator(valid_bound)] | None,
         Option(_DATA, at_resume=True),
         Flag("N", "Default: one per CPU.", resume_place=8),
     ] = None
     resources_per_trial: Annotated[
-        Mapping[str, float] | None,
+        Mapping[str, Number] | None,
         Option(_DATA, at_resume=True),
         Flag("NAME=N", "Of a trial: gpu=0.5 or cpu=2.", flag="--resource"),
     ] = None
-    resources_total: Annotated[Mapping[str, float] | None, Option(at_resume=True)] = None
+    resources_total: Annotated[Mapping[str, Number] | None, Option(at_resume=True)] = None
     checkpoint: Annotated[
         Cadence | None,
         Option(_DATA),
@@ -234,19 +243,19 @@ class SearchPlan(ValidatedParameters):
         _Seconds | None, Option(_DATA), Flag("S", "Restart a trial after S without a report.", _FAILURES)
     ] = None
     grace_period_seconds: Annotated[
-        float,
+        Number,
         Field(ge=0, le=MOST_SECONDS),
         Option(_DATA),
         Flag("S", "Time to save after a stop signal. Default: 25.", _FAILURES),
     ] = 25
     sync: Annotated[SyncConfig | None, PlainValidator(_sync_from), Option(_CHOICE, at_resume=True)] = None
     samples_per_run: Annotated[
-        int | None,
+        Whole | None,
         Option(at_resume=True),
         Flag("N", "N new samples, in place of a total.", _MORE, at_least=1, resume_place=4),
     ] = None
     seed: Annotated[
-        int | None,
+        Whole | None,
         Option(_DATA, fixed="a search with another seed does not reproduce the earlier proposals"),
         Flag("N", "Seed of all draws. Default: from EXPERIMENT.", _MORE, at_least=0),
     ] = None
@@ -291,7 +300,7 @@ class SearchPlan(ValidatedParameters):
         "train-trial/train-trial"
     )
     trial_job_variables: Annotated[
-        Mapping[str, Any] | None,
+        Annotated[Mapping[str, Any], BeforeValidator(partial(plain_json, where="trial_job_variables"))] | None,
         Option(_CHOICE, at_resume=True),
         Flag("NAME=VALUE", "Job variable of each run of that deployment.", _WHERE, flag="--job-variable"),
     ] = None
@@ -317,13 +326,13 @@ class SearchPlan(ValidatedParameters):
         Flag("N", "Processes: 4, or 1-8. Default: 1.", _WHERE, kind=str),
     ] = 1
     nodes_per_trial: Annotated[
-        int,
+        Whole,
         Field(ge=1, le=MOST_NODES),
         Option(_DATA, at_resume=True),
         Flag("N", "Nodes of a trial. Default: 1.", _WHERE, at_least=1),
     ] = 1
     min_nodes: Annotated[
-        int | None,
+        Whole | None,
         Field(ge=1, le=MOST_NODES),
         Option(_DATA, at_resume=True),
         Flag("N", "Fewest of them. Default: all.", _WHERE, at_least=1),

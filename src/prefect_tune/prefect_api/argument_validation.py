@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails, to_json
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has
-from prefect_tune.core.values import valid_name
+from prefect_tune.core.values import HasJsonForm, valid_name
 
 _CALLS = frozenset({"return_state", "wait_for"})
 """Keyword arguments that Prefect consumes itself."""
@@ -129,7 +129,7 @@ def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes
 def _are_clearly_small(bound: Mapping[str, Any], most_bytes: int) -> bool:
     """Estimate the size by pydantic: Prefect's serializer imports FastAPI, which would delay a server's start."""
     try:
-        return len(to_json(bound, fallback=_nothing_much)) < most_bytes / _CLEARLY
+        return len(to_json(bound, fallback=_nothing_much, context=HasJsonForm.ESTIMATE)) < most_bytes / _CLEARLY
     except ValueError:
         return False
 

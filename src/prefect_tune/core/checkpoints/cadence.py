@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import AS_NUMBER, AS_WHOLE, Value
 
 
 class Cadence(Value):
@@ -22,8 +22,10 @@ class Cadence(Value):
         at_end: save the last step too. Default: yes.
     """
 
-    every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Save after this many steps.")
-    every_seconds: Annotated[float, Field(gt=0)] | None = Field(
+    every_steps: Annotated[int, Field(ge=1), AS_WHOLE] | None = Field(
+        default=None, description="Save after this many steps."
+    )
+    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), AS_NUMBER] | None = Field(
         default=60.0, description="Save after the first step that ends this long after the last save began."
     )
     at_end: bool = Field(default=True, description="Save the last step too.")

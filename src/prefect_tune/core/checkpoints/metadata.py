@@ -20,6 +20,7 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
+from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
@@ -43,7 +44,7 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
     try:
-        said: dict[str, object] = from_json(json.dumps(dict(metadata), allow_nan=False))
+        said: dict[str, object] = from_json(json.dumps(as_dicts(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as unsaid:
         raise InvalidInput(f"metadata: not valid JSON: {unsaid}; convert it, or save it as a file") from unsaid
     return said

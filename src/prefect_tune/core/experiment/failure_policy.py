@@ -11,7 +11,7 @@ from pydantic import Field
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import AS_WHOLE, Value
 
 __all__ = [
     "OWNER_VANISHED",
@@ -38,7 +38,7 @@ _USER_BUDGET_SPENT = re.compile(r"^(failure \d+ of the trainable \(max_failures=
 
 _LOST = "attempts were lost without a commit: "
 _LOSS = re.compile(rf"\d+ {_LOST}")
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0), AS_WHOLE]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
 
@@ -64,7 +64,7 @@ class FailurePolicy(Value):
         default=5,
         description="Restarts of the whole run by automations in a row, without a commit or a decision in between.",
     )
-    quarantine_after: Annotated[int, Field(ge=1)] = Field(
+    quarantine_after: Annotated[int, Field(ge=1), AS_WHOLE] = Field(
         default=3,
         description="Deaths before the first step, after which the checkpoint that was loaded is quarantined.",
     )

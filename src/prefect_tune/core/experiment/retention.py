@@ -16,11 +16,11 @@ from prefect_tune.core.experiment.summary import best_saved
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.search.objective import objective_of
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import AS_WHOLE, Value
 
 __all__ = ["Retention", "retired", "retired_by_commit", "retired_quarantined"]
 
-_Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=1), AS_WHOLE]
 
 
 class Retention(Value):

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -17,7 +18,16 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.experiment.summary import losses_in
-from prefect_tune.core.metrics import is_number, shown
+from prefect_tune.core.metrics import (
+    convert_fields,
+    is_at_least,
+    is_count,
+    is_number,
+    plain_keys,
+    plain_scalar,
+    shown,
+)
+from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.shown_text import did_you_mean, other_signature
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
@@ -54,7 +64,7 @@ RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(second
 """Ray Tune's names of values that each report has, and their equivalents here."""
 
 
-class Stopper(ABC):
+class Stopper(NamedOptions, ABC):
     """Ends a trial. It gets every report of the trial's history, oldest first, and has no state of its own."""
 
     @property
@@ -71,9 +81,9 @@ class Stopper(ABC):
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         """Return why the trial is to stop after the last of `reports`; None to continue."""
 
-    def __or__(self, other: Stopper) -> Stopper:
-        """Stop as soon as either would."""
-        return AnyOf((self, other))
+    def __or__(self, other: StopCriteria) -> Stopper:
+        """Stop as soon as either would; the other may also be limits or a function."""
+        return AnyOf((self, as_stopper(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,9 @@ class AnyOf(Stopper):
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
 
+    def json_form(self) -> object:
+        return [each.json_form() for each in self.stoppers]
+
 
 @dataclass(frozen=True, slots=True)
 class MaxSteps(Stopper):
@@ -113,8 +126,9 @@ class MaxSteps(Stopper):
     looks_back = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InvalidInput(f"MaxSteps({self.steps}): expected at least 1 step")
+        convert_fields(self)
+        if not is_count(self.steps, 1):
+            raise InvalidInput(f"MaxSteps({shown(self.steps)}): expected at least 1 step, in whole steps")
 
     @property
     def step_count(self) -> int | None:
@@ -152,8 +166,9 @@ class Plateau(Stopper):
     grace: int = 4
 
     def __post_init__(self) -> None:
-        if self.std < 0 or self.reports < 2 or self.grace < 0:
-            raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0")
+        convert_fields(self)
+        if not (is_at_least(self.std, 0) and is_count(self.reports, 2) and is_count(self.grace, 0)):
+            raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0, the last two as whole numbers")
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
@@ -183,6 +198,9 @@ class _AtLeast(Stopper):
             if value >= limit:
                 return f"{name} = {value:g} reached {limit:g}"
         return None
+
+    def json_form(self) -> object:
+        return dict(self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +232,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Stopper):
         return stop
     if isinstance(stop, Mapping):
-        return _AtLeast(tuple((str(name), _limit(name, limit)) for name, limit in stop.items()))
+        return _AtLeast(tuple((_name(name), _limit(name, limit)) for name, limit in plain_keys(stop, "stop").items()))
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(as_stopper(each) for each in stop))
     if callable(stop):
@@ -237,13 +255,12 @@ def some_time(given: object, where: str) -> timedelta:
     Raises:
         InvalidInput: it is neither, or not positive.
     """
-    try:
-        is_seconds = isinstance(given, int | float) and not isinstance(given, bool)
-        time = timedelta(seconds=given) if is_seconds else given  # type: ignore[arg-type]  # mypy forgets what it is
-    except (OverflowError, ValueError):
-        time = None
+    time: object = plain_scalar(given)
+    if is_number(time):
+        with suppress(OverflowError):
+            time = timedelta(seconds=time)
     if isinstance(time, timedelta) and time > timedelta(0):
-        return time
+        return timedelta(days=time.days, seconds=time.seconds, microseconds=time.microseconds)
     raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(given)}")
 
 
@@ -265,10 +282,16 @@ def metrics_needed(stopper: Stopper) -> frozenset[str]:
             return frozenset(limits_in(stopper)) - {"step"}
 
 
+def _name(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise InvalidInput(f"stop: expected the name of a metric, found {shown(name)}")
+
+
 def _limit(name: object, limit: object) -> float:
-    is_limit = isinstance(limit, float) and math.isinf(limit)  # inf is never reached, -inf at once
-    if not isinstance(limit, int | float) or not (is_limit or is_number(limit)):
-        raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
+    limit = plain_scalar(limit)
+    if not is_number(limit):
+        raise InvalidInput(f"stop: limit of {name!r}: expected a finite number, found {shown(limit)}")
     if name == "step" and limit <= 0:
         raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
     return float(limit)
@@ -405,8 +428,9 @@ class MaxFailures(ExperimentStopper):
     """The number of errored trials, at least 1."""
 
     def __post_init__(self) -> None:
-        if self.failures < 1:
-            raise InvalidInput(f"MaxFailures({self.failures}): expected at least 1 trial")
+        convert_fields(self)
+        if not is_count(self.failures, 1):
+            raise InvalidInput(f"MaxFailures({shown(self.failures)}): expected at least 1 trial, as a whole number")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
@@ -439,8 +463,9 @@ class TrialBudget(ExperimentStopper):
     trials: int = field(metadata={"example": 200})
 
     def __post_init__(self) -> None:
-        if self.trials < 1:
-            raise InvalidInput(f"TrialBudget({self.trials}): expected at least 1 trial")
+        convert_fields(self)
+        if not is_count(self.trials, 1):
+            raise InvalidInput(f"TrialBudget({shown(self.trials)}): expected at least 1 trial, as a whole number")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
@@ -512,8 +537,9 @@ class ExperimentPlateau(ExperimentStopper):
     patience: int = 0
 
     def __post_init__(self) -> None:
-        if self.std < 0 or self.top < 2 or self.patience < 0:
-            raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0")
+        convert_fields(self)
+        if not (is_at_least(self.std, 0) and is_count(self.top, 2) and is_count(self.patience, 0)):
+            raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0, the last two as whole numbers")
 
     def begin(self, objective: Objective | None) -> Tally:
         by = objective if self.metric is None else objective_of(self.metric, self.mode)

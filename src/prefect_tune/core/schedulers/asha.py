@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -20,8 +21,6 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    is_at_least,
-    is_count,
     loss_of,
     shown,
 )
@@ -338,6 +337,7 @@ class ASHA(Scheduler):
     variant: Literal["stopping", "promotion"] = "stopping"
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         if not (is_count(self.max_t, 1) and is_count(self.grace_period, 1)):
             raise InvalidInput(f"{self}: expected max_t and grace_period in whole steps, 1 or more")
         if self.grace_period > self.max_t:

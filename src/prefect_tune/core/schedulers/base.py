@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core import metrics
+from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, TrialId, Value
 
@@ -28,8 +28,6 @@ __all__ = [
     "Scheduler",
     "Stop",
     "TrialReport",
-    "is_at_least",
-    "is_count",
     "loss_of",
     "shown",
 ]
@@ -90,7 +88,7 @@ class TrialReport:
     """Its present configuration; None where that is the one it was added with, or that of its last exploit."""
 
 
-class Scheduler(ABC):
+class Scheduler(NamedOptions, ABC):
     """The configuration of a scheduler: a frozen value. Its state is the `Schedule` that `begin` returns."""
 
     @abstractmethod
@@ -216,7 +214,7 @@ class _FifoSchedule(Schedule):
         del trial
 
 
-# Helpers of all schedulers: a report's loss, its display, and checks of arguments.
+# Helpers of all schedulers: a report's loss, and its display.
 
 
 def loss_of(trial_report: TrialReport, objective: Objective) -> float:
@@ -232,13 +230,3 @@ def shown(loss: float, objective: Objective) -> str:
     """Return the loss as the user reported it: the metric's name and its value."""
     value = loss if objective.modes[0] == "min" else -loss
     return f"{objective.metrics[0]} = {value:g}"
-
-
-def is_count(value: object, at_least: int) -> bool:
-    """Return whether `value` is an integer of `at_least`; False for True and 3.0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def is_at_least(value: object, at_least: float) -> bool:
-    """Return whether `value` is a finite number of `at_least`; False for True."""
-    return isinstance(value, int | float) and metrics.is_number(value) and at_least <= value

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -16,8 +17,6 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    is_at_least,
-    is_count,
     loss_of,
     shown,
 )
@@ -124,6 +123,7 @@ class Hyperband(Scheduler):
     reduction_factor: float = 3
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         if not (is_count(self.max_t, 1) and is_at_least(self.reduction_factor, 2)):
             raise InvalidInput(f"{self}: expected max_t >= 1, in whole steps, and reduction_factor >= 2")
 

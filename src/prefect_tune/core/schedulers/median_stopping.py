@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import convert_fields, is_count
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -18,7 +19,6 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    is_count,
     loss_of,
     shown,
 )
@@ -53,6 +53,7 @@ class MedianStopping(Scheduler):
     min_time_slice: int | None = None
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
         if self.min_time_slice == 0 or not all(is_count(each, 1) for each in counts):
             raise InvalidInput(

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_number
+from prefect_tune.core.metrics import convert_fields, is_count, is_number
+from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, leaves
 
@@ -45,7 +46,7 @@ class Exhausted:
 Suggestion: TypeAlias = Proposed | Wait | Exhausted
 
 
-class Search(ABC):
+class Search(NamedOptions, ABC):
     """The configuration of a search: a frozen value. Its state is the `Proposals` that `begin` returns."""
 
     @abstractmethod
@@ -120,7 +121,8 @@ class Repeated(Search):
     """A parameter that gets the number of the repetition, from 0, such as a seed; None for none."""
 
     def __post_init__(self) -> None:
-        if self.times < 1:
+        convert_fields(self)
+        if not is_count(self.times, 1):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:

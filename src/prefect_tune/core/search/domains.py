@@ -9,13 +9,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
-from numbers import Integral
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_finite, is_number, shown
+from prefect_tune.core.metrics import is_finite, is_number, plain_keys, plain_scalar, shown
 from prefect_tune.core.shown_text import is_unicode, other_signature
+from prefect_tune.core.values import HasJsonForm
 
 __all__ = [
     "Branch",
@@ -62,8 +62,19 @@ _FARTHEST_SIGMAS = 10  # quantiles of 53 bits are within 8.3
 _CLOSE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
+class _SpaceNode(HasJsonForm):
+    """A part of a space that is not plain JSON."""
+
+    __slots__ = ()
+
+    def json_form(self) -> object:
+        from prefect_tune.core.search.space_json import node_to_json
+
+        return node_to_json(self, "space")
+
+
 @dataclass(frozen=True, slots=True)
-class Float:
+class Float(_SpaceNode):
     """A real number from `low` to `high`: a multiple of `q` if that is given, otherwise below `high`."""
 
     low: float
@@ -97,7 +108,7 @@ class Float:
 
     def nearest(self, value: float) -> float:
         """Return the value of the domain nearest to `value`: a multiple of `q`, and within both ends."""
-        within = min(max(value, self.low), self.high)
+        within = min(max(float(value), self.low), self.high)
         return within if self.q is None else min(max(_multiple(within, self.q), self.low), self.high)
 
     def contains(self, value: object) -> bool:
@@ -108,7 +119,7 @@ class Float:
 
 
 @dataclass(frozen=True, slots=True)
-class Integer:
+class Integer(_SpaceNode):
     """An integer from `low` to `last`: a multiple of `q` up to `high` if `q` is given, otherwise below `high`."""
 
     low: int
@@ -163,7 +174,7 @@ class Integer:
 
 
 @dataclass(frozen=True, slots=True)
-class Normal:
+class Normal(_SpaceNode):
     """A normally distributed number, rounded to the nearest multiple of `q` if that is given."""
 
     mean: float = 0.0
@@ -196,7 +207,7 @@ class Normal:
 
     def nearest(self, value: float) -> float:
         """Return `value`, rounded to the nearest multiple of `q` if that is given."""
-        return value if self.q is None else _multiple(value, self.q)
+        return float(value) if self.q is None else _multiple(value, self.q)
 
     def contains(self, value: object) -> bool:
         """Return whether a configuration may have `value` here: any number, or any multiple of `q` if that is given."""
@@ -208,7 +219,7 @@ Range: TypeAlias = Float | Integer | Normal
 
 
 def _finite(domain: Range, name: str) -> float:
-    value: object = getattr(domain, name)
+    value = plain_scalar(getattr(domain, name))
     if is_number(value):
         return float(value)
     hint = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if isinstance(value, str) else ""
@@ -216,12 +227,12 @@ def _finite(domain: Range, name: str) -> float:
 
 
 def _whole(domain: Range, name: str) -> int:
-    value: object = getattr(domain, name)
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    value = plain_scalar(getattr(domain, name))
+    if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInput(f"{shown(domain)}: expected a whole number for {name}, found {shown(value)}")
-    if abs(int(value)) > _LARGEST_INTEGER:
+    if abs(value) > _LARGEST_INTEGER:
         raise InvalidInput(f"{shown(domain)}: expected at most 2^64 for {name}, found {shown(value)}")
-    return int(value)
+    return value
 
 
 def _check_order(domain: Float | Integer) -> None:
@@ -279,13 +290,14 @@ def _shown(name: str, arguments: tuple[float, ...]) -> str:
 
 _DEEPEST = 100  # readers of JSON stop at about 200
 _NO_JSON = (
-    "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. For a class or "
-    "function, use a name that the trainable looks up"
+    "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. Convert the value "
+    "(str(path), member.value, array.tolist()), and convert it back in the trainable. For a class or function, use a "
+    "name that the trainable looks up"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(_SpaceNode):
     """One of the options. An option that holds domains is a nested space, drawn only when it is chosen."""
 
     options: tuple[object, ...]
@@ -316,7 +328,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(_SpaceNode):
     """Each of the options in turn, combined with each of every other grid. An option may be a nested space."""
 
     options: tuple[object, ...]
@@ -333,7 +345,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFrom:
+class SampleFrom(_SpaceNode):
     """A value that `function` computes from the configuration resolved so far."""
 
     function: Callable[[Mapping[str, Any]], object]
@@ -425,16 +437,22 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 
 
 def as_dicts(node: object, levels: int = _DEEPEST) -> object:
-    """Return part of a configuration or space with its dataclasses and mappings as dicts; domains stay as they are."""
-    if isinstance(node, Domain | SampleFrom) or levels <= 0:
+    """Return part of a configuration or space with its dataclasses and mappings as dicts, and plain scalars.
+
+    Domains stay as they are, and so does what is no value of JSON, which `frozen` refuses.
+
+    Raises:
+        InvalidInput: a mapping has two keys that are equal as text.
+    """
+    if isinstance(node, HasJsonForm) or levels <= 0:
         return node
     if is_dataclass(node) and not isinstance(node, type):
         node = {each.name: getattr(node, each.name) for each in fields(node)}
     if isinstance(node, Mapping):
-        return {key: as_dicts(value, levels - 1) for key, value in node.items()}
+        return {key: as_dicts(value, levels - 1) for key, value in plain_keys(node, "a mapping").items()}
     if isinstance(node, MutableSequence | tuple) and not isinstance(node, bytearray):
         return [as_dicts(value, levels - 1) for value in node]
-    return node
+    return plain_scalar(node)
 
 
 def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
@@ -443,22 +461,26 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
     Raises:
         InvalidInput: it holds a value that JSON cannot represent; the message begins with its place, below `where`.
     """
-    if isinstance(node, Domain | SampleFrom) or node is None or isinstance(node, bool):
+    if isinstance(node, Domain | SampleFrom):
         return node
     if levels <= 0:
         raise InvalidInput(f"{where[:80]}…: expected at most {_DEEPEST} levels, found more: {_NO_JSON}")
     if is_dataclass(node):
         node = as_dicts(node, levels)
-    if isinstance(node, Mapping):
-        return {_key(key, where): frozen(value, f"{where}.{key}", levels - 1) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [frozen(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(node)]
-    if isinstance(node, str) and is_unicode(node):
-        return str(node)
-    if isinstance(node, Integral) and is_finite(whole := int(node)):
-        return whole
-    if is_number(node):
-        return float(node)
+    match plain := plain_scalar(node):
+        case None | bool():
+            return plain
+        case str() if is_unicode(plain):
+            return plain
+        case int() | float() if is_finite(plain):
+            return plain
+        case Mapping():
+            named = plain_keys(plain, where)
+            return {_key(key, where): frozen(value, f"{where}.{key}", levels - 1) for key, value in named.items()}
+        case MutableSequence() | tuple() if not isinstance(plain, bytearray):
+            return [frozen(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
+        case _:
+            pass
     what = f"{where}: expected a value or a domain, found {shown(node)} ({type(node).__name__}): {_NO_JSON}"
     computed = ". To compute the value of each trial: pt.sample_from(lambda config: ...)" if callable(node) else ""
     raise InvalidInput(f"{what}{computed}")
@@ -487,7 +509,7 @@ def has_grid(node: object) -> bool:
 
 def _key(key: object, where: str) -> str:
     if isinstance(key, str) and is_unicode(key):
-        return str(key)
+        return key
     raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {key!a}")
 
 
@@ -498,8 +520,8 @@ def _options(options: Sequence[object], name: str) -> tuple[object, ...]:
 
 
 def _weights(domain: Choice) -> tuple[float, ...]:
-    weights = domain.weights or ()
-    if len(weights) != len(domain.options) or not all(is_number(each) and each >= 0 for each in weights):
+    weights = [weight for each in domain.weights or () if is_number(weight := plain_scalar(each)) and weight >= 0]
+    if len(weights) != len(domain.options) or len(weights) != len(domain.weights or ()):
         raise InvalidInput(f"{domain!r}: expected a weight >= 0 for each of {len(domain.options)} options")
     if not 0 < sum(weights) < float("inf"):
         raise InvalidInput(f"{domain!r}: expected weights with a finite sum above 0")

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import convert_fields, is_count, shown
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.domains import Grid, domains_in, has_grid
 from prefect_tune.core.search.objective import Objective
@@ -34,6 +35,7 @@ __all__ = [
     "grids_of",
     "point_count",
     "points_of",
+    "require_samples",
 ]
 
 
@@ -132,6 +134,12 @@ def default_samples(space: Space) -> int:
     return 1 if domains and all(isinstance(each, Grid) for each in domains) else DEFAULT_SAMPLES
 
 
+def require_samples(count: object) -> None:
+    """Return if `count` is a number of samples, `ENDLESS`, or None. Raises `InvalidInput` otherwise."""
+    if count is not None and not is_count(count, 1) and not (is_count(count, ENDLESS) and count == ENDLESS):
+        raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {shown(count)}")
+
+
 @dataclass(frozen=True, slots=True)
 class RandomSearch(Search):
     """Try every point of the grid `num_samples` times; without a grid, `num_samples` configurations.
@@ -150,10 +158,8 @@ class RandomSearch(Search):
     """Draw random parameters once for each sample of the whole grid, so that its points differ in the grid only."""
 
     def __post_init__(self) -> None:
-        count: object = self.num_samples
-        is_count = isinstance(count, int) and not isinstance(count, bool) and (count >= 1 or count == ENDLESS)
-        if count is not None and not is_count:
-            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {count!r}")
+        convert_fields(self)
+        require_samples(self.num_samples)
         object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:

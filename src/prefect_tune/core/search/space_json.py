@@ -21,7 +21,7 @@ from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid
 from prefect_tune.core.search.space import below, option, valid_space
 from prefect_tune.core.values import Json
 
-__all__ = ["FunctionLoader", "space_from_json", "space_to_json"]
+__all__ = ["FunctionLoader", "node_to_json", "space_from_json", "space_to_json"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
@@ -76,7 +76,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     Raises:
         InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
     """
-    return {key: _written(node, below("", key)) for key, node in valid_space(space).items()}
+    return {key: node_to_json(node, below("", key)) for key, node in valid_space(space).items()}
 
 
 class _Reader:
@@ -169,7 +169,8 @@ def _made(
         raise InvalidInput(f"{where}: {error}") from error
 
 
-def _written(node: object, where: str) -> Json:
+def node_to_json(node: object, where: str) -> Json:
+    """Return the JSON of a part of a valid space; raises as `space_to_json`."""
     match node:
         case Float() | Integer() | Normal():
             keyword, arguments = node.call
@@ -183,16 +184,16 @@ def _written(node: object, where: str) -> Json:
         case SampleFrom():
             return {"sample_from": _path(node, where)}
         case dict():
-            written = {key: _written(child, below(where, key)) for key, child in node.items()}
+            written = {key: node_to_json(child, below(where, key)) for key, child in node.items()}
             return {"space": written} if _keyword(node) else written
         case list():
-            return [_written(child, below(where, index)) for index, child in enumerate(node)]
+            return [node_to_json(child, below(where, index)) for index, child in enumerate(node)]
         case _:
             return cast("Json", node)
 
 
 def _written_options(node: Branch, where: str) -> list[Json]:
-    return [_written(each, option(where, index)) for index, each in enumerate(node.options)]
+    return [node_to_json(each, option(where, index)) for index, each in enumerate(node.options)]
 
 
 def _path(node: SampleFrom, where: str) -> str:

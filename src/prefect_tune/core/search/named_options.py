@@ -1,0 +1,55 @@
+"""Objects whose class has a name in JSON, and whose fields are its options: `{"ASHA": {"max_t": 81}}`.
+
+The metadata of a field says which value is a space, or a time, named `time_seconds` in JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, cast
+
+from prefect_tune.core.search.space_json import space_to_json
+from prefect_tune.core.values import HasJsonForm, canonical_json
+from prefect_tune.registry import BUILT_IN
+
+__all__ = ["NamedOptions", "option_name"]
+
+_MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
+
+
+class NamedOptions(HasJsonForm):
+    """The configuration of a scheduler, search algorithm or stopper. Only built-in classes have a name in JSON."""
+
+    __slots__ = ()
+
+    def json_form(self) -> object:
+        """Return the name of the class with the options that differ from their defaults."""
+        name, options = type(self).__name__, cast("Any", self)
+        if not is_dataclass(options) or not type(self).__module__.startswith(_MODULES.get(name, "no module")):
+            return super().json_form()
+        changed = {each: value for each in fields(options) if (value := getattr(options, each.name)) != _default(each)}
+        form = {name: {option_name(each): _option_json(each, value) for each, value in changed.items()}}
+        try:
+            canonical_json(form)
+        except (TypeError, ValueError):
+            return super().json_form()
+        return form
+
+
+def option_name(option: Field[Any]) -> str:
+    """Return the name of a field in JSON."""
+    return f"{option.name}_seconds" if option.metadata.get("json") == "seconds" else option.name
+
+
+def _default(option: Field[Any]) -> object:
+    return None if option.default is MISSING else option.default
+
+
+def _option_json(option: Field[Any], value: Any) -> object:
+    match option.metadata.get("json"):
+        case "seconds":
+            return value.total_seconds()
+        case "space":
+            return space_to_json(value)
+        case _:
+            return value
