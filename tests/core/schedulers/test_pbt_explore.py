@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.schedulers.pbt import Explorer, as_mutations
+from prefect_tune.core.schedulers.pbt import PBT, Explorer, as_mutations
 from prefect_tune.core.search import domains as pt
 
 
@@ -49,23 +49,66 @@ def test_a_whole_number_stays_one_and_moves_by_a_step_at_least() -> None:
 @pytest.mark.parametrize(
     ("domain", "value", "expected"),
     [
-        (pt.uniform(8, 256), 32, {26, 38}),
-        (pt.loguniform(0.5, 8.7), 8, {6, 8}),
-        (pt.uniform(0.5, 8.7), 1, {1, 2}),
-        (pt.quniform(0, 64, 8), 32, {24, 40}),
-        (pt.quniform(0, 9, 0.5), 2, {1, 3}),
-        (pt.randn(0, 9), 10, {8, 12}),
-        (pt.uniform(0.2, 0.9), 1, {0.8, 0.9}),  # it has no whole number
+        (pt.uniform(0.5, 1.5), 1, {0.8, 1.2}),
+        (pt.uniform(8, 256), 32, {25.6, 38.4}),
+        (pt.loguniform(0.5, 8.7), 8, {6.4, 8.7}),
+        (pt.uniform(0.2, 0.9), 1, {0.8, 0.9}),
+        (pt.quniform(0, 64, 8), 32, {24.0, 40.0}),
+        (pt.quniform(0, 9, 0.5), 2, {1.5, 2.5}),
+        (pt.quniform(0, 1, 0.5), 0, {0.0, 0.5}),
+        (pt.randn(0, 9), 10, {8.0, 12.0}),
+        (pt.qrandn(0, 9, 2), 4, {2.0, 6.0}),
     ],
 )
-def test_a_whole_number_stays_one_in_a_domain_of_real_numbers_that_has_any(
+def test_a_domain_of_real_numbers_gives_floats_also_where_the_present_value_is_a_whole_number(
     domain: object, value: int, expected: set[float]
 ) -> None:
-    found = values(domain, value)
-    assert set(found) == expected
-    assert {type(each) for each in found} == {float if expected == {0.8, 0.9} else int}
-    assert all(type(each) is int for each in values(pt.uniform(8, 256), 32, again=1.0))
-    assert set(values(pt.uniform(8, 256), 32.0)) == {32.0 * 1.2, 32.0 * 0.8}
+    for present in (value, float(value)):
+        found = values(domain, present)
+        assert {round(each, 9) for each in found} == expected
+        assert {type(each) for each in found} == {float}
+        assert all(type(each) is float for each in values(domain, present, again=1.0))
+
+
+@pytest.mark.parametrize("domain", [pt.randint(1, 100), pt.lograndint(1, 100), pt.qrandint(0, 64, 8)])
+@pytest.mark.parametrize("value", [16, 16.0])
+def test_a_domain_of_integers_gives_integers_also_where_the_present_value_is_a_float(
+    domain: object, value: float
+) -> None:
+    assert {type(each) for again in (0.0, 1.0) for each in values(domain, value, again=again)} == {int}
+
+
+def test_the_factors_may_be_whole_numbers() -> None:
+    explorer = Explorer(as_mutations({"x": pt.uniform(0, 10)}, "here"), 0.0, (2,), seed=7)
+    assert repr(explorer.explored({"x": 1}, "test")) == "{'x': 2.0}"
+
+
+@pytest.mark.parametrize("domain", [pt.uniform(0, 0.5), pt.uniform(-1, 1), pt.randn(0, 1)])
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_a_real_zero_that_no_factor_changes_is_drawn_anew(domain: object, zero: float) -> None:
+    found = values(domain, zero)
+    assert len(found) == 200
+    assert {type(each) for each in found} == {float}
+
+
+@pytest.mark.parametrize(
+    "mutation", [[0.1], [1, 1.0], pt.choice(["a", "a"]), pt.randint(3, 4), pt.quniform(1, 1, 1), pt.qrandint(8, 8, 8)]
+)
+def test_a_mutation_that_can_change_nothing_is_refused(mutation: object) -> None:
+    with pytest.raises(InvalidInput, match=r"here\['a'\]\['b'\]: expected .* two .*a mutation of it changes nothing"):
+        as_mutations({"a": {"b": mutation}}, "here")
+
+
+def test_factors_that_can_change_nothing_are_refused() -> None:
+    mutations = {"x": pt.uniform(0, 1)}
+    with pytest.raises(InvalidInput, match="expected a factor other than 1"):
+        PBT(2, mutations, resample_probability=0, perturbation_factors=(1.0, 1))
+    PBT(2, mutations, resample_probability=0.5, perturbation_factors=(1.0,))
+
+
+def test_an_option_is_recognized_by_its_value_and_its_type_in_json() -> None:
+    assert set(values([0, False, 1], False)) == {0, 1}
+    assert {(type(each), each) for each in values([0.5, 1.0, 2.0], 1)} == {(float, 0.5), (float, 2.0)}
 
 
 def test_a_number_with_a_step_stays_a_multiple_and_moves_by_a_step_at_least() -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_number
+from prefect_tune.core.metrics import convert_fields, is_at_least, is_count, is_number, plain_keys, plain_scalar
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -22,13 +22,12 @@ from prefect_tune.core.schedulers.base import (
     Schedule,
     Scheduler,
     TrialReport,
-    is_at_least,
-    is_count,
     loss_of,
     shown,
 )
 from prefect_tune.core.search.domains import Branch, Choice, Float, Grid, Integer, Normal, Range, SampleFrom, frozen
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.space import is_same
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.values import TrialId
 
@@ -47,6 +46,9 @@ Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
 """The values that may change, nested as in the configuration."""
 Config: TypeAlias = Mapping[str, object]
 
+_LAST_QUANTILE = math.nextafter(1, 0)
+_CONSTANT = "a mutation of it changes nothing. Leave it out here, and set the value in the space"
+
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
@@ -54,8 +56,9 @@ class Explorer:
 
     For a list of options, the next or the previous option is taken; at an end it may stay the same. A value outside
     of its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step.
-    An integer stays one in a domain of real numbers too, as in Ray, if the domain has any.
-    Functions are computed last, from the changed configuration.
+    The domain decides on the type, not the present value: real numbers become floats, only `randint` and its like give
+    integers. A real 0, which no factor changes, is drawn anew. Functions are computed last, from the changed
+    configuration.
     """
 
     mutations: Mutations
@@ -81,12 +84,13 @@ class Explorer:
     def _changed(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
         again = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
-        if not again and isinstance(domain, Choice) and value in domain.options:
-            return _neighbor(value, domain, factor)
-        if not again and not isinstance(domain, Choice) and is_number(value):
+        if not again and isinstance(domain, Choice) and (place := _place_of(value, domain)) is not None:
+            neighbor = place + (1 if factor > 1 else -1)
+            return domain.options[min(max(neighbor, 0), len(domain.options) - 1)]
+        if not again and not isinstance(domain, Choice) and is_number(value) and (value or _step_of(domain)):
             return _perturbed(value, domain, factor)
         drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
-        return domain.options[int(drawn)] if isinstance(domain, Choice) else _as_whole_as(value, drawn, domain)
+        return domain.options[int(drawn)] if isinstance(domain, Choice) else drawn
 
 
 def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
@@ -97,7 +101,8 @@ def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
     """
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
-    return {name: _as_mutation(mutation, f"{where}[{name!r}]") for name, mutation in mutations.items()}
+    named = plain_keys(mutations, where)
+    return {name: _as_mutation(mutation, f"{where}[{name!r}]") for name, mutation in named.items()}
 
 
 def require_names_of(space: Mapping[str, object], mutations: Mutations, where: str) -> None:
@@ -137,6 +142,8 @@ def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | 
     if isinstance(mutation, Mapping):
         return as_mutations(mutation, where)
     if isinstance(mutation, Float | Integer | Normal | SampleFrom):
+        if not isinstance(mutation, Normal | SampleFrom) and mutation.at(0) == mutation.at(_LAST_QUANTILE):
+            raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_CONSTANT}")
         return mutation
     if isinstance(mutation, Choice | list | tuple):
         return _as_choice(mutation if isinstance(mutation, Choice) else Choice(tuple(mutation)), where)
@@ -151,6 +158,8 @@ def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | 
 def _as_choice(choice: Choice, where: str) -> Choice:
     if any(map(_holds_a_domain, choice.options)):
         raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
+    if all(is_same(option, choice.options[0]) for option in choice.options):
+        raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_CONSTANT}")
     return choice
 
 
@@ -178,29 +187,20 @@ def _inner(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def _neighbor(value: object, domain: Choice, factor: float) -> object:
-    """Return the next option for a factor above 1, else the previous one: the options are taken as ordered."""
-    index = domain.options.index(value) + (1 if factor > 1 else -1)
-    return domain.options[min(max(index, 0), len(domain.options) - 1)]
+def _place_of(value: object, domain: Choice) -> int | None:
+    """Return the index of the first option that is `value`; None for no option. The options are taken as ordered."""
+    return next((index for index, option in enumerate(domain.options) if is_same(option, value)), None)
+
+
+def _step_of(domain: Range) -> float | None:
+    return domain.step if isinstance(domain, Integer) else domain.q
 
 
 def _perturbed(value: float, domain: Range, factor: float) -> float:
-    moved = _as_whole_as(value, domain.nearest(value * factor), domain)
-    step = domain.step if isinstance(domain, Integer) else domain.q
-    if isinstance(value, int):
-        step = max(step or 1, 1)
+    moved, step = domain.nearest(value * factor), _step_of(domain)
     if step is None or moved != value:
         return moved
-    return _as_whole_as(value, domain.nearest(value + math.copysign(step, factor - 1)), domain)
-
-
-def _as_whole_as(value: object, moved: float, domain: Range) -> float:
-    """Return a whole number of the domain next to `moved`, if `value` is one and the domain has one there."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return moved
-    return next(
-        (whole for whole in (round(moved), math.ceil(moved), math.floor(moved)) if domain.contains(whole)), moved
-    )
+    return domain.nearest(value + math.copysign(step, factor - 1))
 
 
 def _with_computed(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
@@ -232,8 +232,9 @@ class PBT(Scheduler):
     last result counts until the next one, as in Ray, but nothing is taken over from it.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
-    functions of the configuration, nested as it is. A value never leaves its domain, and a whole number stays whole.
-    The initial configurations come from the search, not from here.
+    functions of the configuration, nested as it is. A value never leaves its domain, and has its type: `uniform` gives
+    floats, also where the present value is a whole number; `randint` gives integers. A value of 0 in a domain of real
+    numbers, which no factor changes, is drawn anew. The initial configurations come from the search, not from here.
 
     It is asynchronous: no trial waits for a comparison. A population larger than its slots takes turns of one interval,
     the trial with the fewest steps first; paused trials are compared, too. A trial that ends (a stopper:
@@ -258,6 +259,7 @@ class PBT(Scheduler):
     burn_in_period: int = 0
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         if not (is_count(self.perturbation_interval, 1) and is_count(self.burn_in_period, 0)):
             raise InvalidInput(
                 f"{self}: expected perturbation_interval >= 1 and burn_in_period >= 0, both in whole steps"
@@ -265,8 +267,14 @@ class PBT(Scheduler):
         shares = is_at_least(self.quantile_fraction, 0) and is_at_least(self.resample_probability, 0)
         if not (shares and self.quantile_fraction <= 0.5 and self.resample_probability <= 1):
             raise InvalidInput(f"{self}: expected quantile_fraction from 0 to 0.5, resample_probability from 0 to 1")
-        if not (self.perturbation_factors and all(is_at_least(each, 0) for each in self.perturbation_factors)):
+        factors = tuple(map(plain_scalar, self.perturbation_factors))
+        object.__setattr__(self, "perturbation_factors", factors)
+        if not (factors and all(is_at_least(each, 0) for each in factors)):
             raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
+        if set(factors) == {1} and not self.resample_probability:
+            raise InvalidInput(
+                f"{self}: expected a factor other than 1, or a resample_probability above 0: these change no value"
+            )
         as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
