@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.processes import process_output
+from prefect_tune.attempt.processes.output_lines import OutputLines
 from prefect_tune.attempt.processes.process_output import TrialOutput
 from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
@@ -40,7 +41,10 @@ def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> t
         (b"one\ntwo\n", ["one", "two"]),
         (b"no end", ["no end"]),
         (b"\n\nthree\n", ["", "", "three"]),
-        (b" 10%\r 20%\r\ndone", [" 10%", " 20%", "done"]),
+        (b" 10%\r 20%\r\ndone", [" 20%", "done"]),
+        (b"\r 10%\r 20%\nnext\r\nlast\r", [" 20%", "next", "last"]),
+        (b"\r 10%\r    \rdone\n", ["done"]),
+        (b"a\x1b[31mb\x1b[0m\nc\x1b", ["a\x1b[31mb\x1b[0m", "c\x1b"]),
         (b"\xff\xfe not text\n", ["\ufffd\ufffd not text"]),
         ("snö".encode(), ["snö"]),
         (b"", []),
@@ -65,6 +69,37 @@ def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) 
         until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
     output.stop()
     assert recorder.lines == ["snöw", "and more"]
+
+
+def bar(name: str, below: int, percent: int) -> str:
+    """Return what tqdm writes for a state of the bar that is so many lines below the first."""
+    return "\n" * below + f"\r{name} {percent}%" + "\x1b[A" * below
+
+
+@pytest.mark.parametrize(
+    ("printed", "lines"),
+    [
+        ("".join(f"\r{percent}%" for percent in range(101)) + "\n", ["100%"]),
+        ("".join(f"{percent}%\r" for percent in range(101)), ["100%"]),
+        ("".join(bar(f"b{n}", n, percent) for percent in range(101) for n in range(3)) + "\n\n\n",
+         ["b0 0%", "b0 100%", "b1 100%", "b2 100%"]),
+        ("\n".join(f"\repoch {n} 0%\repoch {n} 100%" for n in range(3)) + "\nend\n",
+         [*(f"epoch {n} 100%" for n in range(3)), "end"]),
+        ("\router 0%" + "".join(bar("inner", 1, n) for n in range(9)) + "\n\r       \r\x1b[A\router 9%\ndone\n",
+         ["outer 0%", "outer 9%", "done"]),
+        ("\router 0%" + bar("inner", 1, 50) + "\router 9%\nan ordinary line\n",
+         ["outer 0%", "inner 50%", "outer 9%", "an ordinary line"]),
+    ],
+    ids=["one bar", "the return last", "three bars", "a bar for each epoch", "a nested bar", "text over a bar"],
+)  # fmt: skip
+@pytest.mark.parametrize("is_in_pieces", [False, True], ids=["whole", "in pieces"])
+def test_of_a_progress_bar_the_last_state_is_logged(printed: str, lines: list[str], is_in_pieces: bool) -> None:
+    emitted: list[str] = []
+    output = OutputLines(emitted.append)
+    for piece in printed if is_in_pieces else [printed]:
+        output.feed(piece)
+    output.close()
+    assert emitted == lines
 
 
 def _is_waiting(pipe: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -63,3 +64,60 @@ def test_a_file_of_output_is_left_for_its_reader_and_removed_after_a_day(
     os.utime(new, (time.time() - day_seconds + 600,) * 2)
     with ScratchDirectory():
         assert [each.exists() for each in (old, new, other_machine)] == [False, True, True]
+
+
+def _below(folder: Path, characters: int) -> Path:
+    """Make and return a folder whose path has so many characters."""
+    rest = characters - len(str(folder)) - 1
+    path = folder.joinpath(*("d" * len(part) for part in textwrap.wrap("d" * rest, 200)))
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize("characters", [54, 80, 140])
+def test_sockets_fit_below_it_whatever_the_length_of_tmpdir(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, characters: int
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = _below(Path(base), characters)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(scratch, "_home", scratch._Home())
+        for _ in range(2):
+            with ScratchDirectory("1") as path, ScratchDirectory():
+                socket_path = path / "1" / "torch-shm-dir-XXXXXX" / "manager.sock"
+                socket_path.parent.mkdir()
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(socket_path))
+                assert socket_path.resolve().is_relative_to(folder)  # where there is room for large files
+                link = path.parent
+                assert link.is_symlink()
+            assert not link.is_symlink()
+            assert [*folder.glob("*/*")] == []
+        assert len(caplog.messages) == (characters > 80)
+        assert all(f"has {characters} characters" in message for message in caplog.messages)
+
+
+def test_a_link_that_leads_nowhere_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = _below(Path(base), 70)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(scratch, "_home", scratch._Home())
+        left = scratch._new_link(folder / f"{scratch._this_machine()}-left")
+        assert left is not None
+        with ScratchDirectory() as path:
+            assert not left.is_symlink()
+            assert path.is_dir()
+
+
+def test_without_a_place_for_links_one_line_says_what_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", str(_below(Path(base), 75)))
+        monkeypatch.setattr(scratch, "_home", scratch._Home())
+        monkeypatch.setattr(scratch, "_SHORT_FOLDERS", ("/nowhere",))
+        for _ in range(2):
+            with ScratchDirectory() as path:
+                assert path.is_dir()
+    (message,) = caplog.messages
+    assert "no link to it can be made in /nowhere. Set TMPDIR to a path of at most" in message

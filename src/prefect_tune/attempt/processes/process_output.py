@@ -19,6 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, TypeAlias, cast
 
+from prefect_tune.attempt.processes.output_lines import OutputLines
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.local.scratch import new_output_file
 
@@ -27,7 +28,6 @@ _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
 _FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
-_LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
 _BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
 _OVERFLOW_MIB = 256
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
@@ -67,7 +67,7 @@ class WaitLog:
 
 
 class TrialOutput:
-    """Logs the lines that arrive on a descriptor, until `stop`.
+    """Logs the lines that arrive on a descriptor, until `stop`; of a progress bar, its last state.
 
     Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
     more memory than that. Prefect's log takes about a millisecond for each line, while the process waits: of a flood,
@@ -76,8 +76,7 @@ class TrialOutput:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._begun: list[str] = []  # the pieces of a line whose end has not arrived yet
-        self._begun_count = 0  # their characters
+        self._lines = OutputLines(self._tell)
         self._last: deque[str] = deque(maxlen=_LAST_WORDS)
         self._room, self._counted_at = _BURST_LINES, time.monotonic()
         self._overflow: io.FileIO | None = None
@@ -102,48 +101,21 @@ class TrialOutput:
         return "\n".join(self._last)[-_LAST_CHARACTERS:]
 
     def _pass_on(self, output: int, stopped: int) -> None:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with os.fdopen(output, "rb"), os.fdopen(stopped, "rb"):  # closes both
             while stopped not in wait([output, stopped]):
                 data = os.read(output, _CHUNK_BYTES)
-                self._take(decoder.decode(data))
+                self._lines.feed(decoder.decode(data))
                 if not data:
                     break  # every writer has closed its end
-            self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
-        if self._begun:
-            self._end_line()
+            self._lines.feed(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
+        self._lines.close()
         self._close_overflow()
 
     def _close_overflow(self) -> None:
         if self._overflow is not None:
             self._overflow.close()
             self._overflow = None
-
-    def _take(self, text: str) -> None:
-        *whole, rest = text.split("\n")
-        for line in whole:
-            self._add(line)
-            self._end_line()
-        self._add(rest)
-
-    def _add(self, piece: str) -> None:
-        """Append to the current line; log it when it reaches the limit, and drop the rest of it."""
-        room = _LONGEST_LINE - self._begun_count
-        if room < 0 or not piece:
-            return
-        self._begun.append(piece[:room])
-        self._begun_count += len(piece)
-        if len(piece) > room:
-            self._tell(
-                f"{''.join(self._begun)} … (the line is longer than {_LONGEST_LINE:,} characters: its rest is left out)"
-            )
-            self._begun.clear()
-
-    def _end_line(self) -> None:
-        if self._begun_count <= _LONGEST_LINE:
-            self._tell("".join(self._begun))
-        self._begun.clear()
-        self._begun_count = 0
 
     def _tell(self, line: str) -> None:
         self._last.append(line)

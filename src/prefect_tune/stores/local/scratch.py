@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,20 +27,23 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.file_lock import FileLock, Share
 
+_log = logging.getLogger(__name__)
+
 # The folder of this user below the system's directory for temporary files, which all users of the machine share.
 
 
-def user_folder() -> Path:
-    """Return the folder for temporary files of this user's processes; make it if it is not there.
+def user_folder(base: str | None = None) -> Path:
+    """Return the folder for temporary files of this user's processes, below `base`; make it if it is not there.
 
-    It is below `TMPDIR`, and not in the user's home: staged checkpoints are large, and homes may be shared by machines,
-    have quotas, or be missing in a container. The folder belongs to this user, and no other user can write to it.
+    By default it is below `TMPDIR`, and not in the user's home: staged checkpoints are large, and homes may be shared
+    by machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user can
+    write to it.
 
     Raises:
         StoreRefused: something else has the name, or the file system keeps no owners or modes.
     """
     user = os.geteuid()
-    folder = Path(tempfile.gettempdir(), f"prefect-tune-{user}")
+    folder = Path(base or tempfile.gettempdir(), f"prefect-tune-{user}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -53,6 +58,13 @@ def user_folder() -> Path:
 _LOCK = ".alive"
 _OUTPUT = "output-"
 _OUTPUT_STAYS = timedelta(days=1)
+_LINK = "link-"
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
+_MAX_SOCKET_BYTES = 107  # of a socket's path on Linux
+# Below a scratch directory: two numbers, then what PyTorch appends ("/torch-shm-dir-XXXXXX/manager.sock"); 32 bytes
+# in multiprocessing.
+_MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
+_MAX_TMPDIR_CHARACTERS = 80
 
 
 class ScratchDirectory:
@@ -80,23 +92,24 @@ class _Home:
         self._guard = threading.RLock()
         self._count = 0
         self._undo = ExitStack()
-        self._directory = Path()
+        self._directory = self._shown = Path()
         self._names = itertools.count(1)
 
     def make(self, folders: tuple[str, ...]) -> Path:
         with self._guard:
             if not self._count:
                 self._directory = self._undo.enter_context(_locked_directory())
+                self._shown = self._undo.enter_context(_short_path(self._directory))
             self._count += 1
-            # A short path: a socket below it must fit into 107 bytes (multiprocessing, PyTorch).
-            path = self._directory / str(next(self._names))
+            name = str(next(self._names))
+            path, shown = self._directory / name, self._shown / name
         try:
-            for each in (path, *(path / name for name in folders)):
+            for each in (path, *(path / folder for folder in folders)):
                 each.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
         except BaseException:
             self._leave()
             raise
-        return path
+        return shown
 
     def remove(self, path: Path) -> None:
         try:
@@ -149,6 +162,43 @@ def _locked_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextmanager
+def _short_path(directory: Path) -> Iterator[Path]:
+    """Yield a path to `directory` below which sockets can be made: itself, or a link to it if it is too long."""
+    base = tempfile.gettempdir()
+    link = None if len(os.fsencode(directory)) <= _MAX_DIRECTORY_BYTES else _new_link(directory)
+    if len(base) > _MAX_TMPDIR_CHARACTERS:
+        _warn_of_length(base, "" if link is None else f". Trials use links to it in {link.parent}")
+    elif link is None and len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+        _warn_of_length(base, f", and no link to it can be made in {' or '.join(_SHORT_FOLDERS)}")
+    try:
+        yield link or directory
+    finally:
+        if link is not None:
+            link.unlink(missing_ok=True)
+
+
+def _new_link(directory: Path) -> Path | None:
+    for base in _SHORT_FOLDERS:
+        with suppress(OSError, StoreRefused):
+            folder = user_folder(base)
+            _clear_away(folder)
+            (link := folder / f"{_LINK}{directory.name}").symlink_to(directory)
+            return link
+    return None
+
+
+@lru_cache
+def _warn_of_length(base: str, effect: str) -> None:
+    """Log it once in a process."""
+    _log.warning(
+        "the directory for temporary files, %s, has %d characters. Below it a program cannot open sockets, whose paths "
+        "have at most %d bytes: multiprocessing.Manager fails, and a DataLoader may hang%s. Set TMPDIR to a path of at "
+        "most %d characters",
+        *(base, len(base), _MAX_SOCKET_BYTES, effect, _MAX_TMPDIR_CHARACTERS),
+    )
+
+
 def _this_machine() -> str:
     """Return eight characters for this machine, whose name may have 64."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
@@ -172,6 +222,8 @@ def _clear_away(shared: Path) -> None:
                 _remove_if_dead(Path(each.path))
             elif each.name.startswith(f"{_OUTPUT}{machine}-"):
                 _remove_if_old(each)
+            elif each.name.startswith(f"{_LINK}{machine}-") and not Path(each.path, _LOCK).exists():
+                Path(each.path).unlink(missing_ok=True)  # what it led to was removed
 
 
 def _remove_if_dead(directory: Path) -> None:
