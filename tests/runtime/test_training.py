@@ -6,7 +6,7 @@ import errno
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
@@ -37,7 +38,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.processes.trial_process import train
-from prefect_tune.runtime.trainable import TrialOver, save_last_step
+from prefect_tune.runtime.trainable import TrialOver, require_trainable, save_last_step
 from tests.fakes.trial_processes import start_of, untimed
 
 Config = Mapping[str, object]
@@ -382,3 +383,114 @@ def test_a_class_that_cannot_save_fails_before_its_setup(trained: Callable[..., 
     assert isinstance(broke, Broke)
     assert broke.cause is Cause.USER
     assert "trainable _NeverSaved: expected the method `save_checkpoint`" in broke.message
+
+
+def _leaves_by(code: object) -> Trains:
+    def train(_config: Config) -> None:
+        pt.report({"loss": 1.0})
+        raise SystemExit(code)
+
+    return train
+
+
+@pytest.mark.parametrize("code", [None, 0, False])
+def test_a_function_that_exits_as_a_script_that_succeeds_completes(
+    trained: Callable[..., Sequence[FromTrial]], code: object
+) -> None:
+    *_, end = trained(_leaves_by(code))
+    assert isinstance(end, TrialEnded)
+    assert end.returned
+
+
+@pytest.mark.parametrize(("code", "message"), [(3, "SystemExit: 3"), ("no data", "SystemExit: no data")])
+def test_a_function_that_exits_otherwise_fails(
+    trained: Callable[..., Sequence[FromTrial]], code: object, message: str
+) -> None:
+    *_, end = trained(_leaves_by(code))
+    assert isinstance(end, Broke)
+    assert end.cause is Cause.USER
+    assert end.message.startswith(f"{message}. sys.exit(0) in a function completes its trial")
+
+
+def test_a_class_that_exits_fails_since_its_step_was_not_reported(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    class Exits(pt.Trainable):
+        def step(self) -> Mapping[str, object]:
+            raise SystemExit(0)
+
+        def save_checkpoint(self, checkpoint_dir: str) -> None:
+            del checkpoint_dir
+
+    *_, end = trained(Exits)
+    assert isinstance(end, Broke)
+    assert end.message.endswith("a class returns {'done': True}")
+
+
+def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    def train(_config: Config) -> None:
+        raise KeyboardInterrupt
+
+    *_, end = trained(train)
+    assert isinstance(end, Broke)
+    assert (end.cause, end.message) == (Cause.USER, "KeyboardInterrupt")
+
+
+async def _awaits(_config: Config) -> None: ...
+
+
+def _yields(_config: Config) -> Iterator[int]:
+    yield 1
+
+
+class _CallsAsync:
+    async def __call__(self, _config: Config) -> None: ...
+
+    async def train(self, _config: Config) -> None: ...
+
+
+def _net(**methods: object) -> type:
+    return type(
+        "Net", (pt.Trainable,), {"step": lambda _self: {}, "save_checkpoint": lambda _self, _dir: None} | methods
+    )
+
+
+async def _method(*_: object) -> None: ...
+
+
+NO_PLAIN_FUNCTIONS = [
+    _awaits,
+    _yields,
+    partial(_awaits),
+    partial(partial(_yields)),
+    _CallsAsync(),
+    partial(_CallsAsync()),
+    _CallsAsync().train,
+    _net(step=_method),
+    _net(setup=_method),
+    _net(save_checkpoint=staticmethod(_method)),
+    _net(cleanup=classmethod(_method)),
+    _net(step=lambda _self: (yield)),
+]
+
+
+@pytest.mark.parametrize("trainable", NO_PLAIN_FUNCTIONS, ids=range(len(NO_PLAIN_FUNCTIONS)))
+def test_a_trainable_that_returns_a_coroutine_or_a_generator_is_refused(trainable: object) -> None:
+    with pytest.raises(InvalidInput, match=r"found one with `(async def|yield)`, whose call returns a .*asyncio\.run"):
+        require_trainable(trainable, trainable)
+
+
+def _decorate(function: Callable[[Config], object]) -> Callable[[Config], object]:
+    def decorated(config: Config) -> object:
+        return function(config)
+
+    return decorated
+
+
+def test_one_that_only_its_call_shows_fails_with_the_same_advice(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    for function in (_awaits, _yields):
+        *_, end = trained(_decorate(function))
+        assert isinstance(end, Broke)
+        assert re.search(r"found a (coroutine|generator)\. Write it with `def`", end.message)

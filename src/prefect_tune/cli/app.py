@@ -172,8 +172,9 @@ def run_app() -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale lacks must not end the command
+    arguments, sys.argv[1:] = sys.argv[1:], []  # they are not for trainables, which may read `sys.argv`
     try:
-        app()
+        app(args=arguments)
     except (TuneError, OSError) as error:
         advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
         print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)

@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prefect_tune.attempt.processes.process_channel import interpreter_flags
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.shown_text import visible_line
@@ -65,13 +66,15 @@ from pathlib import Path
 from prefect_tune.core.errors import TuneError
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.trainable import Trainable
+trainable, why = sys.argv[1:]
+sys.argv[1:] = []
 try:
-    found = load_trainable(sys.argv[1])
+    found = load_trainable(trainable)
     for name in ("save_checkpoint", "load_checkpoint"):
         if getattr(found, name, None) is getattr(Trainable, name):
-            raise TuneError(f"trainable {sys.argv[1]!r}: it has no {name}, so that nothing can be resumed")
+            raise TuneError(f"trainable {trainable!r}: it has no {name}, so that nothing can be resumed")
 except TuneError as error:
-    Path(sys.argv[2]).write_text(str(error), errors="replace")
+    Path(why).write_text(str(error), errors="replace")
     os._exit(1)
 os._exit(0)"""
 _IMPORT_WITHIN = 600.0
@@ -248,7 +251,7 @@ class Drill:
         with (
             log.open("ab") as output,
             subprocess.Popen(
-                [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)],
+                [sys.executable, *interpreter_flags(), "-m", "prefect_tune.drills.training", json.dumps(options)],
                 stdin=subprocess.PIPE,  # its end is the end of this process
                 stdout=output,
                 stderr=output,
@@ -325,7 +328,7 @@ def require_importable(trainable: str) -> None:
         why, log = Path(folder, "why"), Path(folder, "output.log")
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", _IMPORT, trainable, str(why)],
+                [sys.executable, *interpreter_flags(), "-c", _IMPORT, trainable, str(why)],
                 env={**os.environ, **_ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

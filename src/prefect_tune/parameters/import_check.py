@@ -70,14 +70,16 @@ def _why_unsure(definition: ast.stmt, module: ast.Module) -> str:
     """Return why only the import can say whether this is a trainable; empty if its source says that it is one."""
     match definition:
         case ast.FunctionDef(decorator_list=[], args=parameters):
-            return "" if _takes(parameters, 1) else "its parameters decide"
+            return "" if _takes(parameters, 1) and not _yields(definition) else "its parameters or a `yield` decide"
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
             names = dict(_trainables_in(module))
             ours = {names.get(ast.unparse(each), "") for each in bases} - {""}
             methods = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
             is_trainable = ours and (methods.keys() >= {"step", "save_checkpoint"} or ours != {"Trainable"})
             called = [(each, CALLED_WITH[name]) for name, each in methods.items() if name in CALLED_WITH]
-            are_plain = all(not each.decorator_list and _takes(each.args, count) for each, count in called)
+            are_plain = all(
+                not each.decorator_list and _takes(each.args, count) and not _yields(each) for each, count in called
+            ) and not any(isinstance(each, ast.AsyncFunctionDef) for each in body)
             return "" if is_trainable and are_plain else "its bases or methods decide"
         case _:
             return "its value decides"
@@ -88,6 +90,11 @@ def _takes(parameters: ast.arguments, count: int) -> bool:
     positional = len(parameters.posonlyargs) + len(parameters.args)
     is_enough = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
     return is_enough and (count <= positional or parameters.vararg is not None)
+
+
+def _yields(definition: ast.FunctionDef) -> bool:
+    """Whether there is a `yield` in it, maybe in a function that it defines."""
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(definition))
 
 
 def _trainables_in(module: ast.Module) -> Iterator[tuple[str, str]]:

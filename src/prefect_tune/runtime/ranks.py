@@ -26,6 +26,8 @@ _LAUNCHERS: Final = (
 LEADS: Final = "PREFECT_TUNE_LEADS"
 """The environment variable that the trial's own process sets if it is rank 0: what it starts is no rank 0."""
 # MPI's rank on this machine stays: a worker that mpirun has started may choose its GPU by it.
+SCRIPT: Final = "PREFECT_TUNE_SCRIPT"
+"""The environment variable with `sys.argv[0]` of the user's script, for second copies of a trial's program."""
 _OF_ANOTHER_TRAINING: Final = (*_LAUNCHERS[0], *chain.from_iterable(each[:2] for each in _LAUNCHERS[1:]), LEADS)
 _MAIN_MODULES: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
@@ -65,7 +67,7 @@ def claim_process(start: Start, lead: Callable[[int], None]) -> None:
     os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
     for name in _OF_ANOTHER_TRAINING:
         os.environ.pop(name, None)
-    os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at}
+    os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at, SCRIPT: "".join(sys.argv[:1])}
     _refuse_copies()
 
 

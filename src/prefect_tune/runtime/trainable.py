@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
@@ -76,6 +77,30 @@ class Trainable:
         """
 
 
+_PLAIN = "Write it with `def`, and call asyncio.run(...) in it for code that awaits, pt.report(...) for each step"
+
+
+def _kind_of_coroutine(function: object) -> str:
+    """Return what a function is whose call trains nothing; empty for any other."""
+    if inspect.iscoroutinefunction(function):
+        return "one with `async def`, whose call returns a coroutine"
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        return "one with `yield`, whose call returns a generator"
+    return ""
+
+
+def require_no_coroutine(returned: object) -> None:
+    """Refuse what a decorated `async def` or a generator function returns: nothing was trained.
+
+    Raises:
+        InvalidInput: it is a coroutine or a generator.
+    """
+    if isinstance(returned, Coroutine | Generator | AsyncGenerator):
+        if not isinstance(returned, AsyncGenerator):
+            returned.close()  # else Python warns that it was never awaited
+        raise InvalidInput(f"trainable: expected metrics or None, found a {type(returned).__name__}. {_PLAIN}")
+
+
 CALLED_WITH = {
     "__init__": 1,
     "setup": 2,
@@ -97,6 +122,12 @@ def require_trainable(found: object, given: object) -> object:
     if isinstance(found, type):
         return require_trainable_class(found)
     if callable(found):
+        called = found
+        while isinstance(called, partial):
+            called = called.func
+        call = inspect.getattr_static(type(called), "__call__", None)
+        if kind := _kind_of_coroutine(called) or _kind_of_coroutine(call):
+            raise InvalidInput(f"trainable: expected a function that trains until it returns, found {kind}. {_PLAIN}")
         if parameters := other_signature(found, 1):
             raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
         return found
@@ -123,6 +154,11 @@ def require_trainable_class(kind: type) -> type[Trainable]:
     methods = {name: inspect.getattr_static(kind, name) for name in CALLED_WITH}
     for name, method in methods.items():
         count = CALLED_WITH[name]
+        if kind_of_method := _kind_of_coroutine(getattr(method, "__func__", method)):
+            raise InvalidInput(
+                f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
+                f"found {kind_of_method}. {_PLAIN}"
+            )
         if inspect.isfunction(method) and (found := other_signature(method, count)):
             taken = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
             raise InvalidInput(f"trainable {kind.__name__}: expected {name}({taken}), found {found}")

@@ -25,7 +25,8 @@ def broke(error: BaseException) -> Broke:
     cause = _cause(error)
     if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
         return Broke(cause=cause, message=str(error), traceback="")
-    message = str(error) if isinstance(error, NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
+    named = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
+    message = str(error) if isinstance(error, NotLoaded) else named
     return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
 
 
@@ -34,6 +35,8 @@ def _advice(error: BaseException) -> str:
     if type(error).__qualname__ == "BdbQuit":
         return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(error, SystemExit):
+        return ". sys.exit(0) in a function completes its trial, as the end of a script; a class returns {'done': True}"
     if isinstance(error, MemoryError) and limit_bytes != resource.RLIM_INFINITY:
         return f"the address space is limited to {shown_size(limit_bytes)} (ulimit -v)"
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:

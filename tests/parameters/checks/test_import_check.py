@@ -43,6 +43,12 @@ class _Imported(Exception):
         ("", "def Net(*, config):\n    pass", True),
         ("", "def Net(config, data=None, *others, seed=0, **more):\n    pass", False),
         ("", "def Net(*all):\n    pass", False),
+        ("", "def Net(config):\n    yield 1", True),
+        (
+            "import prefect_tune as pt",
+            f"class Net(pt.Trainable):{_WHOLE}\n    async def setup(self, config): pass",
+            True,
+        ),
         ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self): pass", True),
         ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self, config): pass", False),
     ],

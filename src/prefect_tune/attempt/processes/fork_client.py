@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -15,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from prefect_tune.attempt.processes.process_channel import of_interpreter, of_trial
+from prefect_tune.attempt.processes.process_channel import command_of_trials, of_interpreter, of_trial
 from prefect_tune.core.messages.process_messages import (
     FORK,
     IMPORT,
@@ -45,10 +44,9 @@ class ForkServer:
         """Start the fork server without waiting; requests queue until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE.total_seconds())
-        command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.processes.fork_server"]
         with theirs:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                command_of_trials("prefect_tune.runtime.processes.fork_server", theirs.fileno(), os.getpid()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
                 env=of_interpreter(environment),

@@ -1,7 +1,7 @@
 r"""Split output into lines, as a terminal would show them in the end: of a progress bar, its last state.
 
-A bar overwrites its line: "\r", then the new state. Of several bars, each but the first moves down and up again for each
-state: "\n\r", the state, "\x1b[A". So a line is held back while the bars above the cursor may return to it.
+A bar overwrites its line: "\r", then the new state. Of several bars, each but the first moves down and up again for
+each state: "\n\r", the state, "\x1b[A". So a line is held back while the bars above the cursor may return to it.
 """
 
 from __future__ import annotations

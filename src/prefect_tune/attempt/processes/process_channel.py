@@ -67,6 +67,21 @@ def of_interpreter(variables: Mapping[str, str]) -> Mapping[str, str]:
     return {**variables, "PYTHONUNBUFFERED": "1"}
 
 
+def interpreter_flags() -> list[str]:
+    """Return the flags with which this interpreter was started, such as `-O` and `-W`, for another one."""
+    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # which leaves out most of `-X`
+    options = sys._xoptions.items()  # noqa: SLF001 - it is documented
+    return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
+
+
+def command_of_trials(module: str, *descriptors: int) -> list[str]:
+    """Return the command that starts a program of trials: its numbers, then what its trials find in `sys.argv`."""
+    program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
+    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # these are not for trials
+    flags = [*interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
+    return [sys.executable, *flags, "-m", module, *map(str, descriptors), *arguments]
+
+
 def of_trial(variables: Mapping[str, str], temporary: str | Path) -> Mapping[str, str]:
     """Return all variables of a trial; its temporary files are removed with that directory, however it ends."""
     return {**of_interpreter(variables), "TMPDIR": str(temporary)}
@@ -163,11 +178,10 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     ours, theirs = socket.socketpair()
     lifeline, hold = os.pipe()  # the child is killed when `hold` is closed, also by this process's death
     descriptors = theirs.fileno(), lifeline
-    command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.processes.trial_process"]
     with ours, os.fdopen(hold, "wb"):
         with theirs, os.fdopen(lifeline, "rb"):
             child = subprocess.Popen(
-                [*command, *map(str, descriptors)],
+                command_of_trials("prefect_tune.runtime.processes.trial_process", *descriptors),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

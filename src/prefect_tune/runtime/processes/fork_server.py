@@ -56,7 +56,13 @@ from prefect_tune.runtime.processes.linux import (
     while_alive,
 )
 from prefect_tune.runtime.processes.process_reset import flush_output, settle_in
-from prefect_tune.runtime.processes.trial_process import ignore_group_signals, rehearse, serve, train_as_rank
+from prefect_tune.runtime.processes.trial_process import (
+    ignore_group_signals,
+    rehearse,
+    serve,
+    take_numbers,
+    train_as_rank,
+)
 from prefect_tune.runtime.ranks import is_copy_for_rank
 from prefect_tune.runtime.run_logging import print_logs_of_run
 
@@ -394,9 +400,9 @@ def _send(status: int, words: str) -> None:
         os.write(status, words.encode())
 
 
-if __name__ == "__main__" and is_copy_for_rank() and os.getppid() != int(sys.argv[2]):
+if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:
     train_as_rank()
 elif __name__ == "__main__":
-    run_forever(partial(fork_server_main, *map(int, sys.argv[1:])))
+    run_forever(partial(fork_server_main, *take_numbers()))
 elif __name__ == "__mp_main__":  # in a process that a trial has started by `spawn`
     globals().update(names_for_spawned())

@@ -45,10 +45,17 @@ from prefect_tune.runtime.processes.process_reset import (
     run_exit_handlers,
     settle_in,
 )
-from prefect_tune.runtime.ranks import claim_process, is_copy_for_rank
+from prefect_tune.runtime.ranks import SCRIPT, claim_process, is_copy_for_rank
 from prefect_tune.runtime.run_logging import print_logs_of_run
 from prefect_tune.runtime.session import TrialSession
-from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
+from prefect_tune.runtime.trainable import (
+    Trainable,
+    TrialOver,
+    enter,
+    require_no_coroutine,
+    require_saves,
+    require_trainable_class,
+)
 from prefect_tune.runtime.trial_errors import NotLoaded, broke
 
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
@@ -68,6 +75,13 @@ class _SetUp:
 
     def can_become_another(self) -> bool:
         return type(self.trainable).reset_config is not Trainable.reset_config
+
+
+def take_numbers() -> tuple[int, int]:
+    """Return the two numbers of the command line; `sys.argv` is that of the user's script then."""
+    numbers = int(sys.argv[1]), int(sys.argv[2])
+    sys.argv[:] = sys.argv[3:]
+    return numbers
 
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
@@ -108,6 +122,7 @@ def train_as_rank() -> None:
     It ends as a script does, with its exit handlers.
     """
     ignore_group_signals()
+    sys.argv[:1] = [os.environ[SCRIPT]]
     session = cast("TrialSession", joined_session("a copy of the trial's program"))
     start = session.start.model_copy(update={"waits": False})
     attempts = _Attempts(session.connection, whole_process=True)
@@ -238,8 +253,14 @@ class _Attempts:
         function = cast("TrainFunction", trainable)
         session.loaded(_code(function))
         session.begin()
-        with forks_end():
-            returned = function(dict(start.config))
+        returned = None
+        try:
+            with forks_end():
+                returned = function(dict(start.config))
+        except SystemExit as left:
+            if isinstance(left, TrialOver) or left.code not in (None, 0):
+                raise
+        require_no_coroutine(returned)
         return session.finish(returned)
 
     def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
@@ -318,7 +339,9 @@ def forks_end() -> Iterator[None]:
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
     session.begin()
     while True:
-        session.report_step(trainable.step(), trainable.save_checkpoint)
+        metrics = trainable.step()
+        require_no_coroutine(metrics)
+        session.report_step(metrics, trainable.save_checkpoint)
 
 
 _sources: dict[int, tuple[object, str]] = {}
@@ -410,7 +433,7 @@ def _restore_handlers() -> None:
 if __name__ == "__main__" and is_copy_for_rank():
     train_as_rank()
 elif __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*take_numbers())
     # Threads and children that the trainable has left must not keep a finished trial alive.
     run_exit_handlers()
     flush_output()

@@ -182,7 +182,9 @@ def _new_link(directory: Path) -> Path | None:
     for base in _SHORT_FOLDERS:
         with suppress(OSError, StoreRefused):
             folder = user_folder(base)
-            _clear_away(folder)
+            for left in folder.glob(f"{_LINK}{_this_machine()}-*"):
+                if not (left / _LOCK).exists():  # what it led to was removed
+                    left.unlink(missing_ok=True)
             (link := folder / f"{_LINK}{directory.name}").symlink_to(directory)
             return link
     return None
@@ -222,8 +224,6 @@ def _clear_away(shared: Path) -> None:
                 _remove_if_dead(Path(each.path))
             elif each.name.startswith(f"{_OUTPUT}{machine}-"):
                 _remove_if_old(each)
-            elif each.name.startswith(f"{_LINK}{machine}-") and not Path(each.path, _LOCK).exists():
-                Path(each.path).unlink(missing_ok=True)  # what it led to was removed
 
 
 def _remove_if_dead(directory: Path) -> None:
