@@ -49,6 +49,7 @@ def holds_a_result(
         (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), dt.datetime(2026, 1, 2, tzinfo=dt.UTC)),
         (UUID(int=1), UUID(int=2)),
     ],
+    ids=["seconds", "milliseconds", "nanoseconds", "uuid-text", "date-text", "host", "datetime", "uuid"],
 )
 def test_a_time_of_day_and_a_short_text_hold_no_result(expected: Any, found: Any) -> None:
     loss = Difference(1, FileDifference(METRICS, "loss", "differs"))
