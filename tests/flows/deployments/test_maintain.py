@@ -250,7 +250,7 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
     write_experiment(target, "nightly-1", [2])
     write_experiment(target, "nightly-2", [2])
     found = maintain(str(target), experiments=["nightly-*"], verify="none", collect=False)
-    assert [each.experiment for each in found.experiments] == ["nightly-1", "nightly-2"]
+    assert sorted(each.experiment for each in found.experiments) == ["nightly-1", "nightly-2"]
 
 
 @pytest.mark.parametrize(
