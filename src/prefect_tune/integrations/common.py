@@ -101,11 +101,12 @@ def path_of_trial(path: str, option: str | None = None) -> str:
 
 def callbacks_beside(callback: object) -> Sequence[object]:
     """Return all callbacks of the list whose hook is being called: Keras and XGBoost do not pass it to a callback."""
-    frame = sys._getframe(1)  # noqa: SLF001 - the way to the object that calls
-    while frame := frame.f_back:  # type: ignore[assignment] - ends with None
+    frame = sys._getframe(1).f_back  # noqa: SLF001 - the way to the object that calls
+    while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
         if isinstance(callbacks, list | tuple) and any(each is callback for each in callbacks):
             return callbacks
+        frame = frame.f_back
     return ()
 
 
