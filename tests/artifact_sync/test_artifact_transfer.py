@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,10 @@ def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local:
         folder, above = os.open(name, os.O_RDONLY, dir_fd=folder), folder
         os.close(above)
     os.close(folder)
-    sent = send_artifacts(bucket, REMOTE, local, (), Sent())
+    try:
+        sent = send_artifacts(bucket, REMOTE, local, (), Sent())
+    finally:
+        shutil.rmtree(local)  # which pytest cannot remove
     ((path, reason),) = sent.left_out.items()
     assert path.startswith(f"{name}/{name}/")
     assert reason in ("its path is longer than 4,096 bytes", "it cannot be read: File name too long")

@@ -232,7 +232,8 @@ def _remove_if_dead(directory: Path) -> None:
         return  # not locked yet by its maker, or not a scratch directory
     with suppress(FileNotFoundError):  # another process removed it first
         if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            with suppress(RecursionError):  # a trial left a thousand folders in one another: they stay
+                shutil.rmtree(directory, ignore_errors=True)
             lock.release()
 
 
