@@ -55,7 +55,8 @@ _GZIP, _BZIP2, _XZ, _TAR, _TAR_AT = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"ustar", 
 _TORCH_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 _JSON_SUFFIXES = {".json", ".jsonl", ".ndjson"}
 _TORCH_PICKLE = "data.pkl"
-_OF_TORCH = {_TORCH_PICKLE, "version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
+_CHECKSUM_OF_TORCH = ".data/serialization_id"
+_OF_TORCH = {_TORCH_PICKLE, "version", "byteorder", ".format_version", ".storage_alignment", _CHECKSUM_OF_TORCH}
 """Members of an archive of `torch.save` that hold what its tensors do not, or what follows from the other members."""
 _SKOPS = "schema.json"
 """The member of a file of skops that says what each other member is."""
@@ -363,7 +364,7 @@ def _read_zip(path: Path, _name: str) -> Iterator[tuple[ValuePath, Any]]:
             if member.comment:
                 yield (key_token(member.filename), _COMMENT, f"#{number}"), member.comment
         top = next((name.removesuffix(_TORCH_PICKLE) for name in names if name.endswith(f"/{_TORCH_PICKLE}")), None)
-        own = list[str]()
+        own = [f"{top}{_CHECKSUM_OF_TORCH}"]
         if top is not None and find_spec("torch"):
             with suppress(Exception):  # it needs a pickle: its members tell which tensors differ, not their names
                 yield from list(_read_torch(path))
