@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from prefect_tune.core.errors import InvalidInput, StoreRefused
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside
-from prefect_tune.core.values import Number
+from prefect_tune.core.values import Number, leaves
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
@@ -39,6 +39,7 @@ FILES_LOGO = block_logo("filesystem")
 """As the other blocks' logos one that the Prefect UI shows for the same service."""
 
 # Prefect adds these keys to the fields, in block documents and in dumps.
+_MASK = re.compile(r"\*{8,}")
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
 
 
@@ -93,6 +94,9 @@ class StrictBlock(Block, ABC):
         if slug not in (None, cls.get_block_type_slug()):
             raise ValueError(f"expected a block of type {cls.get_block_type_slug()!r}, found {slug!r}")
         fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
+        if masked := [name for name, value in leaves(fields) if isinstance(value, str) and _MASK.fullmatch(value)]:
+            name = values.get("_block_document_name") or "NAME"
+            raise PydanticCustomError("masked_secret", "{message}", {"message": _masked_secret(cls, masked, name)})
         for name in fields:
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field(cls, name)})
@@ -125,6 +129,13 @@ def _secrets_in(value: object) -> Iterator[str]:
             yield from value.secret_values()
         case _ if hasattr(value, "get_secret_value"):  # SecretDict
             yield from (str(secret) for secret in value.get_secret_value().values())
+
+
+def _masked_secret(cls: type[StrictBlock], fields: Sequence[str], name: str) -> str:
+    return (
+        f"{', '.join(fields)}: expected the secret, found asterisks: Prefect's client sends a block to a deployment "
+        f"without its secrets. Save the block, and pass its reference, '{cls.get_block_type_slug()}/{name}'"
+    )
 
 
 def unknown_field(cls: type[StrictBlock], name: str) -> str:

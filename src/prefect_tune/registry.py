@@ -1,5 +1,7 @@
 """The schedulers, searches and stoppers that JSON, forms and the command line name. It imports none of them."""
 
+from collections.abc import Mapping
+
 BUILT_IN = {
     "scheduler": {
         "FIFO": "prefect_tune.core.schedulers.base",
@@ -21,3 +23,24 @@ BUILT_IN = {
     },
 }
 """The modules of the schedulers, searches and stoppers that have a JSON form, by the parameter that takes them."""
+
+FIELDS: Mapping[str, str] = {
+    "ASHA": "max_t grace_period reduction_factor brackets variant",
+    "Hyperband": "max_t reduction_factor",
+    "MedianStopping": "grace_period min_samples_required interval min_time_slice",
+    "PBT": "perturbation_interval hyperparam_mutations quantile_fraction resample_probability perturbation_factors "
+    "burn_in_period",
+    "RandomSearch": "num_samples points_to_evaluate constant_grid_search",
+    "OptunaSearch": "sampler num_samples points_to_evaluate constraints",
+    "Plateau": "metric std reports grace",
+    "ExperimentPlateau": "metric std top mode patience",
+    "MaxSteps": "steps",
+    "MaxTime": "time",
+    "MaxFailures": "failures",
+    "TrialBudget": "trials",
+    "Repeated": "search times index_as",
+    "Cadence": "every_steps every_seconds at_end",
+    "Retention": "last best metric mode every",
+    "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
+}
+"""The fields of option classes: a dict of exactly these is an object that a client has sent without its class."""

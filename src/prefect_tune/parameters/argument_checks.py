@@ -17,6 +17,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import shown
 from prefect_tune.core.search.domains import as_dicts, domains_in, frozen
+from prefect_tune.core.search.space_json import distribution_in
 from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice
@@ -48,6 +49,10 @@ def storable_config(config: object) -> dict[str, object]:
         InvalidInput: it holds a value that JSON cannot represent.
     """
     plain = plain_json({} if config is None else config, "config")
+    if found := distribution_in(plain):
+        raise InvalidInput(
+            f"config: expected values, found the distribution {shown(found)}: only pt.tune draws, for its `space`"
+        )
     if isinstance(plain, dict):
         return plain
     raise InvalidInput(f"config: expected a dict or a dataclass, found {shown(config)}")

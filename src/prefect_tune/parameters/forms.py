@@ -160,7 +160,16 @@ def _sync() -> _Schema:
     model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
     drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
     fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
-    options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
+    marks = {
+        "^(_block_|_is_anonymous|block_type_slug)": {}
+    }  # of a block that is sent; no form shows patterns as fields
+    options = {
+        "title": "Options",
+        "type": "object",
+        "properties": fields,
+        "additionalProperties": False,
+        "patternProperties": marks,
+    }
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
 

@@ -14,10 +14,11 @@ from typing import Any, cast
 import prefect_tune
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import AnyOf, Stopper
+from prefect_tune.core.metrics import shown
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.named_options import option_name
-from prefect_tune.core.search.space_json import space_from_json
+from prefect_tune.core.search.space_json import class_of_fields, space_from_json
 from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.values import HasJsonForm, canonical_json
 from prefect_tune.registry import BUILT_IN
@@ -71,6 +72,11 @@ def stop_from(given: object) -> object:
     if isinstance(given, str) and ":" in given:
         return stop_from(load_named(given, "stop"))
     if isinstance(given, Mapping):
+        if (name := class_of_fields(given)) in BUILT_IN["stop"]:
+            raise InvalidInput(
+                f"stop: found the fields of {name} without its class: {shown(dict(given))}; expected "
+                f"{_example(name)}. To limit a metric of this name, pass a function: 'package.module:name'"
+            )
         stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in given.items() if name not in stoppers}
         for name in [each for each in limits if each in BUILT_IN["stop"]]:

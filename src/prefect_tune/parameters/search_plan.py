@@ -25,6 +25,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import MetricsFrom
+from prefect_tune.core.metrics import shown
 from prefect_tune.core.resources import Processes, Resources, resources_of, valid_processes
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
@@ -32,7 +33,7 @@ from prefect_tune.core.search.domains import SampleFrom, as_dicts, domains_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
-from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.search.space_json import is_distribution, space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.values import Number, Value, Whole, canonical_json
 from prefect_tune.parameters.argument_checks import (
@@ -141,7 +142,13 @@ def space_of(space: object) -> dict[str, object]:
         InvalidInput: it is not a valid space, or a function of a `sample_from` cannot be imported.
     """
     given = cast("Mapping[str, Any]", as_dicts(space))
-    return space_from_json(given, load=lambda name: cast("_Function", load_named(name, "sample_from")))
+    made = space_from_json(given, load=lambda name: cast("_Function", load_named(name, "sample_from")))
+    if not any(domains_in(made)) and is_distribution(made):
+        raise InvalidInput(
+            f"space: expected parameters by their names, found one distribution, {shown(made)}: give it a name, as in "
+            '{"lr": {"uniform": [0, 1]}}'
+        )
+    return made
 
 
 class SearchPlan(ValidatedParameters):

@@ -12,16 +12,27 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
+from prefect_tune.core.metrics import is_number, shown
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, frozen
 from prefect_tune.core.search.space import below, option, valid_space
 from prefect_tune.core.values import Json
+from prefect_tune.registry import FIELDS
 
-__all__ = ["FunctionLoader", "node_to_json", "space_from_json", "space_to_json"]
+__all__ = [
+    "FunctionLoader",
+    "class_of_fields",
+    "distribution_in",
+    "is_distribution",
+    "node_to_json",
+    "space_from_json",
+    "space_to_json",
+]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
@@ -52,6 +63,18 @@ _FORMS = {
     **{name: f'{{"{name}": [{", ".join(inspect.signature(make).parameters)}]}}' for name, make in _RANGES.items()},
 }
 """The JSON form of each domain, for messages."""
+_DISTRIBUTIONS = {
+    frozenset(each.name for each in fields(kind)): name
+    for kind, name in (
+        (Float, "uniform or randint"),
+        (Normal, "randn"),
+        (Choice, "choice"),
+        (Grid, "grid_search"),
+        (SampleFrom, "sample_from"),
+    )
+}
+_OPTION_CLASSES = {frozenset(names.split()): name for name, names in FIELDS.items()}
+_KEPT = 'If it is a value of your configuration, write {"constant": ...}'
 _SIMILAR = 0.8
 _NOTHING: Mapping[str, object] = {}
 
@@ -91,8 +114,10 @@ class _Reader:
     def node(self, node: object, where: str) -> object:
         match node:
             case Mapping():
-                keyword = _keyword(node)
-                return self._called(keyword, node[keyword], where) if keyword else self.parameters(node, where)
+                if keyword := _keyword(node):
+                    return self._called(keyword, node[keyword], where)
+                _require_no_option_object(node, where)
+                return self.parameters(node, where)
             case list() | tuple():
                 return [self.node(child, below(where, index)) for index, child in enumerate(node)]
             case _:
@@ -144,6 +169,48 @@ def _keyword(node: Mapping[Any, object]) -> str | None:
     return key if is_call and get_close_matches(key, _FORMS, 1, _SIMILAR) else None
 
 
+def _require_no_option_object(node: Mapping[str, object], where: str) -> None:
+    """Raise if `node` is an option object: a scheduler in its JSON form, or the fields of any without its class."""
+    if len(node) == 1 and (name := next(iter(node))) in FIELDS and isinstance(node[name], Mapping):
+        raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}: {_KEPT}")
+    if (name := class_of_fields(node)) in _DISTRIBUTIONS.values() or (name and len(node) > 1):
+        form = _FORMS.get(name.partition(" ")[0], "")
+        raise InvalidInput(
+            f"{where}: found the fields of a {name} without its class: {shown(dict(node))}. A client that does not "
+            f"have this release of prefect-tune has sent it; pass its JSON form{form and f', as in {form}'}. {_KEPT}"
+        )
+
+
+def class_of_fields(node: Mapping[str, object]) -> str:
+    """Return the name of the option class whose fields a dict has, and no others; empty for none."""
+    numbers = all(is_number(node[name]) for name in ("low", "high", "mean", "sd") if name in node)
+    if not numbers or not isinstance(node.get("options", []), list | tuple):
+        return ""
+    return (_DISTRIBUTIONS | _OPTION_CLASSES).get(frozenset(node), "")
+
+
+def distribution_in(node: object) -> Mapping[str, object] | None:
+    """Return the first distribution in JSON form, or without its class, in a plain value; None for none."""
+    if isinstance(node, Mapping):
+        return node if is_distribution(node) else distribution_in(list(node.values()))
+    return next(filter(None, map(distribution_in, node)), None) if isinstance(node, list) else None
+
+
+def is_distribution(node: Mapping[str, object]) -> bool:
+    """Return whether a space would read `node` as a distribution; not `{"choice": "adam"}`, which resembles one."""
+    if class_of_fields(node) in _DISTRIBUTIONS.values():
+        return True
+    if _keyword(node) in (None, "constant", "space"):
+        return False
+    try:
+        _Reader(None).node(node, "")
+    except UnsafePayload:
+        return True
+    except InvalidInput:
+        return False
+    return True
+
+
 def _misused(keyword: str, argument: object, where: str) -> InvalidInput:
     near = get_close_matches(keyword, _FORMS, 1, _SIMILAR)[0]
     head = "expected" if keyword in _FORMS else f"unknown distribution {keyword!r}; did you mean {near!r}? Expected"
@@ -185,7 +252,8 @@ def node_to_json(node: object, where: str) -> Json:
             return {"sample_from": _path(node, where)}
         case dict():
             written = {key: node_to_json(child, below(where, key)) for key, child in node.items()}
-            return {"space": written} if _keyword(node) else written
+            is_read_otherwise = _keyword(node) or class_of_fields(node) or not node.keys().isdisjoint(FIELDS)
+            return {"space": written} if is_read_otherwise else written
         case list():
             return [node_to_json(child, below(where, index)) for index, child in enumerate(node)]
         case _:

@@ -1,0 +1,253 @@
+"""What Prefect's client sends for an option object is its JSON form; what has lost its class is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.actions import DeploymentCreate, DeploymentFlowRunCreate
+from pydantic_core import PydanticSerializationError
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
+from prefect_tune.core.search import domains
+from prefect_tune.core.search.space import valid_space
+from prefect_tune.core.search.space_json import class_of_fields, space_from_json
+from prefect_tune.parameters.argument_checks import stopper_for, storable_config
+from prefect_tune.parameters.json_specs import scheduler_from, search_from
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.registry import BUILT_IN, FIELDS
+
+
+def double(config: Any) -> object:
+    return 2 * config["x"]
+
+
+def sent(value: object) -> Any:
+    """Return what a run of a deployment gets for a parameter."""
+    return DeploymentFlowRunCreate(parameters={"p": value}).model_dump(mode="json")["parameters"]["p"]
+
+
+def stored(value: object) -> Any:
+    """Return what a deployment stores for a parameter."""
+    made = DeploymentCreate(name="a", flow_id=uuid4(), parameters={"p": value})
+    return made.model_dump(mode="json")["parameters"]["p"]
+
+
+DISTRIBUTIONS = [
+    *(pt.uniform(0, 1), pt.quniform(0, 1, 0.25), pt.loguniform(1e-4, 1), pt.qloguniform(0.5, 1, 0.5)),
+    *(pt.randint(0, 5), pt.qrandint(0, 4, 2), pt.lograndint(1, 5), pt.qlograndint(2, 4, 2), pt.randn(0, 2)),
+    *(pt.qrandn(0, 2, 0.5), pt.choice(["adam", {"lr": pt.uniform(0, 1)}]), pt.choice([1, 2], [0.5, 1])),
+    *(pt.grid_search([1, {"a": [pt.grid_search([2])]}]), pt.sample_from(double)),
+]
+
+
+@pytest.mark.parametrize("node", DISTRIBUTIONS, ids=repr)
+def test_a_distribution_is_sent_as_its_json_form_wherever_it_stands(node: object) -> None:
+    of = pt.grid_search if domains.has_grid(node) else pt.choice
+    space = {"x": node, "list": [1, node], "model": {"deep": [{"x": node}]}, "of": of([{"y": node, "z": 1}])}
+    received = sent(space)
+    assert stored(space) == received
+    assert space_from_json(received, load=lambda _: double) == valid_space(received_functions(space))
+
+
+def received_functions(node: Any) -> Any:
+    """Return a space whose functions are named, as they are after they were sent."""
+    match node:
+        case dict():
+            return {key: received_functions(value) for key, value in node.items()}
+        case list():
+            return [*map(received_functions, node)]
+        case domains.Choice() if any(domains.domains_in(option) for option in node.options):
+            return pt.choice(received_functions([*node.options]), node.weights)
+        case domains.Grid() if any(domains.domains_in(option) for option in node.options):
+            return pt.grid_search(received_functions([*node.options]))
+        case domains.SampleFrom():
+            return domains.SampleFrom(double, f"{__name__}:double")
+        case _:
+            return node
+
+
+CONFIGURED: list[tuple[Callable[[Any], object], object]] = [
+    (scheduler_from, pt.FIFO()),
+    (scheduler_from, pt.ASHA(max_t=81, variant="promotion")),
+    (scheduler_from, pt.Hyperband(max_t=9)),
+    (scheduler_from, pt.MedianStopping(min_time_slice=3)),
+    (scheduler_from, pt.PBT(2, {"lr": pt.loguniform(1e-4, 1), "model": {"width": [1, 2]}})),
+    (search_from, pt.RandomSearch(3, [{"x": 1}], constant_grid_search=True)),
+    (search_from, pt.OptunaSearch({"TPESampler": {"n_startup_trials": 5}}, 3)),
+    *(
+        (stopper_for, stopper)
+        for stopper in (
+            *(pt.MaxSteps(3), pt.MaxTime(60), pt.Plateau("loss"), pt.MaxFailures(3), pt.TrialBudget(9)),
+            *(pt.TimeBudget(60), pt.ExperimentPlateau(metric="loss"), pt.MaxSteps(3) | pt.MaxFailures(2)),
+            pt.MaxSteps(3) | {"loss": 5},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "configured"), CONFIGURED, ids=lambda each: type(each).__name__)
+def test_a_scheduler_a_search_and_a_stopper_are_sent_as_their_json_form(
+    read: Callable[[Any], object], configured: object
+) -> None:
+    assert stored(configured) == sent(configured)
+    for received in (sent(configured), sent([configured])[0]):
+        made = read(received)
+        if isinstance(configured, pt.Stopper):
+            assert parts_of(made) == parts_of(configured)
+        else:
+            assert made == configured
+
+
+def parts_of(stopper: Any) -> tuple[str, str]:
+    return repr(of_trials(stopper)), repr(of_experiment(stopper))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(pt.Retention(best=2, metric="loss"), pt.FailurePolicy(max_failures=2), pt.Cadence(every_steps=5)),
+        *(pt.SyncConfig(sync_period_seconds=9), pt.LocalTarget(path="/a"), pt.S3Target(bucket="abc")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_or_a_block_without_secrets_is_read_back_from_its_fields(value: Any) -> None:
+    assert type(value).model_validate(sent(value)) == value
+
+
+def test_a_block_whose_secrets_were_left_out_is_refused_and_says_what_to_pass() -> None:
+    blocks = [
+        pt.S3Target(bucket="abc", access_key_id="k", secret_access_key="never shown"),
+        pt.FsspecTarget(location="memory://a", secret_options={"password": "never shown"}),
+        pt.SyncConfig(upload_dir=pt.S3Target(bucket="abc", access_key_id="k", secret_access_key="never shown")),
+    ]
+    for block in blocks:
+        with pytest.raises(
+            pt.InvalidInput, match=r"found asterisks: .*Save the block, and pass its reference"
+        ) as error:
+            type(block)(**sent(block))
+        assert "never shown" not in str(error.value)
+
+
+class Own(pt.Scheduler):
+    def begin(self, objective: pt.Objective, seed: int) -> pt.Schedule:
+        raise NotImplementedError
+
+
+def without_json() -> Iterator[object]:
+    yield pt.sample_from(lambda config: config["x"])
+    yield pt.Repeated(pt.RandomSearch(), 2)
+    yield pt.OptunaPruner(__import__("optuna").pruners.MedianPruner())
+    yield pt.OptunaSearch(__import__("optuna").samplers.RandomSampler(), 3)
+    yield pt.PBT(2, {"lr": lambda config: config["x"]})
+    yield pt.MaxSteps(3) | (lambda metrics: metrics["x"] > 1)
+    yield Own()
+
+
+@pytest.mark.parametrize("value", [*without_json()], ids=lambda value: type(value).__name__)
+def test_an_object_without_a_json_form_is_refused_by_the_client(value: object) -> None:
+    with pytest.raises(PydanticSerializationError, match=r"no JSON form|cannot be imported by name|found <function"):
+        sent({"deep": [value]})
+
+
+# ---------------------------------------------------------------------------------------------- without their class
+
+
+def flattened(value: object) -> Any:
+    """Return a dataclass as clients send it that know nothing of its JSON form."""
+    if isinstance(value, list | tuple):
+        return [*map(flattened, value)]
+    if isinstance(value, dict):
+        return {key: flattened(each) for key, each in value.items()}
+    return {each.name: flattened(getattr(value, each.name)) for each in fields(value)} if is_dataclass(value) else value
+
+
+def planned(**options: Any) -> SearchPlan:
+    return SearchPlan(trainable="prefect_tune.demo:train", target="/a", experiment="a", **options)
+
+
+@pytest.mark.parametrize("node", [each for each in DISTRIBUTIONS if not isinstance(each, domains.SampleFrom)], ids=repr)
+def test_the_fields_of_a_distribution_are_no_constant_of_a_space_and_of_a_config(node: object) -> None:
+    lost = flattened(node)
+    for space in ({"x": lost}, {"a": [{"b": lost}]}, {"a": pt.grid_search([1]), "x": lost}, lost):
+        with pytest.raises(pt.InvalidInput, match=r"without its class: .*JSON form|found one distribution"):
+            planned(space=space)
+    for config in ({"x": lost}, {"a": [{"b": lost}]}):
+        with pytest.raises(pt.InvalidInput, match="config: expected values, found the distribution"):
+            storable_config(config)
+
+
+@pytest.mark.parametrize("node", DISTRIBUTIONS, ids=repr)
+def test_the_json_form_of_a_distribution_is_no_constant_of_a_config_and_no_whole_space(node: object) -> None:
+    for config in ({"x": sent(node)}, {"a": [{"b": sent(node)}]}):
+        with pytest.raises(pt.InvalidInput, match="config: expected values, found the distribution"):
+            storable_config(config)
+    if not any(domains.domains_in([*getattr(node, "options", ())])):
+        with pytest.raises(pt.InvalidInput, match=r"found one distribution|found the fields of a choice"):
+            planned(space=sent(node))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(pt.ASHA(max_t=9), pt.PBT(2, {"x": [1, 2]}), pt.Plateau("loss"), pt.RandomSearch(3), pt.MedianStopping()),
+        *(pt.Retention(last=1), pt.FailurePolicy(), pt.Cadence()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_option_object_is_no_constant_of_a_space_with_or_without_its_class(value: Any) -> None:
+    lost = value.model_dump(mode="json") if isinstance(value, pt.Retention | pt.FailurePolicy | pt.Cadence) else None
+    for given in (flattened(value) if lost is None else lost, sent(value)):
+        with pytest.raises(pt.InvalidInput, match=r'^x: .*write \{"constant": \.\.\.\}'):
+            planned(space={"x": given, "y": pt.uniform(0, 1)})
+
+
+def test_a_value_that_has_these_fields_is_kept_as_a_constant_and_read_back_so() -> None:
+    kept = {"options": [1], "deep": {"low": 0, "high": 1, "scale": "log", "q": None}, "ASHA": {"max_t": 1}}
+    one = {"options": [1]}
+    for value in (kept, one, {"PBT": {}}):
+        plan = planned(space={"x": {"constant": value}, "y": pt.uniform(0, 1)})
+        assert plan.space is not None
+        assert plan.space["x"] == value
+        assert planned(space=plan.settings["space"]).space == plan.space
+    assert planned(space={"warmup": {"steps": 3}, "low": 0, "high": {"low": 0, "high": 1}}).space is not None
+
+
+def test_a_config_keeps_what_only_resembles_a_distribution() -> None:
+    config = {"a": {"choice": "adam"}, "b": {"uniform": 3}, "c": {"options": 3}, "space": {"low": 1}, "constant": [1]}
+    assert storable_config(config) == config
+
+
+@pytest.mark.parametrize("stopper", [pt.MaxSteps(3), pt.MaxFailures(3), pt.TrialBudget(9), pt.Plateau("loss")])
+def test_the_fields_of_a_stopper_are_no_limits_of_metrics(stopper: pt.Stopper) -> None:
+    for stop in (flattened(stopper), [{"step": 3}, flattened(stopper)]):
+        with pytest.raises(pt.InvalidInput, match=rf"without its class: .*{type(stopper).__name__}"):
+            planned(stop=stop)
+
+
+def test_a_time_without_its_class_is_no_limit_of_a_metric() -> None:
+    with pytest.raises(pt.InvalidInput, match=r'expected \{"MaxTime": \{"time_seconds": 3600\}\}'):
+        planned(stop={"time": 60.0})
+    planned(stop={"time": 60.0, "step": 3})
+
+
+@pytest.mark.parametrize("value", [pt.ASHA(max_t=9), pt.FIFO(), pt.PBT(2, {"x": [1, 2]})], ids=repr)
+def test_a_scheduler_without_its_class_is_refused(value: object) -> None:
+    with pytest.raises(pt.InvalidInput, match="scheduler: expected an object, or its JSON such as"):
+        planned(scheduler=flattened(value))
+
+
+def test_the_table_of_fields_is_that_of_the_classes() -> None:
+    named = {name: getattr(pt, name) for name in FIELDS}
+    assert {name: " ".join(fields_of(kind)) for name, kind in named.items()} == FIELDS
+    missing = {name for kind in BUILT_IN.values() for name in kind} - FIELDS.keys()
+    assert missing == {"FIFO", "TimeBudget"}  # that has no field, and this the one of MaxTime
+    assert class_of_fields({"low": 0, "high": 1, "scale": "log", "q": None}) == "uniform or randint"
+
+
+def fields_of(kind: Any) -> list[str]:
+    return [*kind.model_fields] if hasattr(kind, "model_fields") else [each.name for each in fields(cast("Any", kind))]
