@@ -57,7 +57,7 @@ def tune(
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
     failures: FailurePolicy | None = None,
-    fail_fast: bool = False,
+    fail_fast: bool | None = None,
     resume: ResumeField = "auto",
     rerun_errored: RerunField = False,
     warm_start: list[str] | None = None,
@@ -124,7 +124,8 @@ def tune(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
-        fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
+        fail_fast: end the experiment at the first trial that errors; the others save and can be resumed. None: end it
+            after three trials that errored by the same error, if no trial has reported a step; False: never.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.

@@ -24,6 +24,12 @@ from prefect_tune.terminal.formatting import (
 from prefect_tune.terminal.progress_view import trials_table
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
+TRACE = "Traceback (most recent call last):\n"
+LOADER = '  File "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 380, in __init__\n'
+WORKER = f'{LOADER}  File "/home/me/data.py", line 33, in __getitem__\n    raise ValueError("no")\n'
+DECODER = """  File "/usr/lib/python3/dist-packages/loads.py", line 2, in load
+  File "/usr/lib64/python3.11/json/decoder.py", line 355, in raw_decode
+"""
 FRAME = 'File "/home/me/train.py", line 9, in train'
 OURS = 'File "/lib/python3.12/site-packages/prefect_tune/core/metrics.py", line 70, in _finite'
 
@@ -87,6 +93,10 @@ def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], sho
             ),
             "the process ended by SIGSEGV (train.py:9)",
         ),
+        (f"ValueError: no\n{TRACE}  {FRAME}\n    for batch in loader\n{LOADER}", "ValueError: no (train.py:9)"),
+        (f"ValueError: no\n{TRACE}  {FRAME}\n{LOADER}Original {TRACE}{WORKER}", "ValueError: no (data.py:33)"),
+        (f"JSONDecodeError: no\n{TRACE}  {FRAME}\n{DECODER}", "JSONDecodeError: no (train.py:9)"),
+        (f"ValueError: no\n{TRACE}{LOADER}", "ValueError: no (dataloader.py:380)"),
         ("its process was killed", "its process was killed"),
         ("the last output:" + "\n" * 300_000, "the last output:"),  # in linear time
     ],
@@ -96,6 +106,10 @@ def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], sho
         "raised in this package only",
         "after retries",
         "of a signal",
+        "raised in a library",
+        "in a worker of a DataLoader",
+        "raised in Python's library",
+        "of a trainable that is installed",
         "without a traceback",
         "blank lines",
     ],

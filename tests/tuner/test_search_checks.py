@@ -322,6 +322,8 @@ def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> Non
     error = failure_of(Results(state, LocalTarget(path="/runs"), None), None, MetricCheck(None, logging.getLogger()))
     assert error is not None
     assert str(error).endswith(ends)
+    again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
+    assert again in str(error), "no command finds the function of a script"
 
 
 def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:

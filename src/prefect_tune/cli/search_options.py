@@ -281,6 +281,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "processes_per_trial": lambda text: valid_processes(text, "--processes-per-trial", "1-8"),
     "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
     "only_errored": lambda _: "only",
+    "ignore_errors": lambda _: False,
 }
 """What makes the value of an option of other flags than numbers, words and lists of text."""
 _SETTINGS = [_Setting(option, flag) for option, flags in flags_of(SearchPlan).items() for flag in flags]
@@ -307,7 +308,7 @@ def with_flags(message: str) -> str:
         value = "" if found["value"] in (None, "True") else f" {found['value']}"
         return _FLAGS[found["given"] or found["named"] or found["first"]] + value
 
-    return _PARAMETER.sub(flag, message)
+    return _PARAMETER.sub(flag, message.replace("fail_fast=False", "--ignore-errors"))
 
 
 def _flag_of_all() -> Mapping[str, str]:

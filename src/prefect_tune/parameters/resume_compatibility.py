@@ -200,8 +200,7 @@ def log_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.reruns_errored and (count < len(state.trials) or adds_trials):
         log.warning(
-            "%s not retried: to retry with the code as it is now, pass rerun_errored=True "
-            "(prefect-tune resume … --rerun-errored); %s",
+            "%s not retried: to retry with the code as it is now, pass rerun_errored=True (--rerun-errored); %s",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
             KEEPS_CONFIGURATIONS,
         )

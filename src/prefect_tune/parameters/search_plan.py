@@ -245,7 +245,12 @@ class SearchPlan(ValidatedParameters):
         Option(_DATA),
         Flag("N", "Retries of a trial that raised. Default: 0.", _FAILURES, at_least=0, flag="--max-failures"),
     ] = None
-    fail_fast: Annotated[bool, Option(_DATA), Flag(None, "Stop at the first trial that errors.", _FAILURES)] = False
+    fail_fast: Annotated[
+        bool | None,
+        Option(_DATA),
+        Flag(None, "Stop at the first error.", _FAILURES),
+        Flag(None, "Errors end no search.", _FAILURES, bool, flag="--ignore-errors"),
+    ] = None
     silence_timeout_seconds: Annotated[
         _Seconds | None, Option(_DATA), Flag("S", "Restart a trial after S without a report.", _FAILURES)
     ] = None

@@ -25,6 +25,7 @@ _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _DUMP = "(most recent call first)"  # of faulthandler, at a signal
 _NAMED = 3
 _PACKAGE = "prefect_tune"
+_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
 
 
 def print_parts(*parts: Table | str) -> None:
@@ -123,13 +124,14 @@ def _range(steps: Sequence[int]) -> str:
 
 
 def error_of(reason: str) -> str:
-    """Return the error of a trial in one line, with the last line of code outside this package, if there is one.
+    """Return the error of a trial in one line, with the last line of the user's code, if there is one.
 
-    Such as `KeyError: 'lr' (train.py:9)`.
+    Such as `KeyError: 'lr' (train.py:9)`. If all code is of libraries, it is the last line outside this package.
     """
     error = error_in(reason)
     frames = [(PurePath(path), line) for path, line in _FRAME.findall(reason)]
-    users = [each for each in frames if _PACKAGE not in each[0].parts and not each[0].name.startswith("<")]
+    others = [frame for frame in frames if _PACKAGE not in frame[0].parts and not frame[0].name.startswith("<")]
+    users = [frame for frame in others if not _LIBRARIES.search(str(frame[0]))] or others
     if not users:
         return error
     path, line = users[0 if _DUMP in reason else -1]

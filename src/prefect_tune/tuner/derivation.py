@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,
     GiveUp,
     Quarantine,
-    fail_fast_reason,
+    errors_end_reason,
     is_forgiven,
     is_loss,
     verdict,
@@ -424,10 +424,11 @@ class Derivation:
         if event.request is not None or event.trial is not None or self._policy is None:
             return Observed()
         plan = self._plans[before.term]
-        if self._gave_up is not None and plan.plan.fail_fast:
-            why: str | None = fail_fast_reason(self._gave_up.trial, self._gave_up.message)
-        else:
-            why = self._policy.why_end()
+        why: str | None = None
+        if self._gave_up is not None:
+            gave_up, trials = before.trial(self._gave_up.trial), before.trials.values()
+            why = errors_end_reason(gave_up, trials, fail_fast=plan.plan.fail_fast)
+        why = why or self._policy.why_end()
         if why is None or event.reason == STOPPED_HERE or event.reason.startswith(TIME_IS_UP):
             return Unknown(plan.unknown.get("stop", _NOT_HELD))
         return Expected([event.model_copy(update={"reason": why})])

@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.failure_policy import (
     Quarantine,
     Resumable,
     TryAgain,
-    fail_fast_reason,
+    errors_end_reason,
     is_forgiven,
     loss_message,
     machines_spent,
@@ -159,10 +159,11 @@ class FailureHandler:
         return why is not None
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
-        """Mark a trial as errored; with `fail_fast`, end the experiment."""
+        """Mark a trial as errored; end the experiment if `fail_fast` says so."""
         self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
-        if self._limits.options.fail_fast:
-            self._stopping.end(fail_fast_reason(trial, message))
+        trials, fail_fast = self._pending_entry.state.trials, self._limits.options.fail_fast
+        if why := errors_end_reason(trials[trial], trials.values(), fail_fast=fail_fast):
+            self._stopping.end(why)
 
 
 def _is_of_a_step(message: Message) -> bool:

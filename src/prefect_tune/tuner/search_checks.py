@@ -12,6 +12,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import BadMetric, SearchFailed
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -286,7 +287,7 @@ def failure_of(results: Results, found: Experiment | None, metric_check: MetricC
         return None
     if metric_check.bad_stop:
         return SearchFailed(_with_bad_stop(results, metric_check.bad_stop), results)
-    if len(results.errors) == len(results.trials):
+    if len(results.errors) == len(results.trials) or same_errors_reason(results.trials.values()):
         earlier = {} if found is None else found.trials
         skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
         return SearchFailed(_all_errored(results, skipped), results)
@@ -306,16 +307,20 @@ def _in_no_report(results: Results, metrics: Sequence[str]) -> Sequence[str]:
 
 
 def _all_errored(results: Results, skipped: int) -> str:
-    name, count, causes = results.experiment.name, len(results.trials), errors_by_cause(results.trials.values())
+    name, count = results.experiment.name, len(results.trials)
+    causes = errors_by_cause([trial for trial in results.trials.values() if trial.trial in results.errors])
     (cause, (first, *_)), *others = causes
     if count == 1:
         errored = f"its only trial errored: {cause}"
     elif not others:
-        errored = f"{count} of {count} trials errored, all with: {cause}"
+        errored = f"{len(results.errors)} of {count} trials errored, all with: {cause}"
     else:
         errored = f"{count} of {count} trials errored: {_counted(causes)}"
-    again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
-    rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
+    if isinstance(results.experiment.settings.get("trainable"), str):
+        again = f"pass rerun_errored=True (prefect-tune resume {results.target.uri} {name} --rerun-errored)"
+    else:  # a script's function, which no other program finds
+        again = f"pass experiment={name!r} and rerun_errored=True"
+    rerun = f"{again}; {KEEPS_CONFIGURATIONS}"
     if not skipped:
         failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
@@ -20,6 +20,7 @@ from prefect_tune.core.experiment.failure_policy import (
     TryAgain,
     Verdict,
     error_in,
+    errors_end_reason,
     verdict,
 )
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
@@ -35,7 +36,7 @@ from prefect_tune.core.experiment.stoppers import (
     metrics_needed,
 )
 from prefect_tune.core.experiment.summary import Curves, curve
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import (
     Absorbed,
     Cause,
@@ -225,6 +226,48 @@ def test_a_failure_is_tried_again_while_its_budget_lasts(
         assert error_in(found.message) == ("boom" if cause in {Cause.USER, Cause.BAD_METRIC} else found.message)
     else:
         assert found == expected
+
+
+def errored(name: str, error: str, step: int = 0, **fields: object) -> Trial:
+    known: dict[str, Any] = {
+        "trial": name,
+        "config": {},
+        "phase": Phase.ERRORED,
+        "attempt": 1,
+        "reason": error,
+        "step": step,
+    }
+    return Trial(**{**known, **fields})
+
+
+ALIKE = [
+    errored(str(number), "failure 1 of the trainable (max_failures=0): KeyError: 'x'\nTrace") for number in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    ("trials", "is_over"),
+    [
+        (ALIKE, True),
+        ([*ALIKE, errored("3", "", phase=Phase.RUNNING), errored("4", "", phase=Phase.PENDING, attempt=0)], True),
+        (ALIKE[:2], False),
+        ([*ALIKE, errored("3", "ValueError: y")], False),
+        ([*ALIKE, errored("3", "KeyError: 'x'", step=1)], False),
+        ([*ALIKE, errored("3", "", phase=Phase.RUNNING, step=1)], False),
+        ([*ALIKE, errored("3", "", phase=Phase.FINISHED)], False),
+    ],
+)
+def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained(
+    trials: list[Trial], *, is_over: bool
+) -> None:
+    why = (
+        "3 trials errored before their first step, all with: KeyError: 'x'; fail_fast=False goes on"
+        if is_over
+        else None
+    )
+    assert errors_end_reason(trials[0], trials, fail_fast=None) == why
+    assert errors_end_reason(trials[0], trials, fail_fast=False) is None
+    assert str(errors_end_reason(trials[0], trials, fail_fast=True)).startswith("trial 0 errored, and fail_fast ends")
 
 
 # -------------------------------------------------------------------------------------------- stoppers

@@ -70,6 +70,23 @@ def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: 
     assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
 
 
+def careless(config: dict[str, Any]) -> None:
+    raise KeyError(config["missing"])
+
+
+def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goes_on_if_asked(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"space": {"x": pt.uniform(0, 1)}, "stop": None, "max_concurrent_trials": 1}
+    with pytest.raises(
+        pt.SearchFailed, match=r"3 of 3 trials errored, all with: KeyError: 'missing' \(test_tune"
+    ) as failed:
+        searched(tmp_path, careless, num_samples=9, **options)
+    ends = failed.value.results.experiment.ends
+    assert ends == "3 trials errored before their first step, all with: KeyError: 'missing'; fail_fast=False goes on"
+    going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
+    assert statuses(results_of_failed(going_on)) == ["errored"] * 5
+    assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
+
+
 @pytest.mark.parametrize(
     ("trainable", "metric", "status"), [(silent, "acuracy", "completed"), (Moody, "lsos", "interrupted")]
 )

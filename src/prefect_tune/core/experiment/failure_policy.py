@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import AS_WHOLE, Value
@@ -22,11 +23,12 @@ __all__ = [
     "TryAgain",
     "Verdict",
     "error_in",
-    "fail_fast_reason",
+    "errors_end_reason",
     "is_forgiven",
     "is_loss",
     "loss_message",
     "machines_spent",
+    "same_errors_reason",
     "verdict",
 ]
 
@@ -39,6 +41,7 @@ _USER_BUDGET_SPENT = re.compile(r"^(failure \d+ of the trainable \(max_failures=
 _LOST = "attempts were lost without a commit: "
 _LOSS = re.compile(rf"\d+ {_LOST}")
 _Count = Annotated[int, Field(ge=0), AS_WHOLE]
+_SAME_ERRORS = 3
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
 
@@ -122,9 +125,27 @@ def is_loss(message: str) -> bool:
     return bool(_LOSS.match(message))
 
 
-def fail_fast_reason(trial: str, message: str) -> str:
-    """Return why `fail_fast` ends an experiment after the end of a trial that errored by `message`."""
-    return f"trial {trial} errored, and fail_fast ends the experiment: {first_line(message)}"
+def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> str | None:
+    """Return why the error of `trial`, one of `trials`, ends the experiment; None if it goes on."""
+    if fail_fast:
+        return f"trial {trial.trial} errored, and fail_fast ends the experiment: {first_line(trial.reason)}"
+    return same_errors_reason(trials) if fail_fast is None else None
+
+
+def same_errors_reason(trials: Iterable[Trial]) -> str | None:
+    """Return why a search ends in which three trials errored by the same error, and none has trained a step.
+
+    None if a trial has reported a step or completed, or if an error differs.
+    """
+    begun = [trial for trial in trials if trial.attempt]
+    errors = [error_in(trial.reason) for trial in begun if trial.phase is Phase.ERRORED]
+    if (
+        any(trial.step or trial.phase is Phase.FINISHED for trial in begun)
+        or len(errors) < _SAME_ERRORS
+        or len(set(errors)) > 1
+    ):
+        return None
+    return f"{len(errors)} trials errored before their first step, all with: {errors[0]}; fail_fast=False goes on"
 
 
 def error_in(reason: str) -> str:
