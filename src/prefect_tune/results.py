@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console
@@ -226,11 +226,14 @@ class Results:
         trials = self.trials.values()
         found = self._ranked_by_curves(objective, scope) if scope != "last" else ranked(trials, objective)
         if not found:
-            why = why_none(trials, objective, scope, lambda: self._curves_of(objective.metrics))
-            raise InvalidInput(
-                f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
-                f"{', '.join(objective.metrics)}: {why}"
-            )
+            curves = self._curves_of(objective.metrics)
+            why = why_none(trials, objective, scope, lambda: curves)
+            names, count = ", ".join(objective.metrics), len(self.trials)
+            lacking = f"none of its {count} trials has reported {names}"
+            if has_any_metric((*chain.from_iterable(curves.values()), *(each.metrics for each in trials)), objective):
+                report = "last report" if scope == "last" else "report"
+                lacking = f"no {report} of its {count} trials has {names} as a number"
+            raise InvalidInput(f"experiment {self.experiment.name!r}: {lacking}: {why}")
         return found
 
     def _ranked_by_curves(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
@@ -389,6 +392,11 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
     return f"their reports have {names}{_meant(objective, names)}" if names else "nothing was reported"
+
+
+def has_any_metric(reports: Iterable[Mapping[str, object]], objective: Objective) -> bool:
+    """Return whether a report has one of the metrics, as a number or not."""
+    return any(metric_in(report, name) is not None for report in reports for name in objective.metrics)
 
 
 def _meant(objective: Objective, names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
 from prefect_tune.results import why_none
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after, write_search
+from tests.fakes.searches.experiments import after, write_curves, write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 
@@ -66,6 +67,32 @@ def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() ->
     said = "the last reports have ['accuracy']; scope='all' looks at all reports"
     assert why(trial(*reports), curves=reports) == said
     assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
+
+
+def no_best(folder: Path, **scope: Any) -> str:
+    with pytest.raises(pt.InvalidInput) as error:
+        pt.load_results(folder, "e").best_trial(**scope)
+    return str(error.value)
+
+
+def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Path) -> None:
+    write_curves(tmp_path / "a", "e", [[{"loss": 1.0}, {"accuracy": 0.5}], [{"accuracy": 0.25}]], ["loss"])
+    assert "no last report of its 2 trials has loss as a number: the last reports have ['accuracy']; scope='all'" in (
+        no_best(tmp_path / "a")
+    )
+    assert pt.load_results(tmp_path / "a", "e").best_trial(scope="all").trial == "00000"
+    write_curves(tmp_path / "b", "e", [[{"loss": "0.5"}]], ["loss"])
+    assert "no last report of its 1 trials has loss as a number: trial 00000 reported 'loss' as text" in (
+        no_best(tmp_path / "b")
+    )
+    write_curves(tmp_path / "c", "e", [[{"loss": 1.0}], [{"accuracy": 0.5}]], ["loss", "accuracy"])
+    assert "no last report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c")
+    assert "no report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c", scope="avg")
+    write_curves(tmp_path / "d", "e", [[{"size": 1}], []], ["loss"])
+    for scope in ("last", "all"):
+        assert "none of its 2 trials has reported loss: their reports have ['size']" in no_best(
+            tmp_path / "d", scope=scope
+        )
 
 
 def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -> None:

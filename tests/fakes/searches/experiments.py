@@ -77,6 +77,23 @@ def write_search(
             state = _write(store, state, Finished(trial=trial, reason="had enough"))
 
 
+def write_curves(
+    root: Path, name: str, curves: Sequence[Sequence[Mapping[str, object]]], metrics: Sequence[str]
+) -> None:
+    """Write a search by `metrics`, whose trials have made these reports and ended."""
+    make_root(root)
+    store, owner = PosixStore(root), Owner(name="a test", host="here", pid=1)
+    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
+    state = _write(store, state, Configured(settings={"metric": [*metrics]}))
+    for number, reports in enumerate(curves):
+        trial = f"{number:05}"
+        state = _write(store, state, TrialAdded(trial=trial, config={}))
+        state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
+        for step, each in enumerate(reports, 1):
+            state = _write(store, state, Reported(trial=trial, report=StepReport(step=step, metrics=each)))
+        state = _write(store, state, Finished(trial=trial, reason="had enough"))
+
+
 def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:
     key = CheckpointKey(trial=state.trial_key("trial"), step=step, sequence=state.number)
     metrics = {"loss": 1 / step}
