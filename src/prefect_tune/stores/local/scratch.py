@@ -232,8 +232,7 @@ def _remove_if_dead(directory: Path) -> None:
         return  # not locked yet by its maker, or not a scratch directory
     with suppress(FileNotFoundError):  # another process removed it first
         if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
-            with suppress(RecursionError):  # a trial left a thousand folders in one another: they stay
-                remove_tree(directory)
+            remove_tree(directory)
             lock.release()
 
 
