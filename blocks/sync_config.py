@@ -32,6 +32,9 @@ class SyncerLike(Protocol):
     def delete(self, remote_dir: str) -> bool: ...
 
 
+_MIN_REQUEST_PERIOD, _MAX_REQUEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
+
+
 class SyncConfig(StrictBlock):
     """When experiment state and artifacts are synced, how long one sync may take, and which files it excludes.
 
@@ -162,6 +165,11 @@ class SyncConfig(StrictBlock):
     @property
     def sync_period(self) -> timedelta:
         return timedelta(seconds=self.sync_period_seconds)
+
+    @property
+    def request_period(self) -> timedelta:
+        """How often a run looks for requests to stop, and for its cancellation."""
+        return min(_MAX_REQUEST_PERIOD, max(_MIN_REQUEST_PERIOD, self.sync_period))
 
     @property
     def live_period(self) -> timedelta | None:

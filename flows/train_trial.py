@@ -37,16 +37,15 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
         node: the number of the node that this run is, from 0.
     """
     spec, request = parameters, request_from(orders)
+    train = partial(interruptible, grace=spec.grace, request_period=spec.sync.request_period)
     with own_context(), TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
         link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
         if node:
             log, tasks = get_run_logger(), TasksOfAttempt(spec)
-            how = interruptible(
-                lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log), grace=spec.grace
-            )
+            how = train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log))
             return Completed(message=how)
-        ended = interruptible(partial(_train, spec, request, link), grace=spec.grace)
+        ended = train(partial(_train, spec, request, link))
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")
 

@@ -227,7 +227,9 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) ->
     trial = state.trial(spec.trial.trial)
     if trial.phase is not Phase.FINISHED:
         with own_context():  # else uploads would wait for the slots that this task holds for its tags
-            state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
+            state, outcome = interruptible(
+                lambda stop: _attempted(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
+            )
         _require_success(outcome, spec)
     return trial_state(spec.target, state.key, state.trial(spec.trial.trial))
 

@@ -46,7 +46,7 @@ def work(stop):
 
 graceful_stop.get_run_logger = logging.getLogger
 try:
-    graceful_stop.interruptible(work, grace=timedelta(hours=1))
+    graceful_stop.interruptible(work, grace=timedelta(hours=1), request_period=timedelta(seconds=5))
 except KeyboardInterrupt:
     print("caught")
 """
@@ -72,7 +72,7 @@ def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) 
         return "saved"
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(seconds=20))
+        interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
     assert ended.is_set()
 
 
@@ -92,7 +92,7 @@ def test_however_many_sigterms_arrive_the_trial_saves_and_ends() -> None:
     before = signal.signal(signal.SIGUSR2, terminates)
     try:
         with pytest.raises(TerminationSignal):
-            interruptible(work, grace=timedelta(seconds=20))
+            interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert saved == ["saved"]
@@ -107,7 +107,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
         stopped.append(stop.wait(20))
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(seconds=20))
+        interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
     assert stopped == [True]
 
 
@@ -138,7 +138,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
             ended.wait(20)
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(0))
+        interruptible(work, grace=timedelta(0), request_period=timedelta(seconds=5))
     assert ended.wait(10), "a thread of a task runner would keep the process from its end"
     assert found == [True, False]
 
@@ -155,7 +155,7 @@ def test_a_second_interrupt_abandons_the_work_and_waits_for_its_last_entry() -> 
         journaled.set()
 
     with pytest.raises(KeyboardInterrupt):
-        interruptible(work, grace=timedelta(hours=1))
+        interruptible(work, grace=timedelta(hours=1), request_period=timedelta(seconds=5))
     assert journaled.wait(60)
 
 
@@ -168,4 +168,4 @@ def test_after_a_second_interrupt_the_process_does_not_wait_for_threads_that_wai
 
 
 def test_what_is_not_interrupted_returns_what_it_returns() -> None:
-    assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0)) is False
+    assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0), request_period=timedelta(seconds=5)) is False

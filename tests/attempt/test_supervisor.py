@@ -36,6 +36,7 @@ from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
+    Directive,
     FromTrial,
     Leave,
     MeanMetrics,
@@ -519,7 +520,8 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
 
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
-    first = FakeChannel([LOADED, reported, *[0.001] * 180, TrialEnded(reason="done")])
+    directed = Directive(step=1, saves=False, stop=False, over=None)
+    first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(reason="done")])
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(reason="done")])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
     worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)

@@ -42,6 +42,9 @@ class Sharded(pt.Trainable):
                     raise ValueError("this rank raises")
                 case "die":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "end launcher":
+                    os.kill(os.getppid(), config["signal"])
+                    time.sleep(3600)
                 case _:
                     pass
         elif config.get("others") == "hang" and config["at"] == self.at and self.trial.attempt == 1:
@@ -176,6 +179,19 @@ def runs_programs(config: dict[str, Any], names: tuple[str, ...] = _TORCHRUN) ->
     failed = [each for each in ranks if each.wait()]
     if failed:
         raise RuntimeError(f"{len(failed)} of 2 ranks failed")
+
+
+def loses_its_launcher(config: dict[str, Any]) -> None:
+    """Start two ranks by a launcher of its own, which rank 0 ends at step 5 of the first attempt, and train on."""
+    model = {"rank": 0, "at": 5, "does": "end launcher", "signal": config["signal"]}
+    program = f"""
+import os, signal
+from tests.trainables.grouped import runs_programs
+if {config.get("exits")} is not None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit({config.get("exits")}))
+runs_programs({model})
+"""
+    subprocess.run([sys.executable, "-c", program], check=config.get("check", False))
 
 
 def runs_as_open_mpi(config: dict[str, Any]) -> None:
@@ -382,10 +398,12 @@ def differs(config: dict[str, Any]) -> dict[str, object] | None:
     """Each rank reports a loss of its own, and metrics that not all ranks have."""
     rank = pt.get_trial().rank
     for step in range(1, config["steps"] + 1):
-        if (rank, step) == (1, config.get("at")):
+        if (rank, step) == (config.get("rank", 1), config.get("at")):
             match config["does"]:
                 case "return":
                     return None
+                case "report twice":
+                    pt.report({"loss": 0.0})
                 case _:
                     time.sleep(3600)
         loss = 10.0 - step + 2 * rank

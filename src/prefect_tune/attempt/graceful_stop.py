@@ -26,53 +26,57 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
+from prefect_tune.prefect_api.cancellation import raise_cancellation, watching_cancellation
 from prefect_tune.prefect_api.flow_runs import ignoring_suspension, is_suspended
+from prefect_tune.prefect_api.held_signals import raise_held_signal, saving_on_signals
 from prefect_tune.storage_retries import retrying_until
 from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or after the grace period.
 _LAST_WORDS = timedelta(seconds=3)
-_SLICE_SECONDS = 0.5
+_SLICE_SECONDS = 0.1
 _LAST_MOMENT_SECONDS = 1.0
 
 
-def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
+def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, request_period: timedelta) -> _T:
     """Run `work(stop)` in a thread and return its result; a signal sets `stop` and is raised after `work` has ended.
 
     The signal handlers of Prefect and Python stay in place: their exception arrives in the main thread, which only
-    waits here, so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. After the signal
-    `work` has `grace` plus 3 s; then the exception is raised even if `work` still runs, and nothing in it is retried
-    any more, since the process waits for its threads at exit. A second Ctrl-C kills the trials and is raised within
-    1 s; if `work` still runs 1 s after the end of the main thread, for example since its target does not respond, the
-    process then ends by SIGINT, without it.
+    waits here, so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. In another thread
+    the same exception is raised here, and the main thread gets the signal afterwards (`prefect_api/held_signals.py`).
+    After the signal `work` has `grace` plus 3 s; then the exception is raised even if `work` still runs, and nothing in
+    it is retried any more, since the process waits for its threads at exit. A second Ctrl-C kills the trials and is
+    raised within 1 s; if `work` still runs 1 s after the end of the main thread, for example since its target does not
+    respond, the process then ends by SIGINT, without it.
 
-    Suspending the flow run sets `stop` too: trials have their grace, and the result of `work` is returned when it has
-    ended, and `is_suspended()` tells the caller why. `work` also outlives the reader of this process's log.
+    *Cancel* of the flow run, which is looked for once per `request_period`, has the effect of SIGTERM, and the run ends
+    as Cancelled. Suspending the flow run sets `stop` too: trials have their grace, and the result of `work` is returned
+    when it has ended, and `is_suspended()` tells the caller why. `work` also outlives the reader of this process's log.
     """
     outlive_log_reader()
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        return work(stop)  # signals are raised in the main thread only
+    stop, abandoned = threading.Event(), threading.Event()
     done: Future[_T] = Future()
-    abandoned = threading.Event()
-    try:
-        _begin(work, stop, done, abandoned)
-        while not _wait(done, _SLICE_SECONDS):
-            if is_suspended():
-                _suspend(stop, done)
-    except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
+    with saving_on_signals(), watching_cancellation(request_period) as is_cancelled:
         try:
-            stop.set()
-            _wait_out(done, grace)
-        except KeyboardInterrupt:
-            abandoned.set()  # the supervisor of each trial kills it
-            _give_up(done)
+            _begin(work, stop, done, abandoned)
+            while not _wait(done, _SLICE_SECONDS):
+                if is_suspended():
+                    _suspend(stop, done)
+                if is_cancelled():
+                    raise_cancellation()
+        except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
+            try:
+                stop.set()
+                _wait_out(done, grace)
+            except KeyboardInterrupt:
+                abandoned.set()  # the supervisor of each trial kills it
+                _give_up(done)
+                raise
+            finally:
+                abandoned.set()
+            send_log()
             raise
-        finally:
-            abandoned.set()
-        send_log()
-        raise
     return done.result()
 
 
@@ -86,12 +90,13 @@ def send_log() -> None:
 
 
 def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
-    """Return whether `done` is done within `seconds`.
+    """Return whether `done` is done within `seconds`. Raises signals that were held back for this thread.
 
-    It waits in slices of 0.5 s: Python handles a signal that arrives just before a wait only after that wait.
+    It waits in slices of 0.1 s: Python handles a signal that arrives just before a wait only after that wait.
     """
     until = time.monotonic() + seconds
     while not done.done() and (remaining := until - time.monotonic()) > 0:
+        raise_held_signal()
         wait([done], min(remaining, _SLICE_SECONDS))
     return done.done()
 

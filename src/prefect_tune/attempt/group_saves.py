@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import filecmp
 import os
-import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,8 @@ from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
 from prefect_tune.core.metrics import mean_of
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.staging import naming_unreadable
+from prefect_tune.stores.posix_files import remove_tree
 
 PARTS_WITHIN = timedelta(minutes=5)
 """How long the other parts of a checkpoint may take after that of rank 0."""
@@ -164,8 +165,14 @@ class GroupMetrics:
         self._ranks = range(world_size)
         self._within = within
         self._found: dict[int, dict[int, Mapping[str, object]]] = {}
+        self._newest: dict[int, RankMetrics] = {}
+        self._directed = 0
         self._step: int | None = None
         self.restart()
+
+    def direct(self, step: int) -> None:
+        """Rank 0 has directed what the other ranks do at `step`, for which each waits in `pt.report`."""
+        self._directed = step
 
     def restart(self) -> None:
         """Give the ranks their whole time again: some are not loaded yet."""
@@ -174,7 +181,7 @@ class GroupMetrics:
     def add(self, rank: int, reported: RankMetrics) -> MeanMetrics | None:
         """Take what a rank reports; return the mean with the last of them."""
         found = self._found.setdefault(reported.step, {})
-        found[rank] = reported.metrics
+        found[rank], self._newest[rank] = reported.metrics, reported
         if rank == 0:
             self._step = reported.step
             self.restart()
@@ -188,6 +195,16 @@ class GroupMetrics:
         """Return of which step there can never be a mean, since ranks have ended before it; else ""."""
         gone = [each for each in self.missing if each in ended]
         return f"{_named(gone)} ended before step {self._step}, of which rank 0 reported metrics" if gone else ""
+
+    def surplus(self) -> str:
+        """Return which ranks wait in `pt.report` for rank 0, which has ended; else ""."""
+        for rank, reported in sorted(self._newest.items()):
+            if rank and reported.step > self._directed and not reported.returned:
+                return (
+                    f"rank {rank} reported step {reported.step}, and rank 0 had ended before: each mean since the "
+                    "surplus report is of different steps. Every rank calls pt.report once in each step"
+                )
+        return ""
 
     def overdue(self) -> str:
         """Return which ranks have not reported in time the step that rank 0 waits for; else ""."""
@@ -208,7 +225,7 @@ def _named(ranks: Sequence[int]) -> str:
 def remove_directory(directory: str | Path | None) -> None:
     """Remove a directory of this machine, if there is one."""
     if directory is not None:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
 
 
 def _require_no_files(rank: int, part: Part) -> None:
@@ -223,21 +240,23 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
     """Move the files of all `parts` into the directory of rank 0; ranks may have written into one directory.
 
     Raises:
-        InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder.
+        InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder; or a
+            file cannot be read.
         StagedFilesChanged: a part is not there any more.
     """
     owners: dict[str, int] = {}
-    for rank, part in parts.items():
-        if directory.exists() and part.exists() and part.samefile(directory):
-            continue
-        for parent, folders, files in os.walk(part, onerror=_raise):
-            for name in (*folders, *files):
-                source = Path(parent, name)
-                path = str(source.relative_to(part))
-                _move(source, directory / path, path, (owners.get(path, 0), rank))
-                owners.setdefault(path, rank)
-            folders[:] = [each for each in folders if Path(parent, each).exists()]  # a link to a folder was moved
-        remove_directory(part)
+    with naming_unreadable(directory):
+        for rank, part in parts.items():
+            if directory.exists() and part.exists() and part.samefile(directory):
+                continue
+            for parent, folders, files in os.walk(part, onerror=_raise):
+                for name in (*folders, *files):
+                    source = Path(parent, name)
+                    path = str(source.relative_to(part))
+                    _move(source, directory / path, path, (owners.get(path, 0), rank))
+                    owners.setdefault(path, rank)
+                folders[:] = [each for each in folders if Path(parent, each).exists()]  # a link to a folder was moved
+            remove_directory(part)
 
 
 def _raise(error: OSError) -> None:

@@ -69,6 +69,10 @@ _LONGEST_END = 200
 _REPORTS_TWICE = (
     "the trial's own process reported a step, and so did the ranks that it has started: report in the ranks only"
 )
+_ENDED_BEFORE_RANK_0 = (
+    "the trial's own process has returned, and rank 0, which it has started, had not: was its launcher killed? Wait "
+    "for the launcher, and raise if it fails, as subprocess.run(..., check=True) does. Rank 0 was ended"
+)
 
 
 def supervise(
@@ -103,6 +107,8 @@ class _Supervisor:
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
         self._ends_until: Deadline | None = None
+        self._rank_0_ends_until: Deadline | None = None
+        """How long rank 0 may train on after the trial's own process, whose launcher has started it."""
         self._failed_at = 0.0
         self._steps = 0
         self._handed_over = self._given_up = 0  # counted by this thread
@@ -220,6 +226,7 @@ class _Supervisor:
     def _pass_on(self, directive: Directive) -> None:
         if directive.saves:
             self._saves.expect(directive.step)
+        self._metrics.direct(directive.step)
         self._group.tell_others(directive)
         if not directive.saves:
             self._saves.close(directive.step)
@@ -228,17 +235,23 @@ class _Supervisor:
         self._group.leave(rank)
         self._ended_ranks.add(rank)
         if isinstance(message, TrialEnded):
-            # A rank of a launcher may return before the function that has started it, and others after it.
+            # A rank of a launcher may return before the function that has started it, and others after it. Only the
+            # end of rank 0 says that all is trained: a launcher that was killed, or is not waited for, returns too.
             if message.returned:
                 self._returned.add(rank)
                 self._rank_ends[rank] = _RETURNED
+            if rank == OWN and self._group.is_launched and 0 not in self._ended_ranks:
+                self._rank_0_ends_until = Deadline.after(_OTHERS_END_WITHIN)
+                return self._waited_enough()
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
             return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
         self._rank_ends[rank] = _short(message.message)
-        why = f"{self._named(rank)}{message.message}"
-        if message.cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
+        why, cause = f"{self._named(rank)}{message.message}", message.cause
+        if cause is Cause.MACHINE and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=False):
+            cause = Cause.OUT_OF_MEMORY  # what the trial has started was killed
+        if cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
             why = f"{why}; {self._meter.memory_words()}"
-        failed = self._failed(message.cause, f"{why}\n{message.traceback}".rstrip())
+        failed = self._failed(cause, f"{why}\n{message.traceback}".rstrip())
         if rank > 0 and isinstance(self._end, Done) and not message.after_end:
             self._end = failed  # rank 0 has trained its last step before this rank
             return self._waited_enough()
@@ -370,12 +383,16 @@ class _Supervisor:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         if self._commit_worker.error is not None:
             return self._not_written(self._commit_worker.error)
+        if isinstance(self._end, Done) and (why := self._metrics.surplus()):
+            return self._failed(Cause.USER, why)
         if self._ends_until is not None:
             is_over = self._ends_until.remaining_seconds <= 0 or (self._end is None and self._knows_cause())
             if self._group.open_ranks and not is_over:
                 return None
             self._say_who_goes_on()
             return self._end or min(self._failures, key=itemgetter(0))[1]
+        if self._rank_0_ends_until is not None and self._rank_0_ends_until.remaining_seconds <= 0:
+            return self._failed(Cause.MACHINE, f"{_ENDED_BEFORE_RANK_0} {_OTHERS_END_WITHIN.total_seconds():g} s later")
         if (failed := self._failed_save()) is not None:
             return failed
         if (absent := self._absent() or self._lacking_metrics()) is not None:

@@ -33,7 +33,7 @@ import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext, refresh_global_settings_context
-from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
@@ -43,6 +43,8 @@ from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.api_client import require_api
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.call_paths import own_context
+from prefect_tune.prefect_api.cancellation import end_cancellation
+from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from prefect_tune.runtime.load_named import require_not_importing
 
@@ -123,8 +125,9 @@ class FlowWithServer(Flow[_P, _R]):
         try:
             require_not_importing(self.name)
             arguments = require_valid(self, args, options)
-            with self.call_context(self.name), ExitStack() as resources:
+            with holding_signals(), self.call_context(self.name), ExitStack() as resources:
                 _have_server(resources, partial(self._prestarted, arguments))
+                raise_held_signal()
                 advice = f"{self.name} was interrupted: run it again to continue"
                 found[_HAS_BEGUN] = True
                 with _interrupts_raised_after_the_run():
@@ -210,6 +213,11 @@ def note_run() -> None:
     _last_run.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
 
 
+def _is_called_by_a_run() -> bool:
+    context = FlowRunContext.get()
+    return context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None
+
+
 def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
     """A function, since Dask pickles the flow with the variables that it names, and no `ContextVar` can be pickled."""
     if (interrupts := _interrupts.get()) is None:
@@ -231,6 +239,10 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if not _is_raised_after_the_run(interrupt):
                 raise
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
+        except TerminationSignal:
+            if not _is_called() or _is_called_by_a_run() or not end_cancellation():
+                raise
+            return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
     # Prefect looks for the names in annotations in the module of `run`, which is this one.
     vars(run)["__signature__"] = _PlainSignature.from_callable(function, eval_str=True)

@@ -136,9 +136,12 @@ class FollowingSession(TrialSession):
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
         report = super().count(metrics)
-        if self.start.metrics_from == "mean":
-            self._send(RankMetrics(step=report.step, metrics=report.metrics))
+        self._send_metrics(report)
         return report
+
+    def _send_metrics(self, report: StepReport, *, returned: bool = False) -> None:
+        if self.start.metrics_from == "mean":
+            self._send(RankMetrics(step=report.step, metrics=report.metrics, returned=returned))
 
     def lead(self, world_size: int) -> None:
         """Refuse it: this is another rank than 0."""
@@ -184,7 +187,7 @@ class FollowingSession(TrialSession):
         """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
         with self._reports:
             if self.start.metrics_from == "mean" and self._over is None and returned is not None:
-                self.count(returned)
+                self._send_metrics(super().count(returned), returned=True)
         return super().finish(None)
 
     def why_stop(self) -> str | None:

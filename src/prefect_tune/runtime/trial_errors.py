@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import pickle
 import resource
+import signal
+import subprocess
 import traceback
 
 from prefect_tune.core.errors import BadMetric, BadStop
@@ -13,6 +15,8 @@ from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.core.shown_text import shown_size
 from prefect_tune.runtime.message_stream import MalformedMessage
 
+_SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals by which another process ends what a trial has started, such as a launcher."""
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
 
 
@@ -67,6 +71,8 @@ def _cause(error: BaseException) -> Cause:
         case NotLoaded() | ImportError():
             return Cause.IMPORT
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
+            return Cause.MACHINE
+        case subprocess.CalledProcessError(returncode=code) if -code in _SENT_SIGNALS:
             return Cause.MACHINE
         case MemoryError():
             return Cause.OUT_OF_MEMORY

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -374,3 +376,11 @@ def discard(calls: FileSystemCalls, name: str, folder: int) -> None:
     """Remove a hidden name; on an error it stays, and a later sweep removes it."""
     with suppress(OSError):
         calls.unlink(name, folder)
+
+
+def remove_tree(directory: str | Path) -> None:
+    """Remove a directory and what a trainable has made below it; leave what cannot be removed."""
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+    except RecursionError:  # Python calls itself for each level, and keeps a descriptor open
+        subprocess.run(["rm", "-rf", "--", str(directory)], stderr=subprocess.DEVNULL, check=False)

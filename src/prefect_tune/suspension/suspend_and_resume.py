@@ -7,6 +7,7 @@ training another.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -284,10 +285,12 @@ def _log_resumable(turn: Turn) -> Iterator[None]:
     except (TerminationSignal, KeyboardInterrupt) as signal:
         state = turn.state
         said = resumable(state) if state and state.trials else "the run had not begun: run it again"
-        if isinstance(signal, KeyboardInterrupt):
-            raise KeyboardInterrupt(said) from None  # the last line of a script, and the message of the state
-        get_run_logger().warning("%s", said)
-        send_log()
+        is_interrupt = isinstance(signal, KeyboardInterrupt)
+        if not is_interrupt or threading.current_thread() is not threading.main_thread():
+            get_run_logger().warning("%s", said)
+            send_log()
+        if is_interrupt:  # the last line of a script that calls in its main thread, and the message of the state
+            raise KeyboardInterrupt(said) from None
         raise
 
 

@@ -245,7 +245,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             log_opening(now, state, slots, where, log)
             with (
                 StopRequestPoller(
-                    plan.target, state.key, len(state.stop_requests), spec.sync.sync_period, stop
+                    plan.target, state.key, len(state.stop_requests), spec.sync.request_period, stop
                 ) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
@@ -263,7 +263,8 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 return ended
 
     with as_one_owner(turn):
-        return Results(interruptible(search, grace=spec.grace), plan.target, objective)
+        ended = interruptible(search, grace=spec.grace, request_period=spec.sync.request_period)
+        return Results(ended, plan.target, objective)
 
 
 def _opened(

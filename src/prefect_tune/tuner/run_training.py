@@ -122,7 +122,7 @@ def _trained(begun: _TrainingPlan, turn: Turn) -> Experiment:
             return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
 
     with process_pool(get_run_logger(), slots=0) as pool, as_one_owner(turn):
-        return interruptible(train, grace=begun.spec.grace)
+        return interruptible(train, grace=begun.spec.grace, request_period=begun.spec.sync.request_period)
 
 
 def _driven(

@@ -159,7 +159,6 @@ class Stopping:
 
 # Poll the target for requests to stop the experiment, in a thread beside the driver's.
 
-_SHORTEST_PERIOD, _LONGEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
 _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
 
@@ -167,7 +166,7 @@ _MOMENT = timedelta(seconds=1)
 class StopRequestPoller(StopSource):
     """Reads the requests after number `journaled_count`; deletes acknowledged ones.
 
-    It looks with one GET per `sync_period`, at least every 5 s and at most every 0.5 s. Entering it reads the requests
+    It looks with one GET per `period`. Entering it reads the requests
     that are there already, so that no trial starts that was to stop. While the target does not answer or refuses,
     requests are read later; the first such error is logged.
     """
@@ -177,7 +176,7 @@ class StopRequestPoller(StopSource):
         target: StorageTarget,
         experiment: JournalKey,
         journaled_count: int,
-        sync_period: timedelta,
+        period: timedelta,
         interrupted: threading.Event,
     ) -> None:
         super().__init__(interrupted)
@@ -185,7 +184,7 @@ class StopRequestPoller(StopSource):
         self._experiment = experiment
         self._read_count = journaled_count
         self._journaled_count = journaled_count
-        self._period = min(_LONGEST_PERIOD, max(_SHORTEST_PERIOD, sync_period))
+        self._period = period
         self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._fails = False

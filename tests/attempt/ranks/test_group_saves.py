@@ -203,6 +203,18 @@ def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() ->
     assert not patient.overdue()
 
 
+def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_step() -> None:
+    metrics = GroupMetrics(3)
+    for rank in (1, 0, 2):
+        metrics.add(rank, rank_metrics(4, 1.0))
+    metrics.direct(4)
+    assert not metrics.surplus()
+    metrics.add(1, rank_metrics(5, 1.0).model_copy(update={"returned": True}))
+    assert not metrics.surplus(), "it ends too"
+    metrics.add(2, rank_metrics(5, 1.0))
+    assert metrics.surplus().startswith("rank 2 reported step 5, and rank 0 had ended before")
+
+
 def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:
     metrics = GroupMetrics(2, within=timedelta(seconds=0.2))
     time.sleep(0.3)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from tests.trainables.grouped import (
     lagging,
     late_at_last,
     launches,
+    loses_its_launcher,
     napping,
     raises_late,
     reports_on_rank_0,
@@ -324,6 +326,30 @@ def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(ra
     assert states(result) == undisturbed()
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    long_after(
+        1,
+        [
+            {"signal": signal.SIGKILL},
+            {"signal": signal.SIGKILL, "check": True},
+            {"signal": signal.SIGTERM},
+            {"signal": signal.SIGTERM, "exits": 0},
+            {"signal": signal.SIGTERM, "exits": 0, "check": True},
+            {"signal": signal.SIGTERM, "exits": 3},
+        ],
+    ),
+    ids=str,
+)
+def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
+    launcher: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_OTHERS_END_WITHIN", timedelta(seconds=1))
+    result = launched(tmp_path, loses_its_launcher, launcher)
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+    assert states(result) == undisturbed()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("trainable", [launches, runs_programs])
 def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
@@ -429,6 +455,24 @@ def test_by_default_the_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
 def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "why"),
+    long_after(
+        1,
+        [
+            (1, 2, "rank 1 reported step 4, and rank 0 had ended before"),
+            (1, 3, "rank 1 reported step 4, and rank 0 had ended before"),
+            (0, 1, "rank 1 ended before step 5, of which rank 0 reported metrics"),
+        ],
+    ),
+)
+def test_a_rank_that_reports_once_more_than_the_others_fails_the_mean_and_is_named(
+    rank: int, at: int, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pt.TrialFailed, match=why):
+        meaned(tmp_path, differs, {"steps": 3, "rank": rank, "at": at, "does": "report twice"})
 
 
 def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

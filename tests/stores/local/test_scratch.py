@@ -14,6 +14,7 @@ import pytest
 
 from prefect_tune.stores.local import scratch
 from prefect_tune.stores.local.scratch import ScratchDirectory, new_output_file
+from tests.trainables.unreadable import make_deep
 
 FOLDERS = ("staging", "artifacts")
 
@@ -33,6 +34,12 @@ def test_one_is_removed_with_its_content_and_the_last_with_their_parent() -> Non
         assert not path.exists()
         assert kept.is_dir()
     assert not kept.parent.exists()
+
+
+def test_one_is_removed_however_deep_its_content_is() -> None:
+    with ScratchDirectory() as path:
+        make_deep(path, ["n"] * 1200)
+    assert not path.exists()
 
 
 def test_a_parent_that_was_tidied_away_is_made_again() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -23,6 +24,7 @@ from prefect_tune.runtime.session import snapshot
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.trainables.unreadable import make_deep
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 ABOUT = About(attempt=1, term=1, write_id="w", created_at="now")
@@ -142,9 +144,42 @@ def _a_backslash(root: Path) -> None:
     (root / "bad\\name").touch()
 
 
+def _a_link_to_itself(root: Path) -> None:
+    (root / "bad").symlink_to("bad")
+
+
+def _two_links_to_each_other(root: Path) -> None:
+    (root / "bad").symlink_to("other")
+    (root / "other").symlink_to("bad")
+
+
+def _a_device(root: Path) -> None:
+    (root / "bad").symlink_to("/dev/full")
+
+
+def _a_path_that_is_too_long_to_open(root: Path) -> None:
+    make_deep(root, ["bad", *["n" * 250] * 17])
+
+
+def _a_path_with_many_levels(root: Path) -> None:
+    make_deep(root, ["bad", *["n"] * 300])
+
+
 @pytest.mark.parametrize(
     "put",
-    [_a_dangling_link, _a_linked_directory, _a_socket, _a_pipe, _bytes_for_a_name, _a_backslash],
+    [
+        _a_dangling_link,
+        _a_linked_directory,
+        _a_socket,
+        _a_pipe,
+        _bytes_for_a_name,
+        _a_backslash,
+        _a_link_to_itself,
+        _two_links_to_each_other,
+        _a_device,
+        _a_path_that_is_too_long_to_open,
+        _a_path_with_many_levels,
+    ],
     ids=lambda put: put.__name__.strip("_"),
 )
 def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: object, tmp_path: Path) -> None:
@@ -152,6 +187,27 @@ def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: object, tm
     put(tmp_path)
     with pytest.raises(InvalidInput, match="bad"):
         StagedFiles(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("name", ["bad", "folder"])
+def test_what_another_user_owns_is_refused_by_name(name: str) -> None:
+    with TemporaryDirectory() as folder:
+        root = write(Path(folder), {"bad": b"1", "folder/file": b"2"})
+        root.chmod(0o755)
+        (root / name).chmod(0)
+        staged_before = StagedFiles(root)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(InvalidInput, match=f"/{name}: cannot be read, so it cannot be saved: Permission den"):
+                _read_all(StagedFiles(root) if name == "folder" else staged_before)
+        finally:
+            os.seteuid(0)
+
+
+def _read_all(staged: StagedFiles) -> None:
+    for number, file in enumerate(staged.files):
+        staged.read_into(Piece(file=number, offset=0, length=file.size_bytes), memoryview(bytearray(file.size_bytes)))
 
 
 def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:

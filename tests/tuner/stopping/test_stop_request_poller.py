@@ -12,7 +12,6 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.messages.target_messages import StopRequest, ask
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.tuner import stop_requests
 from prefect_tune.tuner.stop_requests import StopRequestPoller
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
@@ -32,10 +31,8 @@ class AwayBucket(Bucket):
         return super().read(path, offset=offset, length=length)
 
 
-def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stop_requests, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
+def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    often = timedelta(milliseconds=5)
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
     ask(bucket, nothing_yet(JournalKey(experiment="e", generation=1)), request)

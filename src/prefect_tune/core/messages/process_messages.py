@@ -256,6 +256,8 @@ class RankMetrics(Value):
     type: Literal["rank-metrics"] = "rank-metrics"
     step: int
     metrics: Mapping[str, object]
+    returned: bool = False
+    """Whether the function returned them: the rank ends, and does not wait for rank 0."""
 
 
 class MeanMetrics(Value):

@@ -10,7 +10,6 @@ import io
 import itertools
 import logging
 import os
-import shutil
 import socket
 import stat
 import tempfile
@@ -26,6 +25,7 @@ from uuid import uuid4
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.file_lock import FileLock, Share
+from prefect_tune.stores.posix_files import remove_tree
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class _Home:
 
     def remove(self, path: Path) -> None:
         try:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         finally:
             self._leave()
 
@@ -159,7 +159,7 @@ def _locked_directory() -> Iterator[Path]:
         yield directory
     finally:
         alive.release()
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
 
 
 @contextmanager
@@ -232,8 +232,7 @@ def _remove_if_dead(directory: Path) -> None:
         return  # not locked yet by its maker, or not a scratch directory
     with suppress(FileNotFoundError):  # another process removed it first
         if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
-            with suppress(RecursionError):  # a trial left a thousand folders in one another: they stay
-                shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory)
             lock.release()
 
 

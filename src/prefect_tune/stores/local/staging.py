@@ -70,8 +70,8 @@ class StagedFiles:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is not a directory, or has an entry that cannot be restored elsewhere
-                (a link to a directory, a dangling link, a socket, a name that is not UTF-8).
+            InvalidInput: it is not a directory, or has an entry that cannot be read, or not be restored elsewhere
+                (a link to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
             StagedFilesChanged: a file was deleted meanwhile.
         """
         self.directory = directory
@@ -95,10 +95,8 @@ class StagedFiles:
 
     def read_into(self, piece: Piece, buffer: memoryview) -> None:
         file = self.files[piece.file]
-        try:
+        with naming_unreadable(self.directory):
             descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as gone:
-            raise StagedFilesChanged(f"{self.directory / file.path}: was deleted while it was being saved") from gone
         try:
             done = 0
             while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
@@ -131,11 +129,41 @@ class _LocalFiles:
 def _found_in(directory: Path) -> _LocalFiles:
     files: dict[str, _File] = {}
     empty: list[str] = []
-    try:
+    with naming_unreadable(directory):
         _scan(str(directory), "", files, empty)
+    return _LocalFiles(dict(sorted(files.items())), tuple(sorted(empty)))
+
+
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+"""The errors of a file that another attempt on another machine would meet too."""
+_MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
+"""Of a file within a checkpoint: its path in the directory of a restore is longer, and 4,095 bytes is Linux's limit."""
+_SHOWN = 200
+
+
+@contextmanager
+def naming_unreadable(directory: Path) -> Iterator[None]:
+    """Raise errors of files below `directory` as the user's, with the path.
+
+    Raises:
+        InvalidInput: an entry cannot be read.
+        StagedFilesChanged: an entry was deleted.
+    """
+    try:
+        yield
     except (FileNotFoundError, NotADirectoryError) as gone:
         raise StagedFilesChanged(f"{gone.filename}: was deleted while it was being saved") from gone
-    return _LocalFiles(dict(sorted(files.items())), tuple(sorted(empty)))
+    except OSError as error:
+        if error.errno in _UNREADABLE:
+            raise InvalidInput(
+                f"{_shown(str(error.filename or directory))}: cannot be read, so it cannot be saved: {error.strerror}"
+            ) from error
+        raise
+
+
+def _shown(path: str) -> str:
+    """Return a path for a message; of a very long one its begin and its end."""
+    return path if len(path) <= 2 * _SHOWN else f"{path[:_SHOWN]}…{path[-_SHOWN:]}"
 
 
 def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str]) -> None:
@@ -145,7 +173,7 @@ def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str])
         empty.append(below)
     for entry in found:
         path = f"{below}/{entry.name}" if below else entry.name
-        _require_portable(entry)
+        _require_portable(entry, path)
         status = entry.stat()
         if stat.S_ISREG(status.st_mode):
             mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -154,12 +182,18 @@ def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str])
             _scan(entry.path, path, files, empty)
 
 
-def _require_portable(entry: os.DirEntry[str]) -> None:
+def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
     path = entry.path
     try:
         entry.name.encode()
     except UnicodeEncodeError as undecodable:
         raise InvalidInput(f"{path!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
+    size_bytes, levels = len(relative.encode()), relative.count("/") + 1
+    if size_bytes > _MAX_PATH_BYTES or levels > _MAX_LEVELS:
+        raise InvalidInput(
+            f"{_shown(path)}: the path within the checkpoint has {size_bytes:,} bytes and {levels} levels, expected at "
+            f"most {_MAX_PATH_BYTES:,} bytes and {_MAX_LEVELS} levels, so that it can be restored elsewhere"
+        )
     if "\\" in entry.name:
         raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
     if entry.is_symlink() and (entry.is_dir() or not Path(path).exists()):
