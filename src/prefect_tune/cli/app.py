@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -151,6 +152,12 @@ def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) 
     """Return an option whose help fits a terminal of 80 columns."""
     found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
     return found
+
+
+def import_from_here() -> None:
+    """Let MODULE be a file in the working directory, as `python -m` does."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 OF_A_DAMAGED_JOURNAL = (

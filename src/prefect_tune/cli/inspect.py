@@ -23,6 +23,7 @@ from prefect_tune.cli.app import (
     asks,
     command,
     could_not_run,
+    import_from_here,
 )
 from prefect_tune.cli.open_target import (
     caught_up,
@@ -472,6 +473,7 @@ def audit(
     for option, name in named.items():
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
+    import_from_here()
     given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
         existing_place(target)
