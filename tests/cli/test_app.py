@@ -14,6 +14,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.main import get_command
 
+import prefect_tune as pt
 from prefect_tune.cli import application
 from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
@@ -105,7 +106,7 @@ def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_o
 
 
 def test_every_command_that_takes_a_module_is_among_those_tested_with_one_in_the_working_directory() -> None:
-    commands = get_command(application()).commands  # type: ignore[attr-defined]  # a group
+    commands = vars(get_command(application()))["commands"]
     texts = {
         name: [f"{each.metavar} {getattr(each, 'help', '')}" for each in one.params] for name, one in commands.items()
     }
@@ -118,6 +119,10 @@ def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) 
     done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("# digits\n")
+
+
+def test_the_version_is_that_of_the_package(run: Run) -> None:
+    assert run("--version").out == f"prefect-tune {pt.__version__}\n"
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

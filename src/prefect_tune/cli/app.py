@@ -131,6 +131,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from prefect_tune import __version__
+
+        print(f"prefect-tune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
 Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="A URI, a path, or a block's type/name.", show_default=False)
 ]

@@ -311,9 +311,9 @@ def _all_errored(results: Results, skipped: int) -> str:
     if count == 1:
         errored = f"its only trial errored: {cause}"
     elif not others:
-        errored = f"{count} of {count} trials errored, all with: {cause}"
+        errored = f"{count} of {plural(count, 'trial', 'trials')} errored, all with: {cause}"
     else:
-        errored = f"{count} of {count} trials errored: {_counted(causes)}"
+        errored = f"{count} of {plural(count, 'trial', 'trials')} errored: {_counted(causes)}"
     again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
     rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
     if not skipped:
