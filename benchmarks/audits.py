@@ -29,7 +29,7 @@ def _search(target: str, trial_count: int) -> None:
     from tests.fakes.searches.planned_search import STEPS, PlannedSearch
 
     search = PlannedSearch(LocalTarget(path=target), slots=16)
-    search.run(scheduler=pt.ASHA(STEPS), num_samples=trial_count)
+    search.run(scheduler=pt.ASHA(STEPS, variant="stopping"), num_samples=trial_count)
 
 
 def _audited(target: str) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
 
     schedulers = {
         "fifo": pt.FIFO(),
-        "asha": pt.ASHA(_STEPS),
+        "asha": pt.ASHA(_STEPS, variant="stopping"),
         "promotion": pt.ASHA(_STEPS, variant="promotion"),
     }
     space = {"lr": pt.loguniform(1e-4, 1e-1), "width": pt.choice([32, 64, 128]), "act": "relu", "betas": [0.9, 0.999]}

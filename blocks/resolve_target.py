@@ -68,6 +68,31 @@ def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
     _read(value)
 
 
+ABSOLUTE = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z0-9+.-]*://)"
+"""How a path or a URI begins that is the same place in each process."""
+
+
+def block_slug_pattern() -> str:
+    """Return the pattern of `type/name` of the saved blocks that can be a target, for JSON schemas."""
+    return rf"(?:{'|'.join(sorted(_target_types()))})/[^/\s]+"
+
+
+def require_absolute(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
+    """Check that a target is the same place on each machine: no path below a working directory or a home.
+
+    Raises:
+        InvalidInput: it is a relative path.
+    """
+    if isinstance(value, StorageTarget) or re.match(ABSOLUTE, text := os.fspath(value)):
+        return
+    if not isinstance(_read(text), tuple):
+        raise InvalidInput(
+            f"{where}: {text!r}: expected an absolute path or a URI, found a relative path: a run of a deployment has "
+            "the working directory and the home of its worker. Pass /absolute/path, a URI such as s3://bucket/runs, "
+            "or the type/name of a saved block"
+        )
+
+
 def target_reference(target: StorageTarget) -> str:
     """Return a string without secrets that `resolve_target` turns into an equal target in any process.
 

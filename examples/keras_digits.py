@@ -48,7 +48,7 @@ if __name__ == "__main__":
         experiment="keras-digits",
         metric="loss",
         num_samples=3,
-        scheduler=pt.ASHA(max_t=9, grace_period=3, variant="promotion"),
+        scheduler=pt.ASHA(max_t=9, grace_period=3),
         checkpoint=pt.Cadence(every_steps=2),
     )
     print(results.best.config, results.best.metrics)

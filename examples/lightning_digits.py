@@ -65,7 +65,7 @@ if __name__ == "__main__":
         experiment="lightning-digits",
         metric="loss",
         num_samples=3,
-        scheduler=pt.ASHA(max_t=18, grace_period=6, variant="promotion"),
+        scheduler=pt.ASHA(max_t=18, grace_period=6),
         checkpoint=pt.Cadence(every_steps=3),
     )
     print(results.best.config, results.best.metrics)

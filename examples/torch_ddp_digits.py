@@ -63,7 +63,7 @@ if __name__ == "__main__":
         experiment="torch-ddp-digits",
         metric="loss",
         num_samples=3,
-        scheduler=pt.ASHA(max_t=54, grace_period=18, variant="promotion"),
+        scheduler=pt.ASHA(max_t=54, grace_period=18),
         checkpoint=pt.Cadence(every_steps=10),
         processes_per_trial=2,
     )

@@ -47,6 +47,6 @@ if __name__ == "__main__":
         experiment="transformers-digits",
         metric="loss",
         num_samples=3,
-        scheduler=pt.ASHA(max_t=12, grace_period=4, variant="promotion"),
+        scheduler=pt.ASHA(max_t=12, grace_period=4),
     )
     print(results.best.config, results.best.metrics)

@@ -37,7 +37,7 @@ if __name__ == "__main__":
         experiment="xgboost-digits",
         metric="loss",
         num_samples=3,
-        scheduler=pt.ASHA(max_t=27, grace_period=9, variant="promotion"),
+        scheduler=pt.ASHA(max_t=27, grace_period=9),
         checkpoint=pt.Cadence(every_steps=5),
     )
     print(results.best.config, results.best.metrics)

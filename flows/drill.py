@@ -15,7 +15,7 @@ from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import drill_plan
 from prefect_tune.drills.run_drill import environment_with_api, require_importable, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
-from prefect_tune.parameters.forms import ConfigField, TargetField
+from prefect_tune.parameters.forms import ConfigField, OptionalTargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.prefect_api.task_runs import public_task
 
@@ -27,7 +27,7 @@ def drill(
     trainable: str,
     config: ConfigField = None,
     *,
-    target: TargetField | None = None,
+    target: OptionalTargetField = None,
     steps: Whole = 12,
     kills: Whole = 3,
     at: list[Whole] | None = None,
@@ -49,8 +49,8 @@ def drill(
     Args:
         trainable: the code to train: `package.module:Name`.
         config: its configuration.
-        target: where the runs store checkpoints: a URI, the `type/name` of a saved block, or the block. Default: a
-            temporary folder.
+        target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
+            block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
         kills: how many times the second run is killed by SIGKILL, after steps that `seed` draws: the trial, the
             process of the search, that process in the middle of an upload, and of several ranks another one, in turn.

@@ -101,8 +101,9 @@ def durable_trainable(
             `train(config)` or the subclass of `pt.Trainable` itself.
         config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`; in code also a dataclass:
             it gets a dict of its fields.
-        target: where checkpoints and state are stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved
-            block, such as `s3-target/prod`, or the block. Put credentials into blocks, which hide them.
+        target: where checkpoints and state are stored: an absolute path or URI, such as `s3://bucket/runs`, the
+            `type/name` of a saved block, such as `s3-target/prod`, or the block; in a script also a relative path. Put
+            credentials into blocks, which hide them.
         experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run,
             so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
             and each other one has a name of its own that begins with it.

@@ -21,6 +21,7 @@ from prefect_tune.maintenance import (
     names_on,
     show_report,
 )
+from prefect_tune.parameters.forms import TargetField
 from prefect_tune.parameters.search_plan import MOST_SECONDS
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -29,13 +30,16 @@ from prefect_tune.tasks.maintenance import Sample
 __all__ = ["maintain"]
 
 
+_DAILY_SHARE = "1/7"
+
+
 @flow_with_server(name="maintain", persist_result=False)
 def maintain(
-    target: StorageTarget | str,
+    target: TargetField,
     *,
     experiments: list[str] | None = None,
     verify: Literal["sample", "all", "none"] = "sample",
-    share: str = "1/7",
+    share: str = _DAILY_SHARE,
     max_verify_bytes: Whole | None = None,
     quarantine: bool = True,
     collect: bool = True,
@@ -52,7 +56,8 @@ def maintain(
     each run.
 
     Args:
-        target: the target to maintain: a block, a `"block-type/name"` slug, or a URI.
+        target: the target to maintain: an absolute path or URI, such as `s3://bucket/runs`, the `type/name` of a saved
+            block, or the block; in a script also a relative path.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
         verify: which checkpoints are read and checked, byte by byte: a `"sample"`, another one each day;
             `"all"`; or `"none"`.
@@ -78,6 +83,10 @@ def maintain(
     """
     outlive_log_reader()
     _require_possible(max_verify_bytes, time_budget_seconds)
+    if verify != "sample" and share != _DAILY_SHARE:
+        raise InvalidInput(f"share={share!r}: it is the part of a sample, and verify={verify!r}; nothing was begun")
+    if verify == "none" and max_verify_bytes is not None:
+        raise InvalidInput(f"max_verify_bytes={max_verify_bytes}: verify='none' reads nothing; nothing was begun")
     today = datetime.now(UTC).date()
     chosen = EVERYTHING if verify == "all" else share_of(share, today)
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)

@@ -26,6 +26,7 @@ from prefect_tune.parameters.forms import (
     StopField,
     SyncField,
     TargetField,
+    WarmStartField,
 )
 from prefect_tune.parameters.resume_compatibility import require_search
 from prefect_tune.parameters.search_limits import require_no_fewer, require_one_count
@@ -56,7 +57,7 @@ def resume(
     space: ConfigField = None,
     search: SearchField = None,
     scheduler: SchedulerField = None,
-    warm_start: list[str] | None = None,
+    warm_start: WarmStartField = None,
     max_concurrent_trials: Whole | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
@@ -78,8 +79,8 @@ def resume(
 
     Args:
         experiment: its name on the target.
-        target: where the experiment is stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
-            such as `s3-target/prod`, or the block.
+        target: where the experiment is stored. An absolute path or URI, such as `s3://bucket/runs`, the `type/name` of
+            a saved block, such as `s3-target/prod`, or the block; in a script also a relative path.
         num_samples: new total number of samples, not smaller than before: the search continues where it ended. With a
             grid it is how often each point is tried in all, as in `tune`. Default: the number in the journal.
         samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.

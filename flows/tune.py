@@ -26,6 +26,7 @@ from prefect_tune.parameters.forms import (
     SyncField,
     TargetField,
     TrainableField,
+    WarmStartField,
 )
 from prefect_tune.parameters.search_limits import require_one_count
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -60,7 +61,7 @@ def tune(
     fail_fast: bool | None = None,
     resume: ResumeField = "auto",
     rerun_errored: RerunField = False,
-    warm_start: list[str] | None = None,
+    warm_start: WarmStartField = None,
     on_code_change: Literal["warn", "refuse"] = "warn",
     trials: Literal["tasks", "deployment"] = "tasks",
     trial_deployment: str = "train-trial/train-trial",
@@ -92,8 +93,9 @@ def tune(
             "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`, or a dataclass:
             trials get a dict of its fields. Default: nothing is drawn, for a `search` that proposes all parameters
             itself, or a trainable that needs none.
-        target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
-            block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
+        target: where checkpoints and state are stored. An absolute path or URI, such as `s3://bucket/runs`, the
+            `type/name` of a saved block, such as `s3-target/prod`, or the block; in a script also a relative path. Put
+            secrets into a block: its secret fields are hidden.
         experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run,
             so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
             and each other one has a name of its own that begins with it.

@@ -70,6 +70,7 @@ from prefect_tune.task_values import (
     experiment_state,
     similar_experiment,
 )
+from prefect_tune.terminal.live_display import NOTICE
 
 _LONG = timedelta(minutes=10)
 
@@ -374,7 +375,8 @@ def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[st
 
 def _log_fork(log: Log, past: Past, made: Fork) -> None:
     """Log the fork, and warn of each trial whose checkpoints the origin has deleted."""
-    log.info("%s: a fork of %s, %d trials", made.experiment.name, past.origin, len(made.experiment.trials))
+    line = "%s: a fork of %s, %d trials"
+    log.info(line, made.experiment.name, past.origin, len(made.experiment.trials), extra=NOTICE)
     for name, refs in made.lost.items():
         trial = made.experiment.trial(name)
         left = trial.checkpoints[-1].step if trial.checkpoints else None

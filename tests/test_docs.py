@@ -6,12 +6,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from zipfile import ZipFile
 
+import boto3
 import pytest
 
 import prefect_tune as pt
@@ -29,6 +32,7 @@ from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 from tests.fakes.searches.experiments import write_experiment
+from tests.fakes.servers.moto_server import moto_server
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "start.md"
@@ -58,53 +62,61 @@ DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
 OWN_FLOWS = ROOT / "docs" / "own-flows.md"
 TESTING = ROOT / "docs" / "testing.md"
-TESTED = {
-    README: {"python", "bash", "text"},
-    START: {"python", "bash"},
-    LAYOUT: {"python", "json", "text"},
-    SPACES: {"python", "json"},
-    SCHEDULERS: {"python"},
-    OPTUNA: {"python"},
-    STOPPING: {"python", "json", "bash"},
-    RESULTS: {"python"},
-    CLI: {"bash"},  # by tests/cli/test_page.py
-    SEARCHES: {"python"},
-    WHERE_TRIALS_RUN: {"python"},
-    FROM_OPTUNA: {"python"},
-    FROM_RAY_TUNE: {"python"},
-    CHECKPOINTS: {"python"},
-    INTEGRATIONS: {"python"},
-    MANY_PROCESSES: {"python"},
-    MAINTAIN: {"python", "bash"},
-    # By tests/test_recipes.py:
-    RECIPES / "object-stores.md": {"python", "bash", "json"},
-    RECIPES / "kubernetes.md": {"python", "bash", "yaml"},
-    RECIPES / "spot-instances.md": {"python", "yaml"},
-    RECIPES / "dask.md": {"python", "bash"},
-    RECIPES / "ray.md": {"python"},
-    AUTOMATIONS: {"python"},
-    DEPLOYMENTS: {"python", "bash", "json", "toml"},  # json: in tests/deploy/test_deployment_parameters.py
-    RESUME: {"bash", "python"},
-    OWN_FLOWS: {"python", "bash", "text"},
-    COST: {"python"},
-    DRILL: {"python", "bash", "text"},
-    AUDIT: {"python", "bash"},
-    TESTING: {"python"},
-    TRUST: {"text"},  # in tests/flows/searching/test_trust.py
+KUBERNETES, OBJECT_STORES = RECIPES / "kubernetes.md", RECIPES / "object-stores.md"
+RUN = (
+    pytest.param(README, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    pytest.param(START, marks=pytest.mark.long),
+    pytest.param(SPACES),
+    *(
+        pytest.param(page, marks=pytest.mark.long)
+        for page in (SCHEDULERS, OPTUNA, STOPPING, RESULTS, SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE)
+    ),
+    *(pytest.param(page, marks=pytest.mark.long) for page in (CHECKPOINTS, COST, AUDIT, RESUME, AUTOMATIONS, CLI)),
+    *(pytest.param(page, marks=pytest.mark.long) for page in (MAINTAIN, DEPLOYMENTS, KUBERNETES, OBJECT_STORES)),
+    pytest.param(OWN_FLOWS, marks=pytest.mark.deep),
+    pytest.param(DRILL, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
+)
+"""The pages whose Python and Bash is run as it stands, from top to bottom, in an empty folder."""
+NOT_RUN = {
+    "pip install '.[server]'": "installed here; tests/test_packaging.py installs what is built",
+    "pip install 'prefect-tune[server]'": "not released yet; tests/test_packaging.py installs what is built",
+    'dask worker tcp://scheduler:8786 --nthreads 4 --resources "GPU=4" --preload prefect_tune.tasks': (
+        "needs a Dask scheduler on a machine of that name; tests/test_recipes.py lets Dask parse it"
+    ),
+}
+"""The lines of Bash that are left out when a page is run, and why."""
+MINIO = "http://minio.example.com:9000"
+"""An address that a page has and no test: moto's S3 server takes its place."""
+TESTED_ELSEWHERE = {
+    (LAYOUT, "python"): "below",
+    (LAYOUT, "json"): "below",
+    (LAYOUT, "text"): "below",
+    (SPACES, "json"): "below",
+    (STOPPING, "json"): "below",
+    (README, "text"): "below",
+    (OWN_FLOWS, "text"): "below",
+    (DRILL, "text"): "below",
+    (DEPLOYMENTS, "toml"): "below",
+    (DEPLOYMENTS, "json"): "tests/deploy/test_deployment_parameters.py",
+    (INTEGRATIONS, "python"): "it is of the examples, which tests/integrations runs",
+    (MANY_PROCESSES, "python"): "it is of the examples, which tests/integrations runs",
+    (TESTING, "python"): "below",
+    (TRUST, "text"): "tests/flows/searching/test_trust.py",
+    (OBJECT_STORES, "json"): "tests/test_recipes.py",
+    (KUBERNETES, "yaml"): "tests/test_recipes.py",
+    (RECIPES / "spot-instances.md", "python"): "tests/test_recipes.py",
+    (RECIPES / "spot-instances.md", "yaml"): "tests/test_recipes.py",
+    (RECIPES / "dask.md", "python"): "tests/test_recipes.py",
+    (RECIPES / "ray.md", "python"): "tests/test_recipes.py",
 }
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
-    (MANY_PROCESSES, "text"): "a drawing",
+    (MANY_PROCESSES, "text"): "two drawings, and what a command prints",
     (SCHEDULERS, "text"): "three lines for PyTorch, which the lock does not hold",
     (FROM_RAY_TUNE, "text"): "code for Ray Tune, which the lock does not hold",
-    (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
+    (KUBERNETES, "text"): "a Dockerfile: there is no container engine, and no registry",
 }
-NOT_RUN = {
-    "pip install '.[server]'": "installed here; tests/test_packaging.py installs what is built",
-    "pip install 'prefect-tune[server]'": "not released yet; tests/test_packaging.py installs what is built",
-}
-"""Lines of Bash that are left out when a page is run, and why."""
 
 
 def the_block(page: Path, language: str, number: int = 0) -> Block:
@@ -112,30 +124,89 @@ def the_block(page: Path, language: str, number: int = 0) -> Block:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
-    untested = {language for where, language in UNTESTED if where == page}
-    assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set()) | untested
+def test_each_block_of_a_page_is_run_or_listed_with_the_reason(page: Path) -> None:
+    runs = {"python", "bash"} if page in pages_run() else set()
+    listed = {language for where, language in [*TESTED_ELSEWHERE, *UNTESTED] if where == page}
+    missing = [block for block in blocks_of(page) if block.language not in runs | listed and left_of(block).strip()]
+    assert missing == []
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
-    (tmp_path / "first_search.py").write_text(the_block(README, "python").code)
-    runs = [each for page in (START, README) for each in blocks_of(page) if each.language in ("python", "bash")]
-    runs = [Block(each.language, without(NOT_RUN, each.code)) for each in runs]
-    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
+def test_the_lists_of_blocks_that_are_not_run_name_only_what_is_on_a_page() -> None:
+    blocks = [(page, block) for page in PAGES for block in blocks_of(page)]
+    assert {*TESTED_ELSEWHERE, *UNTESTED} <= {(page, block.language) for page, block in blocks}
+    assert set(NOT_RUN) <= {line for _, block in blocks for line in block.code.splitlines()}
+    assert set(CHECKS) | set(PREPARATIONS) <= pages_run()
+
+
+def pages_run() -> set[Path]:
+    return {case.values[0] for case in RUN if isinstance(case.values[0], Path)}
+
+
+def left_of(block: Block) -> str:
+    """Return the code without the lines that are not run."""
+    if block.language != "bash":
+        return block.code
+    return "\n".join(line for line in block.code.splitlines() if line not in NOT_RUN)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_a_page_works_as_it_stands_from_top_to_bottom(page: Path, prefect_server: str, tmp_path: Path) -> None:
+    PREPARATIONS.get(page, lambda _: None)(tmp_path)
+    blocks = [replace(block, code=left_of(block)) for block in blocks_of(page) if block.language in {"python", "bash"}]
+    environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": ""}  # no page says to set it
+    with server_of_buckets() if page == OBJECT_STORES else nullcontext(MINIO) as url:
+        blocks = [replace(block, code=block.code.replace(MINIO, url)) for block in blocks]
+        done = run_blocks([*blocks, *MORE.get(page, ())], tmp_path, environment)
+    uninstall_automations()
     assert done.returncode == 0, done.stdout
-    assert "{'rate': 0.7105" in done.stdout
-    assert re.search(r"^00001  completed  27    \S+  0.710535", done.stdout, re.MULTILINE)  # as on the page
-    assert re.search(r"^50 0\.000\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
-    assert "durable-trainable/durable-trainable" in done.stdout
-    assert list(files_in(tmp_path / "plain-directory")) == ["x"]
-    *printed, drilled = [each for each in blocks_of(README) if each.language == "text"]
+    CHECKS.get(page, lambda _, __: None)(done.stdout, tmp_path)
+
+
+@contextmanager
+def server_of_buckets() -> Iterator[str]:
+    with moto_server() as url:
+        keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+        boto3.Session().client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
+        yield url
+
+
+def prepare_spaces(folder: Path) -> None:
+    (folder / "space.json").write_text(the_block(SPACES, "json").code)
+
+
+def prepare_maintain(folder: Path) -> None:
+    write_experiment(folder / "runs", "first", [20, 40], quarantined=(40,))
+    write_experiment(folder / "runs", "nightly-1", [1, 2])
+
+
+PREPARATIONS = {SPACES: prepare_spaces, MAINTAIN: prepare_maintain}
+"""What a page finds in the folder."""
+ASKING = """
+class Session:
+    def ask(self, question, fields, key, save):
+        return {**fields, 'rate': 0.25}
+
+from prefect_tune.runtime.trainable import enter
+enter(Session(), whole_process=False)
+careful = Careful()
+careful.setup({'rate': 0.5})
+for _ in range(4): careful.step()
+assert (careful.steps, careful.rate) == (4, 0.25)
+careful.save_checkpoint('.')
+careful.load_checkpoint('.')
+assert (careful.steps, careful.rate) == (4, 0.25)
+"""
+MORE = {RESUME: [Block("python", ASKING)]}
+"""What is run after the blocks of a page: the trainable of the page on resuming asks, and goes on as it is answered."""
+
+
+def check_readme(printed: str, folder: Path) -> None:
+    assert (folder / "runs" / "net").is_dir()
+    *shown, drilled = [block for block in blocks_of(README) if block.language == "text"]
     assert "✓ exact: the run that was killed 2 times is the same; 8 metric values" in drilled.code
-    assert "exact: the run that was killed 2 times is the same" in done.stdout
-    seen = " ".join(done.stdout.split())
-    missing = [line for each in printed for line in each.code.splitlines() if line != "…" and not is_in(seen, line)]
+    assert "exact: the run that was killed 2 times is the same" in printed
+    seen = " ".join(printed.split())
+    missing = [line for block in shown for line in block.code.splitlines() if line != "…" and not is_in(seen, line)]
     assert missing == []
 
 
@@ -150,77 +221,83 @@ def is_in(seen: str, line: str) -> bool:
     return re.search(pattern, seen) is not None
 
 
-def without(lines: Collection[str], code: str) -> str:
-    return "\n".join(line for line in code.splitlines() if line not in lines)
+def check_start(printed: str, folder: Path) -> None:
+    assert "{'rate': 0.7105" in printed
+    assert re.search(r"^00001  completed  27    \S+  0.710535", printed, re.MULTILINE)  # as on the page
+    assert re.search(r"^50 0\.000\d+ Checkpoint\(", printed, re.MULTILINE), printed
+    assert "durable-trainable/durable-trainable" in printed
+    assert "x" in files_in(folder / "first-model")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "page",
-    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS, COST, OPTUNA, SCHEDULERS],
-    ids=lambda page: page.name,
-)
-def test_each_page_on_searches_and_results_works_from_top_to_bottom(
-    page: Path, prefect_server: str, tmp_path: Path
-) -> None:
-    runs = [block for block in blocks_of(page) if block.language == "python"]
-    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
+def check_stopping(printed: str, _: Path) -> None:
+    assert re.search(r"^trial 00001 .*diverges", printed, re.MULTILINE)
+    assert re.search(r"^experiment 'digits' ", printed, re.MULTILINE)
 
 
-@pytest.mark.deep
-def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefect_server: str, tmp_path: Path) -> None:
-    descent, *rest = blocks_of(OWN_FLOWS)
-    (tmp_path / "descent.py").write_text(descent.code)
-    shown = next(each.code for each in rest if each.language == "text")
-    code = [each for each in rest if each.language != "text"]
-    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
-    assert {" ".join(line.split()) for line in shown.splitlines()} <= {
-        " ".join(x.split()) for x in done.stdout.splitlines()
-    }
-    trained = [int(step) for step in re.findall(r"trained step (\d+)", done.stdout)]
-    assert sorted(set(trained)) == list(range(1, 41))
-    assert len(trained) <= 41  # at most the step whose save was killed is trained twice
-    target = f"file://{tmp_path / 'runs'}"
-    restored = pt.restore_checkpoint.fn(target=target, experiment="descent", trial="slow")
-    assert restored is not None
-    x = 8.0
-    for _ in range(40):
-        x *= 0.9  # as without the kill
-    assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
+def check_cli(_: str, folder: Path) -> None:
+    counts = json.loads((folder / "rates.json").read_text())["trials_by_status"]
+    assert set(counts) == {"completed", "pruned"}  # which are pruned depends on their order
+    assert sum(counts.values()) == 10
+    assert (folder / "rates.md").read_text().startswith("# rates\n")
 
 
-@pytest.mark.long
-def test_the_page_on_audits_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    done = run_blocks(blocks_of(AUDIT), tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stdout
-    (first, *_), *sampled = re.findall(
-        r"^((\d+) of (\d+)) proposals and decisions derived again$", done.stdout, re.MULTILINE
+def check_audit(printed: str, _: Path) -> None:
+    (first, *_rest), *sampled = re.findall(
+        r"^((\d+) of (\d+)) proposals and decisions derived again$", printed, re.MULTILINE
     )
     assert first.split(" of ")[0] == first.split(" of ")[1]
     assert [int(count) - int(derived) for _, derived, count in sampled] == [6, 0]
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(900)
-def test_the_page_on_drills_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    net, forgets, said_wrong, mended, exact, said_exact, *rest = blocks_of(DRILL)
-    (tmp_path / "train.py").write_text(net.code)
-    (tmp_path / "mended.py").write_text(mended.code)
-    shown = f"{said_wrong.code}\n{said_exact.code}"
-    code = [forgets, exact, *rest]
-    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stdout
-    seen = " ".join(done.stdout.split())
-    assert [line for line in shown.splitlines() if " ".join(line.split()) not in seen] == []
+def check_maintain(printed: str, _: Path) -> None:
+    assert "step 40: 4.77 MiB in 2 files, whole" in printed
+
+
+def check_deployments(printed: str, _: Path) -> None:
+    assert "runs at 0 2 * * * Europe/Berlin" in printed
+    assert "created  maintain/daily" in printed
+
+
+def check_own_flows(printed: str, folder: Path) -> None:
+    """It survives a kill: at most the step whose save was killed is trained twice, and it ends as without the kill."""
+    shown = next(block.code for block in blocks_of(OWN_FLOWS) if block.language == "text")
+    lines = {" ".join(line.split()) for line in printed.splitlines()}
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= lines
+    trained = [int(step) for step in re.findall(r"trained step (\d+)", printed)]
+    assert sorted(set(trained)) == list(range(1, 41))
+    assert len(trained) <= 41
+    restored = pt.restore_checkpoint.fn(target=f"file://{folder / 'runs'}", experiment="descent", trial="slow")
+    assert restored is not None
+    x = 8.0
+    for _ in range(40):
+        x *= 0.9
+    assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
+
+
+def check_drill(printed: str, _: Path) -> None:
+    seen = " ".join(printed.split())
+    shown = [line for block in blocks_of(DRILL) if block.language == "text" for line in block.code.splitlines()]
+    assert [line for line in shown if " ".join(line.split()) not in seen] == []
+
+
+CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
+    README: check_readme,
+    START: check_start,
+    STOPPING: check_stopping,
+    CLI: check_cli,
+    AUDIT: check_audit,
+    MAINTAIN: check_maintain,
+    DEPLOYMENTS: check_deployments,
+    OWN_FLOWS: check_own_flows,
+    DRILL: check_drill,
+}
+"""What a page promises of its output."""
 
 
 @pytest.mark.long
 def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
-    for name, block in zip(["conftest.py", "test_search.py"], blocks_of(TESTING), strict=True):
-        (tmp_path / name).write_text(block.code)
+    for block in blocks_of(TESTING):
+        (tmp_path / str(block.file)).write_text(block.code)
     command = [
         sys.executable,
         "-m",
@@ -237,13 +314,6 @@ def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     assert "Starting a Prefect server" not in done.stdout + done.stderr
 
 
-@pytest.mark.long
-def test_the_page_on_automations_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    done = run_blocks(blocks_of(AUTOMATIONS), tmp_path, {"PREFECT_API_URL": prefect_server})
-    uninstall_automations()
-    assert done.returncode == 0, done.stdout
-
-
 def test_the_page_on_automations_names_each() -> None:
     named = re.findall(r"^\| `(prefect-tune: [^`]*)`", AUTOMATIONS.read_text(), re.MULTILINE)
     assert named == list(shipped(timedelta(seconds=90)))
@@ -251,17 +321,6 @@ def test_the_page_on_automations_names_each() -> None:
 
 def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
     assert events_table() in EVENTS.read_text()
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(400)
-def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
-    runs = [each for each in blocks_of(DEPLOYMENTS) if each.language in {"python", "bash"}]
-    done = run_blocks(runs, tmp_path, environment)
-    assert done.returncode == 0, done.stdout
-    assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
-    assert "created  maintain/daily" in done.stdout
 
 
 @pytest.mark.long
@@ -274,29 +333,6 @@ def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path:
     subprocess.run([sys.executable, *build], cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert "my_project/train.py" in ZipFile(wheel).namelist()
-
-
-@pytest.mark.long
-def test_the_page_on_resuming_works_and_its_trainable_asks_and_goes_on_as_it_is_answered(
-    prefect_server: str, tmp_path: Path
-) -> None:
-    asking = [
-        "class Session:",
-        "    def ask(self, question, fields, key, save):",
-        "        return {**fields, 'rate': 0.25}",
-        "from prefect_tune.runtime.trainable import enter",
-        "enter(Session(), whole_process=False)",
-        "careful = Careful()",
-        "careful.setup({'rate': 0.5})",
-        "for _ in range(4): careful.step()",
-        "assert (careful.steps, careful.rate) == (4, 0.25)",
-        "careful.save_checkpoint('.')",
-        "careful.load_checkpoint('.')",
-        "assert (careful.steps, careful.rate) == (4, 0.25)",
-    ]
-    environment = {"PREFECT_API_URL": prefect_server}
-    done = run_blocks([*blocks_of(RESUME), Block("python", "\n".join(asking))], tmp_path, environment)
-    assert done.returncode == 0, done.stdout
 
 
 def test_the_page_on_results_names_every_hook_and_every_logger() -> None:
@@ -316,31 +352,6 @@ def test_every_parameter_of_a_search_that_a_page_names_is_there(page: Path) -> N
     parameters = {*signature(pt.tune.fn).parameters, *signature(pt.resume.fn).parameters}
     named = set(re.findall(r"`(\w+)=", page.read_text())) - {"commit"}  # of SyncConfig
     assert named <= parameters | set(signature(pt.durable_trainable.fn).parameters)
-
-
-def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> None:
-    (tmp_path / "space.json").write_text(the_block(SPACES, "json").code)
-    runs = [block for block in blocks_of(SPACES) if block.language == "python"]
-    done = run_blocks(runs, tmp_path, {})
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.deep
-def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    write_experiment(tmp_path / "runs", "first", [20, 40], quarantined=(40,))
-    write_experiment(tmp_path / "runs", "nightly-1", [1, 2])
-    done = run_blocks(blocks_of(MAINTAIN), tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
-    assert "step 40: 4.77 MiB in 2 files, whole" in done.stdout
-
-
-@pytest.mark.long
-def test_the_page_on_stopping_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    runs = [block for block in blocks_of(STOPPING) if block.language != "json"]
-    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"^trial 00001 .*diverges", done.stdout, re.MULTILINE)
-    assert re.search(r"^experiment 'digits' ", done.stdout, re.MULTILINE)
 
 
 def test_the_page_on_stopping_names_options_and_stoppers_that_there_are() -> None:

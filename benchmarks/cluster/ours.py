@@ -27,7 +27,7 @@ def _main(work: Work, act: str) -> None:
         experiment=NAME,
         metric="loss",
         num_samples=work.trials,
-        scheduler=pt.ASHA(max_t=work.steps),
+        scheduler=pt.ASHA(max_t=work.steps, variant="stopping"),
         checkpoint=pt.Cadence(every_steps=work.save_every),
         max_concurrent_trials=work.concurrent,
         resume="must" if act == "resume" else "never",

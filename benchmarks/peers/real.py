@@ -41,7 +41,7 @@ def _ours(work: Work) -> int:
         experiment="real",
         metric="loss",
         num_samples=work.trials,
-        scheduler=pt.ASHA(max_t=work.epochs, grace_period=1) if work.scheduler == "asha" else None,
+        scheduler=pt.ASHA(max_t=work.epochs, grace_period=1, variant="stopping") if work.scheduler == "asha" else None,
         max_concurrent_trials=2,
     )
     return len(results.trials) - len(results.errors)

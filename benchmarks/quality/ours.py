@@ -95,8 +95,8 @@ _RANDOM, _TPE = RandomSearch(ENDLESS), OptunaSearch(num_samples=ENDLESS)
 OURS: Mapping[str, Callable[[Problem, int], Tuner]] = {
     "ours: no search or scheduler named": _tuner(_RANDOM, lambda _: FIFO()),
     "ours: random, Hyperband": _tuner(_RANDOM, Hyperband),
-    "ours: random, ASHA": _tuner(_RANDOM, ASHA),
+    "ours: random, ASHA": _tuner(_RANDOM, lambda max_t: ASHA(max_t, variant="stopping")),
     "ours: random, ASHA promotion": _tuner(_RANDOM, lambda max_t: ASHA(max_t, variant="promotion")),
-    "ours: OptunaSearch, ASHA": _tuner(_TPE, ASHA),
+    "ours: OptunaSearch, ASHA": _tuner(_TPE, lambda max_t: ASHA(max_t, variant="stopping")),
     "ours: OptunaSearch, ASHA promotion": _tuner(_TPE, lambda max_t: ASHA(max_t, variant="promotion")),
 }

@@ -40,11 +40,11 @@ SAVING: Mapping[str, Scheduler] = {
     "`FIFO()`": FIFO(),
     "`MedianStopping()`": MedianStopping(),
     "`Hyperband(27)`": Hyperband(27),
-    '`ASHA(27, variant="stopping")`': ASHA(27),
+    '`ASHA(27, variant="stopping")`': ASHA(27, variant="stopping"),
     '`ASHA(27, variant="promotion")`': ASHA(27, variant="promotion"),
 }
 DECIDING: Mapping[str, Scheduler] = {
-    '`ASHA(81, variant="stopping")`': ASHA(81),
+    '`ASHA(81, variant="stopping")`': ASHA(81, variant="stopping"),
     '`ASHA(81, variant="promotion")`': ASHA(81, variant="promotion"),
     "`Hyperband(81)`": Hyperband(81),
     "`MedianStopping(interval=9)`": MedianStopping(grace_period=9, interval=9),

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_reports, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.checkpoint_export import export_checkpoint
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
@@ -35,7 +36,7 @@ from prefect_tune.core.experiment.summary import (
     trial_named,
     valid_scope,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, live_keys, newest_key
 from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
 from prefect_tune.core.messages.live_status import live_status_of
@@ -48,6 +49,7 @@ from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
 from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.formatting import output_width
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
 if TYPE_CHECKING:
@@ -131,11 +133,13 @@ class Trials(Mapping[str, Trial]):
         return len(self._trials)
 
     def __repr__(self) -> str:
-        shown, console = list(self.values())[:MOST_ROWS], Console(color_system=None, force_jupyter=False)
+        shown = list(self.values())[:MOST_ROWS]
+        console = Console(color_system=None, force_jupyter=False, width=output_width())
+        table, hidden = trials_table(shown, self._metrics or common_metrics(shown))
         with console.capture() as text:
-            console.print(trials_table(shown, self._metrics or common_metrics(shown), width=console.width))
+            console.print(table)
         lines = [each.rstrip() for each in text.get().splitlines()] if shown else ["no trials"]
-        return "\n".join([*lines, more_trials(len(self) - len(shown))]).rstrip()
+        return "\n".join(filter(None, [*lines, hidden, more_trials(len(self) - len(shown))]))
 
     def _repr_html_(self) -> str:
         shown = list(self.values())[:MOST_ROWS]
@@ -265,6 +269,39 @@ class Results:
         (known,) = self._today(trial)
         key = newest_key(self.experiment.trial_key(known.trial), known)
         return self.target.checkpoint(key) if key else None
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        trial: str | Trial | None = None,
+        *,
+        step: int | None = None,
+        plain: bool = False,
+    ) -> str:
+        """Write a checkpoint to a directory, with the configuration and the metrics of its trial; return its path.
+
+        They are in `config.json` and `metrics.json`. Where the checkpoint has a file of that name, that one stays, and
+        they are in `trial-config.json` or `trial-metrics.json`.
+
+        Args:
+            directory: a new or empty directory, or one that holds this export.
+            trial: the trial. Default: the best one.
+            step: the step of the checkpoint. Default: the newest one.
+            plain: write only the files of the checkpoint.
+
+        Raises:
+            CheckpointNotFound: the trial has no such checkpoint.
+            InvalidInput: the directory has other content, which is not touched; or there is no such trial.
+        """
+        (known,) = self._today(self.best if trial is None else trial)
+        keys = live_keys(self.experiment.trial_key(known.trial), known)
+        fitting = [key for key in keys if step in (None, key.step)]
+        if not fitting:
+            steps = ", ".join(str(key.step) for key in keys) or "none"
+            wanted = "" if step is None else f" of step {step}"
+            raise CheckpointNotFound(f"trial {known.trial}: there is no checkpoint{wanted}; there are: {steps}")
+        export_checkpoint(self.target, self.experiment, known, fitting[-1], directory, plain=plain)
+        return os.fspath(directory)
 
     def best_checkpoint(
         self,

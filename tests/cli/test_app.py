@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.main import get_command
 
+import prefect_tune as pt
+from prefect_tune.cli import application
 from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.plan import DrillPlan
@@ -70,11 +73,56 @@ def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
     assert (done.code, done.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
 
 
+NAMED_MODULES = [
+    ("run here:ABSENT --target TARGET --experiment e", "trainable"),
+    ("run tests.trainables.moody:Moody --target TARGET --experiment e --callback here:ABSENT", "callback"),
+    ("run tests.trainables.moody:Moody --target TARGET --experiment e --metric x --stop here:ABSENT", "stop"),
+    (
+        'run tests.trainables.moody:Moody --target TARGET --experiment e --set x={"sample_from":"here:ABSENT"}',
+        "sample_from",
+    ),
+    ("resume TARGET digits --trainable here:ABSENT", "trainable"),
+    ("drill here:ABSENT --target TARGET", "trainable"),
+    ("audit TARGET digits --space here:ABSENT", "--space"),
+    ("audit TARGET digits --search here:ABSENT", "--search"),
+    ("audit TARGET digits --scheduler here:ABSENT", "--scheduler"),
+    ("audit TARGET digits --stop here:ABSENT", "--stop"),
+]
+"""Each command with an option that takes MODULE:NAME, and what its message calls the option."""
+
+
+@pytest.mark.parametrize(("command", "option"), NAMED_MODULES)
+def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_one(
+    command: str, option: str, run: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here.py").write_text("PRESENT = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "here", raising=False)
+    done = run(*command.replace("TARGET", str(target)).split())
+    assert done.code in {1, 2}
+    assert f"{option} 'here:ABSENT'" in done.err
+    assert f"({tmp_path / 'here.py'}) has no 'ABSENT'" in done.err
+
+
+def test_every_command_that_takes_a_module_is_among_those_tested_with_one_in_the_working_directory() -> None:
+    commands = vars(get_command(application()))["commands"]
+    texts = {
+        name: [f"{each.metavar} {getattr(each, 'help', '')}" for each in one.params] for name, one in commands.items()
+    }
+    takers = {name for name, words in texts.items() if any("MODULE:NAME" in text for text in words)}
+    assert takers == {command.split()[0] for command, _ in NAMED_MODULES}
+
+
 @pytest.mark.long
 def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
     done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("# digits\n")
+
+
+def test_the_version_is_that_of_the_package(run: Run) -> None:
+    assert run("--version").out == f"prefect-tune {pt.__version__}\n"
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import Flow
 from prefect.utilities.collections import visit_collection
 from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 from prefect.utilities.schema_tools.validation import validate
@@ -16,6 +17,7 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.deploy.deployments import checked
 from prefect_tune.executors.remote_link import request_as_parameters, request_from, spec_as_parameters
+from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.forms import form_of
 from tests.fakes.searches.far_attempts import plan_at
@@ -93,9 +95,67 @@ def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
     assert given(target="s3://bucket/runs") == {"target": "s3://bucket/runs"}
 
 
+RELATIVE = [
+    "./runs",
+    "runs",
+    "~/runs",
+    "../runs",
+    "runs/first",
+    ".",
+    "file:runs",
+    "file://runs",
+    "local://./runs",
+    " /runs",
+]
+ABSOLUTE = ["/runs", "file:///runs", "file://localhost/runs", "s3://bucket/runs", "s3-target/prod"]
+FORMS = [deployed.tune, deployed.resume, deployed.durable_trainable, pt.maintain, pt.drill]
+
+
+@pytest.mark.parametrize("flow", FORMS, ids=lambda flow: flow.name)
+def test_a_form_says_that_a_folder_is_an_absolute_path_and_the_api_refuses_another_one(flow: Flow[Any, Any]) -> None:
+    form = form_of(flow)
+    names = {"trainable": "my_project.train:Net", "experiment": "e", "space": {}, "config": {}}
+    beside = {name: names[name] for name in names if name in form["properties"]}
+    field = form["properties"]["target"]
+    assert "absolute path or URI" in field["description"].replace("An abs", "an abs")
+    assert any(kind.get("title") == "Absolute path or URI, or type/name of a saved block" for kind in field["anyOf"])
+    for target in RELATIVE:
+        assert validate({**beside, "target": target}, form), target
+    for target in ABSOLUTE:
+        assert not validate({**beside, "target": target}, form), target
+
+
+@pytest.mark.parametrize("place", ["warm_start", "sync"])
+def test_a_relative_path_is_refused_wherever_a_form_takes_a_target(place: str) -> None:
+    form = form_of(deployed.tune)
+
+    def is_refused(target: str) -> bool:
+        value = [f"{target}/first"] if place == "warm_start" else {"upload_dir": target}
+        return bool(validate({**GIVEN, "advanced": {place: value}}, form))
+
+    assert [target for target in RELATIVE if not is_refused(target)] == []
+    assert [target for target in ABSOLUTE if is_refused(target)] == []
+    assert not validate({**GIVEN, "advanced": {"warm_start": ["first"]}}, form)
+
+
+@pytest.mark.parametrize("target", ["./runs", "runs", "~/runs", "../runs"])
+def test_a_deployment_with_a_relative_path_is_refused_with_what_to_write(target: str) -> None:
+    for place, parameters in {
+        "target": {"target": target},
+        "sync.upload_dir": {"sync": {"upload_dir": target}},
+        "warm_start": {"warm_start": [f"{target}/first"]},
+    }.items():
+        with pytest.raises(
+            pt.InvalidInput, match=f"^{place}: '{re.escape(target)}': expected an absolute path or a URI"
+        ):
+            given(**parameters)
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
+        ({"mode": "max"}, "mode='max': it is the direction of a metric"),
+        ({"resources_total": {"gpu": 1}}, "resources_per_trial divides it"),
         ({"num_sample": 3}, r"no parameter 'num_sample': did you mean 'num_samples'\?"),
         ({"num_samples": "many"}, "num_samples"),
         ({"num_samples": 3, "samples_per_run": 3}, "give one of them"),

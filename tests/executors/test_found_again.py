@@ -60,9 +60,21 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA(27, grace_period=3), FIFO(), [2, 3], Proceed(milestone=None), []),
-        (ASHA(27, grace_period=3), ASHA(27, grace_period=5), [2, 3], Proceed(milestone=5), []),
-        (ASHA(27, grace_period=5), ASHA(27, grace_period=3), [2, 3, 4, 5], Proceed(milestone=9), [5]),
+        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], Proceed(milestone=None), []),
+        (
+            ASHA(27, grace_period=3, variant="stopping"),
+            ASHA(27, grace_period=5, variant="stopping"),
+            [2, 3],
+            Proceed(milestone=5),
+            [],
+        ),
+        (
+            ASHA(27, grace_period=5, variant="stopping"),
+            ASHA(27, grace_period=3, variant="stopping"),
+            [2, 3, 4, 5],
+            Proceed(milestone=9),
+            [5],
+        ),
     ],
     ids=["asked-no-more", "asked-later", "asked-earlier"],
 )

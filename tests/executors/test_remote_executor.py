@@ -99,7 +99,10 @@ class RunAgain:
 def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_the_decision(
     target: LocalTarget, *, asks_first: bool
 ) -> None:
-    search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
+    search, attempt = (
+        FarSearch(target, ASHA(27, grace_period=3, variant="stopping"), survives_search=False),
+        FarAttempt(target),
+    )
     saved_at = 3 if asks_first else 2
 
     def goes_on() -> None:
@@ -116,7 +119,10 @@ def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_t
 
 
 def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
+    search, attempt = (
+        FarSearch(target, ASHA(27, grace_period=3, variant="stopping"), survives_search=False),
+        FarAttempt(target),
+    )
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
     assert again.attempt.answer(4) == Proceed(milestone=9)

@@ -48,7 +48,7 @@ def tenants(folder: Path, **options: Any) -> pt.Results:
         "metric": "loss",
         "num_samples": 1,
         "stop": {"step": 4},
-        "resources_total": {"cpu": 8},
+        **({"resources_total": {"cpu": 8}} if "resources_per_trial" in options else {}),
     }
     return options.pop("flow", pt.tune)(TENANT, space, **{**common, **options})
 
@@ -139,7 +139,7 @@ def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 6)
     monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
-    results = tenants(tmp_path, max_concurrent_trials=2, resources_total=None, config={"share": 2})
+    results = tenants(tmp_path, max_concurrent_trials=2, config={"share": 2})
     assert set(values_of(results, "threads")) == {"3"}
 
 

@@ -10,22 +10,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(r"(?:[Ss]ave (?:this|it) as|This is|in) `([\w.]+\.py)`:?[^`]*\Z")
 
-# Python blocks share one namespace, as in a script that is read from top to bottom. `make` prints its commands only.
+# Python blocks share one namespace, as in a script that is read from top to bottom.
 _DRIVER = """
 import json, subprocess, sys
-make = 'make() { command make --no-print-directory -n -C "$PAGES_ROOT" "$@" > /dev/null; }'
-for language, code in json.loads(sys.stdin.read()):
-    print(f"--- {language}\\n{code}", flush=True)
-    if language == "python":
+from pathlib import Path
+from textwrap import dedent
+for language, code, file in json.loads(sys.stdin.read()):
+    print(f"--- {file or language}\\n{code}", flush=True)
+    if file:
+        Path(file).write_text(code)
+    elif language == "python":
         exec(compile(code, "<page>", "exec"), globals())
     else:
-        subprocess.run(["bash", "-euo", "pipefail", "-c", f"{make}\\n{code}"], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True, stdin=subprocess.DEVNULL)
 """
 
 
@@ -35,25 +40,34 @@ class Block:
 
     language: str
     code: str
+    file: str | None = None
+    """The file in which the page tells its reader to save it."""
 
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
-    return [Block(*found.groups()) for found in _FENCED.finditer(page.read_text())]
+    text = page.read_text()
+    return [_block_of(text, block) for block in _FENCED.finditer(text)]
+
+
+def _block_of(text: str, block: re.Match[str]) -> Block:
+    before = text[: block.start()].rstrip().rpartition("\n\n")[2]
+    name = _FILE_NAME.search(before) if block[2] == "python" else None
+    return Block(block[2], dedent(block[3]), name[1] if name else None)
 
 
 def run_blocks(
     blocks: Sequence[Block], directory: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python and Bash blocks, one after the other, in `directory`."""
+    """Run Python and Bash blocks, one after the other, in `directory`; write those that have a file into it."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         [sys.executable, "-c", _DRIVER],
-        input=json.dumps([(block.language, block.code) for block in blocks]),
+        input=json.dumps([(block.language, block.code, block.file) for block in blocks]),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
         cwd=directory,
-        env={**os.environ, **environment, "PATH": path, "PAGES_ROOT": str(ROOT)},
+        env={**os.environ, **environment, "PATH": path},
     )

@@ -94,7 +94,7 @@ def searched(
         "metric": "error",
         "num_samples": 4,
         "stop": {"step": 9},
-        "scheduler": pt.ASHA(max_t=9),
+        "scheduler": pt.ASHA(max_t=9, variant="stopping"),
         "checkpoint": pt.Cadence(every_steps=3),
         "max_concurrent_trials": 2,
         "isolation": "thread",
@@ -108,7 +108,7 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     said = str(report.data)
     assert report.flow_run_id is not None
     best = f"{format_cell(results.best.metrics['error'])} (trial {results.best.trial})"
-    assert f"**Best error by last report: {best} · 4 of 4 trials done" in said
+    assert f"**Best error: {best} · 4 of 4 trials done" in said
     assert said.count("](data:image/svg+xml;base64,") >= 3
     assert said.count("/runs/task-run/") >= 4
     (progress,) = artifacts("progress-reported")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -162,21 +163,24 @@ from tests.trainables.digits_table import DigitsTable
 print("begun", flush=True)
 results = pt.tune(
     DigitsTable, {"row": pt.grid_search([1, 2, 3]), "step_seconds": 0.4}, target=sys.argv[1], experiment="digits",
-    metric="error", num_samples=1, stop={"step": 9}, scheduler=pt.ASHA(max_t=9), max_concurrent_trials=2,
+    metric="error", num_samples=1, stop={"step": 9}, max_concurrent_trials=2,
+    scheduler=pt.ASHA(max_t=9, variant="stopping"),
 )
 print("best", results.best.trial, flush=True)
 """
 
 
-def searching(server: str, folder: Path, code: str = _SEARCH) -> tuple[subprocess.Popen[bytes], int]:
-    """A process that searches in a pseudo terminal, and the terminal's other end."""
+def searching(
+    server: str, folder: Path, code: str = _SEARCH, *, with_log: bool = False
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that searches in a pseudo terminal, to which its log goes too if asked, and that one's other end."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
         env={**os.environ, "PREFECT_API_URL": server, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
         stdin=subprocess.DEVNULL,
         stdout=slave,
-        stderr=subprocess.DEVNULL,
+        stderr=slave if with_log else subprocess.DEVNULL,
         cwd=Path(__file__).parents[2],
     )
     os.close(slave)
@@ -254,7 +258,7 @@ T = "00003"
 CONFIG = {"lr": 0.01, "net": {"layers": 2}}
 AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
 SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
-AT = "at step 2, loss 0.5 (best by last report so far)"
+AT = "at step 2, loss 0.5 (best so far)"
 SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/1/trials/00003/checkpoints/"
 
 
@@ -331,7 +335,7 @@ def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> 
 def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
-        reason = f"loss = {loss} at step 2: number {rank} of 3, of which 1 is promoted"
+        reason = f"loss = {loss} at step 2: rank {rank} of 3, the best is promoted"
         search.goes(
             TrialAdded(trial=trial, config={}, own_journal=True),
             Started(trial=trial, attempt=1, from_step=0),
@@ -340,12 +344,9 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
             Paused(trial=trial, reason=reason),
         )
     assert [each for each in caplog.messages if "paused" in each] == [
-        "trial 00001 paused at step 2, loss 0.5 (best by last report so far): number 1 of 3, of which 1 is promoted",
-        (
-            "trial 00002 paused at step 2, loss 0.7 (best by last report: 0.5, trial 00001): "
-            "number 2 of 3, of which 1 is promoted"
-        ),
-        "trial 00003 paused at step 2, loss 0.25 (best by last report so far): number 1 of 3, of which 1 is promoted",
+        "trial 00001 paused at step 2, loss 0.5 (best so far): rank 1 of 3, the best is promoted",
+        ("trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): rank 2 of 3, the best is promoted"),
+        "trial 00003 paused at step 2, loss 0.25 (best so far): rank 1 of 3, the best is promoted",
     ]
 
 
@@ -364,12 +365,12 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
     search.goes(Finished(trial="00002", reason="enough"))
     first, second = (each for each in caplog.messages if " at step 2" in each)
-    assert "accuracy 0.9 (best by last report so far): " in first
+    assert "accuracy 0.9 (best so far): " in first
     assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
-    assert "accuracy 0.8 (best by last report: 0.9, trial 00001): " in second
+    assert "accuracy 0.8 (best: 0.9, trial 00001): " in second
     outlook = SearchEstimate("e", objective_of("accuracy", "max"))
     tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
-    assert "; best by last report: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
+    assert "; best: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
     assert results.best.trial == "00001"
 
@@ -394,14 +395,14 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     search.goes(Cloned(trial="00001", checkpoint=copy, source=source, config={"lr": 0.6}, reason="behind"))
     others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
     search.goes(others, Paused(trial="00004", reason="turn"))
-    assert "loss 0.7 (best by last report: 0.5, trial 00003): turn" in caplog.messages[-1]
+    assert "loss 0.7 (best: 0.5, trial 00003): turn" in caplog.messages[-1]
     tracker = TrackedProgress(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
-    assert "best by last report: trial 00003, loss 0.5" in line(tracker.state(1.0))
+    assert "best: trial 00003, loss 0.5" in line(tracker.state(1.0))
     worse = StepReport(step=3, metrics={"loss": 0.9})
     search.log.reported(StepReported(T, worse, asks=False), search.state)
     tracker.reported(T, worse, 2.0)
     best = head_facts(tracker.state(3.0))["best"]
-    assert best == "by last report: trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
+    assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 
 
 def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost(
@@ -411,10 +412,10 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     search.goes(TrialAdded(trial="00001", config={}, own_journal=True), started_of("00001"))
     search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
     search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, Paused(trial=T, reason="rung"))
-    assert caplog.messages[-1].endswith("loss 0.5 (best by last report: 0.1, trial 00001): rung")
+    assert caplog.messages[-1].endswith("loss 0.5 (best: 0.1, trial 00001): rung")
     search.goes(AttemptEnded(trial="00001", cause=Cause.MACHINE, message=OWNER_VANISHED), started_of("00001", 2))
     search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
-    assert caplog.messages[-1].endswith("loss 0.5 (best by last report so far): rung 2")
+    assert caplog.messages[-1].endswith("loss 0.5 (best so far): rung 2")
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
@@ -469,6 +470,66 @@ def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixt
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
     assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
     assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps trained again)"
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that a live table does not hide, although they are no warnings."""
+    return [record.message for record in caplog.records if hasattr(record, "is_notice")]
+
+
+def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, asked)
+    assert notices(caplog) == []
+    search.log = SearchLog(search.state, objective_of("loss", "min"), "s3://bucket/runs", LOG)  # of the next run
+    search.goes(started(2, SAVED))
+    assert notices(caplog) == ["trial 00003 resumes from step 2 (attempt 2)"]
+    search.goes(Paused(trial=T, reason="rung 2"), Resumed(trial=T), started(3, SAVED))
+    assert len(notices(caplog)) == 1, "what a scheduler pauses and resumes is in the table"
+
+
+_AGAIN = """
+import sys, prefect_tune as pt
+from tests.trainables.digits_table import DigitsTable
+options = {"target": sys.argv[1], "experiment": "digits", "metric": "error", "stop": {"step": 2}}
+space = {"row": pt.grid_search([1, 2])}
+pt.tune(DigitsTable, space, num_samples=1, **options)
+print("first ends", flush=True)
+pt.tune(DigitsTable, space, num_samples=1, **options)
+print("second ends", flush=True)
+pt.resume("digits", target=sys.argv[1], fork="copy", num_samples=1)
+print("fork ends", flush=True)
+options |= {"experiment": "third", "stop": [pt.TrialBudget(1), {"step": 2}]}
+pt.tune(DigitsTable, space, num_samples=1, **options)
+print("third ends", flush=True)
+pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 2})
+pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 2})
+pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 4})
+"""
+
+
+@pytest.mark.long
+def test_what_a_person_must_know_is_in_the_terminal_when_the_tables_are_gone(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    process, master = searching(prefect_server, tmp_path, _AGAIN, with_log=True)
+    shown = re.sub(r"\s+", " ", _all_of(master))
+    assert process.wait(120) == 0
+    first, _, rest = shown.partition("first ends")
+    second, _, rest = rest.partition("second ends")
+    forked, _, rest = rest.partition("fork ends")
+    third, _, rest = rest.partition("third ends")
+    finished = "experiment 'digits' was finished already, and this run trained nothing"
+    assert finished not in first
+    assert "no more trials" not in first
+    assert finished in second
+    assert "copy: a fork of " in forked
+    assert "no more trials: " in third
+    assert "finished already, at step 2" in rest
+    assert "resumes from step 2, after 1 attempt" in rest
 
 
 def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

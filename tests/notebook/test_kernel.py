@@ -76,7 +76,7 @@ def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_l
     assert "<svg" in results["text/html"]
     assert "2 completed" in results["text/html"]
     assert results["text/plain"] == (
-        "Results(experiment='shown', trials: 2 completed, best by last report: 00001 with loss 0.09765625)"
+        "Results(experiment='shown', trials: 2 completed, best: 00001 with loss 0.09765625)"
     )
     best = kernel.run("results.best").result
     assert best["text/plain"].startswith("Trial(trial='00001', status='completed', step=4, metrics={'loss': ")

@@ -27,6 +27,7 @@ from prefect_tune.core.html_tables import Html
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
 from prefect_tune.notebook.html import progress_html, results_html
+from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import Note, ProgressState
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
@@ -246,15 +247,18 @@ def console() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-def test_the_console_has_warnings_only_until_the_last_of_several_searches_ends(console: io.StringIO) -> None:
+def test_the_console_has_only_warnings_and_notices_until_the_last_search_ends(
+    console: io.StringIO,
+) -> None:
     log = logging.getLogger("prefect.of_a_cell")
     with quiet_console():
         with quiet_console():
             log.info("one")
         log.info("two")
         log.warning("three")
+        log.info("resumes", extra=NOTICE)
     log.info("four")
-    assert console.getvalue().split() == ["three", "four"]
+    assert console.getvalue().split() == ["three", "resumes", "four"]
 
 
 def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:

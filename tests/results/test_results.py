@@ -259,7 +259,7 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
-    best = "best by last report: 00001 with loss 2.0"
+    best = "best: 00001 with loss 2.0"
     assert repr(results) == f"Results(experiment='e', trials: 3 completed, 1 errored, {best})"
 
 

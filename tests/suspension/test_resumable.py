@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -17,7 +18,7 @@ from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Started, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, Shown
-from prefect_tune.suspension.suspend_and_resume import TRAINING_QUESTION, Turn, first_turn, resumable
+from prefect_tune.suspension.suspend_and_resume import SEARCH_QUESTION, TRAINING_QUESTION, Turn, first_turn, resumable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
@@ -45,6 +46,25 @@ def test_trials_without_a_checkpoint_begin_again() -> None:
     state = after(nothing_yet(first_generation("e")), [*trials, *started, *saved])
     said = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
     assert resumable(state).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "scheduler_steps"),
+    [
+        ({}, 10, 0),
+        ({"num_samples": 4, "scheduler": {"ASHA": {"max_t": 9}}}, 4, 9),
+        ({"search": {"OptunaSearch": {"num_samples": 6}}}, 6, 0),
+        ({"search": {"OptunaSearch": {"num_samples": 6}}, "num_samples": 7}, 7, 0),
+        ({"search": {"RandomSearch": {"num_samples": -1}}}, 0, 0),
+    ],
+)
+def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_set(
+    options: Mapping[str, Any], samples: int, scheduler_steps: int, tmp_path: Path
+) -> None:
+    trainable, target = "tests.trainables.counting:Counting", LocalTarget(path=str(tmp_path))
+    plan = SearchPlan(trainable=trainable, target=target, experiment="e", metric="loss", **options)
+    limits = SEARCH_QUESTION.limits(plan, nothing_yet(first_generation("e")))
+    assert (limits.samples, limits.scheduler_steps) == (samples, scheduler_steps)
 
 
 def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp_path: Path) -> None:

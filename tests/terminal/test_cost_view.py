@@ -10,14 +10,13 @@ import pyarrow as pa
 from rich.console import Console
 
 from prefect_tune.arrow_tables import attempts_as_arrow
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, cost_sentence
 from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.reporting.timeline_charts import cost_bar
 from prefect_tune.terminal.cost_view import (
     attempt_fields,
     attempts_table,
     cost_fields,
-    cost_sentence,
     cost_table,
     ranks_table,
 )

@@ -7,16 +7,14 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.shown_text import visible
+from prefect_tune.core.shown_text import format_duration, format_span, visible
 from prefect_tune.terminal.formatting import (
     borderless_table,
     error_of,
     facts_table,
     format_cell,
-    format_duration,
     format_metrics,
     format_number,
-    format_span,
     format_steps,
     plain_cells,
     print_parts,
@@ -49,7 +47,7 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
     table.add_row(*plain_cells([ATTACK]))
     config = {ATTACK: 1, "y": ATTACK}
     trials = [Trial(trial=name, config={**config, "x": name}) for name in ("a", "b")]
-    print_parts(ATTACK, table, facts_table({ATTACK: {ATTACK: [ATTACK]}}), trials_table(trials, [ATTACK]))
+    print_parts(ATTACK, table, facts_table({ATTACK: {ATTACK: [ATTACK]}}), *trials_table(trials, [ATTACK]))
     said = capsys.readouterr().out
     assert r"\x1b]0;title\x07" in said
     assert not any(each in said for each in "\x1b\x07\x9b\r")

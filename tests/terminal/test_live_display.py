@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from prefect_tune.terminal import live_display as module
-from prefect_tune.terminal.live_display import LiveDisplay, OutputCapture, can_show, end_display, live_display
+from prefect_tune.terminal.live_display import NOTICE, LiveDisplay, OutputCapture, can_show, end_display, live_display
 
 
 class Terminal:
@@ -131,7 +131,7 @@ def test_what_is_printed_and_logged_meanwhile_stands_above_it(
     assert sys.stdout is handler.stream is terminal.stream
 
 
-def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhile(
+def test_handlers_with_a_console_of_their_own_write_only_warnings_and_notices_meanwhile(
     terminal: Terminal, broken: list[Exception]
 ) -> None:
     terminal.read()
@@ -143,9 +143,11 @@ def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhi
     try:
         with live_display(table, broken.append, terminal.stream):
             logger.info("a task has finished")
+            logger.info("a trial resumes", extra=NOTICE)
             logger.warning("a trial has failed")
             wait_for(lambda: "a trial has failed" in terminal.shown)
         assert "a task has finished" not in terminal.shown
+        assert "a trial resumes" in terminal.shown
         logger.info("the search has finished")
         wait_for(lambda: "the search has finished" in terminal.shown)
         assert handler.console.file is terminal.stream

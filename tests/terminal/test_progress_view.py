@@ -227,7 +227,7 @@ def test_all_there_is_to_know_is_shown() -> None:
         "first  3 min 20 s, about 2 h 5 min left  12.3 reports/s",
         "trials  3 completed, 2 running of 20",
         "rungs   5 at step 1, 2 at step 3",
-        "best    by last report: trial 00001, loss 0.142857 at step 1",
+        "best    trial 00001, loss 0.142857 at step 1",
         "        lr 0.1, model/depth 1, same always, name [bold]xxxxxxxxxxxxxxxxx…",
         "",
     ]
@@ -265,8 +265,7 @@ def test_many_rungs_are_cut_in_their_middle() -> None:
 
 def test_in_a_log_it_is_one_line() -> None:
     assert line(state()) == (
-        "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; "
-        "best by last report: trial 00001, loss 0.142857"
+        "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
 
 
@@ -276,7 +275,7 @@ def test_what_is_over_takes_no_more_time() -> None:
 
 def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
     ending = state(left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
-    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best by last report: " in line(ending)
+    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best: " in line(ending)
     assert drawn(ending)[0] == "first  3 min 20 s, ending: the time budget of 1:00:00 is spent  12.3 reports/s"
 
 
@@ -287,7 +286,7 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
     assert "\x1b" not in "".join(lines)
     assert "\\x1b[31m" in lines[-1]
     assert [text.split()[0] for text in lines if text.startswith("00001")] == ["00001"]
-    assert lines[3].startswith("best    by last report: trial 00001, errored, loss x")
+    assert lines[3].startswith("best    trial 00001, errored, loss x")
 
 
 def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
@@ -299,7 +298,7 @@ def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_leas
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     search = all_statuses()
-    names, rows = cells_of(list(search.state.trials.values()), ["loss"], 200)
+    names, rows, _ = cells_of(list(search.state.trials.values()), ["loss"], 200)
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]
@@ -307,13 +306,13 @@ def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
 
 def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
     trials = [Trial(trial=name, config={"loss": name}, metrics={"status": 7, "loss": 0.5}) for name in "ab"]
-    names, rows = cells_of(trials, ["status", "loss"], 200)
+    names, rows, _ = cells_of(trials, ["status", "loss"], 200)
     assert names == ["trial", "status", "step", "metrics/status", "loss", "config/loss"]
     assert rows[0] == ["a", "pending", "0", "7", "0.5", "a"]
 
 
 def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
-    assert "; 2 without loss in the last report; best by last report: " in line(state(lacking_count=2))
+    assert "; 2 without loss in the last report; best: " in line(state(lacking_count=2))
 
 
 def training(**changes: object) -> ProgressState:

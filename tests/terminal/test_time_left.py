@@ -277,7 +277,7 @@ def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -
     assert resumes_paused(PBT(4, {"lr": [0.1, 0.2]}))
     assert not any(map(resumes_paused, (promotion, *others)))
     assert pauses_of(promotion) == [3, 9, 27]
-    assert [pauses_of(each) for each in (ASHA(max_t=27), *others)] == [()] * 4
+    assert [pauses_of(each) for each in (ASHA(max_t=27, variant="stopping"), *others)] == [()] * 4
 
 
 def test_a_promoted_trial_that_was_killed_has_the_steps_to_its_next_pause_left() -> None:

@@ -39,7 +39,7 @@ KEY = JournalKey(experiment="e", generation=1)
 FAILS = {"00001": (Cause.USER, 1), "00003": (Cause.USER, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "fifo": {},
-    "asha": {"scheduler": pt.ASHA(STEPS), "failures": pt.FailurePolicy(max_failures=1)},
+    "asha": {"scheduler": pt.ASHA(STEPS, variant="stopping"), "failures": pt.FailurePolicy(max_failures=1)},
     "promotion": {"scheduler": pt.ASHA(STEPS, variant="promotion", brackets=2)},
     "hyperband": {"scheduler": pt.Hyperband(STEPS)},
     "median": {"scheduler": pt.MedianStopping(grace_period=2, min_samples_required=2)},
@@ -176,7 +176,7 @@ class _Numbers(pt.Proposals):
 
 def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_it(tmp_path: Path) -> None:
     search = PlannedSearch(LocalTarget(path=str(tmp_path)))
-    search.run(search=_Counting(), num_samples=None, scheduler=pt.ASHA(STEPS))
+    search.run(search=_Counting(), num_samples=None, scheduler=pt.ASHA(STEPS, variant="stopping"))
     without = pt.audit("e", target=search.target)
     assert without.difference is None
     assert list(without.not_derived.values()) == [5]

@@ -22,7 +22,7 @@ def decided(decision: Decision) -> PastEvent:
 
 
 def policy_of(trial: Trial) -> SearchPolicy:
-    schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3).begin(LOSS, 0)
+    schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3, variant="stopping").begin(LOSS, 0)
     policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
     for each in trial.past:
         policy.record(trial, each) if each.report is None else policy.decide(trial, each.report)

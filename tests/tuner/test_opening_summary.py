@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
+from prefect_tune.core.journal_events import Adopted, Event, Finished, Owner, Started, StopAsked, TrialAdded
 from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
@@ -26,7 +28,20 @@ def test_a_takeover_names_the_run_that_may_be_alive(started: int, lines: int) ->
     warn_of_takeover(state, log_to(recorder))
     assert len(recorder.lines) == lines
     for line in recorder.lines:
-        assert line.startswith(f"takes over from {state.owner}, which left 1 trial running")
+        assert line.startswith(f"{state.owner} left 1 trial running, and this run takes over: ")
+
+
+def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, recorder = MemoryStore(), LogRecorder()
+    started = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
+    state = append(store, opened(store), [Adopted(), TrialAdded(trial="t", config={}), started], stamp("begun"))
+    owner = Owner(name="grey-lynx", host="gpu-1", pid=7, flow_run="0f5c")
+    monkeypatch.setattr("prefect_tune.tuner.run_search.flow_run", SimpleNamespace(id="0f5c"))
+    warn_of_takeover(state.model_copy(update={"owner": owner}), log_to(recorder))
+    (line,) = recorder.lines
+    assert line.startswith(
+        "an earlier process of this run, pid 7 on gpu-1, left 1 trial running, and this process takes "
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -130,6 +131,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from prefect_tune import __version__
+
+        print(f"prefect-tune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
 Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="A URI, a path, or a block's type/name.", show_default=False)
 ]
@@ -151,6 +169,12 @@ def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) 
     """Return an option whose help fits a terminal of 80 columns."""
     found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
     return found
+
+
+def import_from_here() -> None:
+    """Let MODULE be a file in the working directory, as `python -m` does."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 OF_A_DAMAGED_JOURNAL = (

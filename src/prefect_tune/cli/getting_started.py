@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command, could_not_run
+from prefect_tune.cli.app import (
+    PANELS,
+    AsJson,
+    Command,
+    Group,
+    Target,
+    app,
+    asks,
+    command,
+    could_not_run,
+    import_from_here,
+)
 from prefect_tune.core.errors import InvalidInput, TuneError
 
 if TYPE_CHECKING:
@@ -96,7 +107,7 @@ def drill(
 
     Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
     """
-    from prefect_tune.cli.search_options import import_from_here, values_from
+    from prefect_tune.cli.search_options import values_from
     from prefect_tune.drills.plan import drill_plan
 
     try:

@@ -23,6 +23,7 @@ from prefect_tune.cli.app import (
     asks,
     command,
     could_not_run,
+    import_from_here,
 )
 from prefect_tune.cli.open_target import (
     caught_up,
@@ -37,7 +38,7 @@ from prefect_tune.cli.open_target import (
     written_at,
 )
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
-from prefect_tune.core.experiment.cost import AttemptCost, cost_of
+from prefect_tune.core.experiment.cost import AttemptCost, cost_of, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Exploited,
@@ -68,7 +69,6 @@ from prefect_tune.terminal.cost_view import (
     attempt_fields,
     attempts_table,
     cost_fields,
-    cost_sentence,
     cost_table,
     ranks_table,
 )
@@ -159,7 +159,7 @@ def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
 
 
 def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
-    table = borderless_table("experiment", "kind", "trials", "best by last report", "as of (UTC)")
+    table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
     for row, fresh in rows:
         best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
         trials = row.damage or format_counts(row.trials)
@@ -250,9 +250,11 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
         return
     metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
-    table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
+    table, hidden = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
     resume = {"resume with": again} if again and fresh.is_stale else {}
     print_parts(facts_table({**_head(state, fresh), "as of": fresh.words(), **resume}), "", table)
+    if hidden:
+        print_parts(hidden)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     if sentence := cost_sentence(cost):
@@ -303,14 +305,22 @@ def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: date
         return {}
     return {
         "host": [(each.host or "") if each else "" for each in attempts],
-        "last report": [_last_report(each, now) if each else "" for each in attempts],
+        "last report": [
+            _last_report(attempt, trial, now) if attempt else ""
+            for attempt, trial in zip(attempts, trials, strict=True)
+        ],
     }
 
 
-def _last_report(attempt: RunningTrial, now: datetime) -> str:
-    if attempt.report is None:
-        return f"none yet; began {format_moment(attempt.began_at, now)}" if attempt.began_at else "none yet"
-    return format_moment(attempt.reported_at, now)
+def _last_report(attempt: RunningTrial, trial: Trial, now: datetime) -> str:
+    if attempt.report is not None:
+        return format_moment(attempt.reported_at, now)
+    began = f"began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
+    if not trial.step:
+        return f"none yet; {began}" if began else "none yet"
+    if attempt.attempt == 1:  # the journal has it, and the live status does not
+        return f"time unknown; {began}" if began else "time unknown"
+    return f"before attempt {attempt.attempt}" + (f", which {began}" if began else "")
 
 
 def _owner_of(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
@@ -472,6 +482,7 @@ def audit(
     for option, name in named.items():
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
+    import_from_here()
     given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
         existing_place(target)

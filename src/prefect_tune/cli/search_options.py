@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast,
 
 import typer
 
-from prefect_tune.cli.app import short_errors
+from prefect_tune.cli.app import import_from_here, short_errors
 from prefect_tune.cli.inspect import show_search
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
@@ -398,12 +398,6 @@ def resume_command(target: str, experiment: str, trainable: str | None) -> str:
     """Return the command that resumes; it names the trainable, which a journal on a bucket may not choose."""
     named = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *named])
-
-
-def import_from_here() -> None:
-    """Let MODULE be a file in the working directory, as `python -m` does."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
 
 
 def search_in_this_process(search: Callable[[], Results], again: str, *, as_json: bool) -> None:

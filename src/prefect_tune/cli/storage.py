@@ -253,21 +253,29 @@ def export(
         str | None,
         typer.Option(metavar="TRIAL", help="Trial. Default: the best one by its last report.", show_default=False),
     ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Only the files of the checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint to DIRECTORY: its files, as the trainable saved them.
+    """Write a checkpoint to DIRECTORY: its files, as the trainable saved them, its configuration and its metrics.
 
-    DIRECTORY must be new or empty, or hold this checkpoint and nothing else, as after an interrupted export.
+    The latter are in config.json and metrics.json; with a file of that name in the checkpoint, in
+    trial-config.json or trial-metrics.json. --plain leaves them out.
+
+    DIRECTORY must be new or empty, or hold this export and nothing else, as after an interrupted one.
     Without --trial it is the trial whose last report is the best, as in `show`.
     The best model that events and alerts announce may be another one:
     pass the trial and step of the event as --trial and --step.
     """
     from prefect_tune.blocks import resolve_existing
+    from prefect_tune.checkpoint_export import export_checkpoint
 
     with opened(target, experiment) as (store, state):
         (chosen,) = trials_today(store, state, [_trial(state, trial)])
         key = _checkpoint(state, chosen, step)
-    resolve_existing(target).checkpoint(key).to_directory(directory)
+    names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
+    for usual, name in names.items():
+        if name != usual:
+            print(f"{usual} is the checkpoint's own file; that of the trial is {name}", file=sys.stderr)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return

@@ -9,12 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from difflib import get_close_matches
 
 __all__ = [
     "did_you_mean",
     "did_you_mean_or_has",
     "first_line",
+    "format_duration",
+    "format_seconds",
+    "format_span",
     "is_unicode",
     "nearest",
     "other_signature",
@@ -72,12 +76,34 @@ def readable(text: str) -> str:
     return escaped if len(escaped) <= _LONGEST else readable(escaped)
 
 
-# Counts and sizes.
+# Counts, durations and sizes.
 
 
 def plural(count: int, one: str, many: str) -> str:
     """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
     return f"{count:,} {one if count == 1 else many}"
+
+
+def format_duration(span: timedelta) -> str:
+    """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    return format_seconds(span.total_seconds())
+
+
+def format_seconds(number: float) -> str:
+    """Format a number of seconds as `format_duration` does, also if it is more than a `timedelta` can hold."""
+    seconds = max(0, round(number))
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            rest = seconds % size // smaller
+            return f"{seconds // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
+    return f"{seconds} s"
+
+
+def format_span(seconds: float) -> str:
+    """Return a duration: `0.53 s`, `8.2 s`, `3 min 20 s`."""
+    if seconds >= 10:
+        return format_seconds(seconds)
+    return f"{seconds:.3g} s" if seconds >= 0.001 else "0 s"
 
 
 def shown_size(size_bytes: int) -> str:

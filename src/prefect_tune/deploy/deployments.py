@@ -26,12 +26,12 @@ from prefect.utilities.urls import url_for
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
-from prefect_tune.blocks.resolve_target import validate_target
+from prefect_tune.blocks.resolve_target import require_absolute, validate_target
 from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has, format_duration
 from prefect_tune.core.values import valid_name
 from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.argument_checks import import_string, stopper_for
@@ -89,6 +89,9 @@ def checked(
         found["target"] = _named(found["target"], "target", blocks)
     if isinstance(sync := found.get("sync"), Mapping):
         found["sync"] = _sync(sync, blocks)
+    if isinstance(sources := found.get("warm_start"), list):
+        for source in source_names(sources):
+            require_absolute(source.rpartition("/")[0] or "/", "warm_start")
     _require_fits(found, schema)
     is_resume = "trials" not in schema["properties"]  # whose journal has the other settings
     _require_meaning(found, complete=complete and not is_resume, is_resume=is_resume)
@@ -163,6 +166,7 @@ def _named(target: object, where: str, blocks: Blocks) -> str:
     if template := _TEMPLATE.fullmatch(target.strip()):
         return _saved({"block_document_slug": f"{template[1]}/{template[2]}"}, where, blocks)
     validate_target(target)
+    require_absolute(target, where)
     if BLOCK_SLUG.fullmatch(target):
         return _saved({"block_document_slug": target}, where, blocks)
     return _reference(where, resolve_target(target))
@@ -413,5 +417,8 @@ def _key(schedule: Any) -> str:
 
 
 def _schedule_of(schedule: Any, *, active: bool) -> str:
-    when = getattr(schedule, "cron", None) or getattr(schedule, "rrule", None) or f"every {schedule.interval}"
-    return f"{when} {schedule.timezone}{'' if active else ' (paused)'}"
+    if isinstance(schedule, IntervalSchedule):
+        when = f"every {format_duration(schedule.interval)}"
+    else:
+        when = f"{getattr(schedule, 'cron', None) or schedule.rrule} {schedule.timezone}"
+    return f"{when}{'' if active else ' (paused)'}"

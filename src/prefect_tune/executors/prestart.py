@@ -38,21 +38,21 @@ class _LateLog(logging.LoggerAdapter[logging.Logger]):
     def __init__(self) -> None:
         super().__init__(logging.getLogger(__name__))
         self._run_log: Log | None = None
-        self._early: list[tuple[Any, ...]] = []
+        self._early: list[tuple[int, object, tuple[object, ...], Mapping[str, Any]]] = []
         self._guard = threading.Lock()
 
     def forward_to(self, log: Log) -> None:
         with self._guard:
             self._run_log = log
-            for level, message, *arguments in self._early:
-                log.log(level, message, *arguments)
+            for level, message, arguments, options in self._early:
+                log.log(level, message, *arguments, **options)
 
-    def log(self, level: int, msg: object, *args: object, **_: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         with self._guard:
             if self._run_log is None:
-                self._early.append((level, msg, *args))
+                self._early.append((level, msg, args, kwargs))
             else:
-                self._run_log.log(level, msg, *args)
+                self._run_log.log(level, msg, *args, **kwargs)
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ from prefect_tune.core.search.domains import Domain, as_dicts, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS, require_samples
 from prefect_tune.core.search.space import fixed_by, holds, is_same, resolve, valid_points, valid_space
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import StepReport, TrialId
 from prefect_tune.integrations.optuna_study import (
     Parameters,
@@ -242,7 +243,7 @@ class _OptunaProposals(Proposals):
     def suggest(self, number: int) -> Suggestion:
         count = self._search.num_samples
         if count is not None and number >= count != ENDLESS:
-            return Exhausted(f"{count} samples")
+            return Exhausted(plural(count, "sample", "samples"))
         if self._is_over:
             return _OVER
         fixed = self._waiting[0][1] if self._waiting else _NOTHING

@@ -33,6 +33,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import RunningAttempts, RunningAttemptsView
+from prefect_tune.core.shown_text import format_duration
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport, digest_of
 from prefect_tune.monitoring.search_observer import SearchObserver
@@ -43,7 +44,6 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_view import share_of_search, share_of_trial
 from prefect_tune.terminal.time_left import SearchEstimate
 

@@ -50,7 +50,7 @@ from prefect_tune.notebook.cell_output import Ending, live_output, output_here
 from prefect_tune.notebook.html import progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
-from prefect_tune.terminal.live_display import can_show, live_display
+from prefect_tune.terminal.live_display import NOTICE, can_show, live_display
 from prefect_tune.terminal.progress_view import ProgressTracker, config_cells
 from prefect_tune.terminal.time_left import SearchEstimate
 
@@ -161,6 +161,7 @@ class SearchLog(SearchObserver):
         self._log = log
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
+        self._left_unfinished = {trial.trial for trial in experiment.trials.values() if _is_left_unfinished(trial)}
         self._last_reports = {each.trial: self._last_report(each) for each in experiment.trials.values()}
         """In the order in which the trials were proposed."""
 
@@ -197,10 +198,12 @@ class SearchLog(SearchObserver):
         *,
         is_earlier: bool,
     ) -> None:
-        text, level = "", logging.INFO
+        text, level, is_notice = "", logging.INFO, False
         match event:
             case Started():
                 text = self._started(event, trial, is_earlier=is_earlier)
+                is_notice = trial.trial in self._left_unfinished
+                self._left_unfinished.discard(trial.trial)
             case Cloned(source=source):
                 text = f"continues from trial {source.trial.trial}, step {source.step}: {_config_of(trial)}"
             case Finished(reason=reason):
@@ -218,10 +221,11 @@ class SearchLog(SearchObserver):
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text:
-            self._write(trial, text, level)
+            self._write(trial, text, level, is_notice=is_notice)
 
-    def _write(self, trial: Trial, text: str, level: int) -> None:
-        self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}"))
+    def _write(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
+        line = visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}")
+        self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
     def _started(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
@@ -286,6 +290,11 @@ class SearchLog(SearchObserver):
             return f" ({best_label(self._objective)} so far)"
         value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
         return f" ({best_label(self._objective)}: {format_value(value)}, trial {best})"
+
+
+def _is_left_unfinished(trial: Trial) -> bool:
+    """Whether an earlier run has begun a trial of a search, and did not end or pause it."""
+    return trial.own_journal and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
 
 
 def _is_earlier(event: Event, experiment: Experiment) -> bool:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from prefect_tune.core.html_tables import Html, cell_html, paragraph, soft
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.terminal.live_display import console_handlers
+from prefect_tune.terminal.live_display import QuietFilter, console_handlers
 
 _PERIOD = timedelta(seconds=1)
 _SHARE = 0.05
@@ -181,14 +181,7 @@ def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class _QuietFilter(logging.Filter):
-    """Passes warnings and errors; at Prefect's log level DEBUG everything."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or logging.getLogger("prefect").isEnabledFor(logging.DEBUG)
-
-
-_FILTER = _QuietFilter()
+_FILTER = QuietFilter()
 _guard = threading.Lock()
 _uses: list[object] = []  # the searches that are shown at this moment
 _displayed: dict[Console, bool] = {}  # whether Rich displayed the lines of a console before them
@@ -196,7 +189,7 @@ _displayed: dict[Console, bool] = {}  # whether Rich displayed the lines of a co
 
 @contextmanager
 def quiet_console() -> Iterator[None]:
-    """Have the handlers that write Prefect's log to the console write warnings and errors only, as text.
+    """Have the handlers that write Prefect's log to the console write warnings, errors and notices only, as text.
 
     In a notebook they would display an HTML output for each line. The records reach all other handlers, so that
     Prefect's UI has the whole log.

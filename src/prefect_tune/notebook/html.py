@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.cost import ExperimentCost
+from prefect_tune.core.experiment.cost import ExperimentCost, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph, rows_table, soft
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, plural
+from prefect_tune.core.shown_text import first_line, format_duration, plural
 from prefect_tune.core.values import metric_in
 from prefect_tune.notebook.cell_output import Ending
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
@@ -25,8 +25,7 @@ from prefect_tune.reporting.history import HistoryView, Series, numbers_in
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, ORANGE, RED
 from prefect_tune.reporting.timeline_charts import FILLS, cost_bar
 from prefect_tune.reporting.trial_charts import learning_curves
-from prefect_tune.terminal.cost_view import cost_sentence
-from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_duration, format_value, names_of
+from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value, names_of
 from prefect_tune.terminal.progress_view import (
     ProgressState,
     cells_of,
@@ -34,6 +33,7 @@ from prefect_tune.terminal.progress_view import (
     common_metrics,
     config_cells,
     head_facts,
+    hidden_columns_note,
     pace,
     time_left,
 )
@@ -58,14 +58,15 @@ def trials_html(
     """Return a table with a row per trial: status, step, metrics, the columns `more`, the differing parameters."""
     if not trials:
         return Html("")
-    names, rows = cells_of(trials, metrics, _WIDTH, more)
+    names, rows, hidden = cells_of(trials, metrics, _WIDTH, more)
     place = names.index("status")
     cells = [
         [_status(trial, cell) if index == place else escaped(cell, _CELL) for index, cell in enumerate(row)]
         for trial, row in zip(trials, rows, strict=True)
     ]
     marked = next((index for index, each in enumerate(trials) if each.trial == best), None)
-    return rows_table(names, cells, marked=marked)
+    note = hidden_columns_note(hidden, "results.to_arrow() has all columns")
+    return Html(rows_table(names, cells, marked=marked) + (paragraph(soft(note)) if note else ""))
 
 
 def _status(trial: Trial, label: str) -> Html:
@@ -246,7 +247,7 @@ def _facts(view: ReportInput, best: Trial | None) -> Mapping[str, Html]:
         compared = zip(view.objective.metrics, view.objective.modes, strict=True)
         values = [f"{name} {format_value(metric_in(best.metrics, name))} ({mode})" for name, mode in compared]
         said = f"trial {named(best.trial, best.status)}, {', '.join(values)} at step {best.step}"
-        facts["best"] = escaped(f"{best_label(view.objective).removeprefix('best ')}: {said}")
+        facts[best_label(view.objective)] = escaped(said)
         facts[""] = escaped(", ".join(f"{name} {value}" for name, value in config_cells(best)))
     return facts
 

@@ -27,7 +27,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.blocks.resolve_target import deployment_of_run
+from prefect_tune.blocks.resolve_target import ABSOLUTE, block_slug_pattern, deployment_of_run
 from prefect_tune.blocks.storage_target import ObjectTarget, StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.callbacks import Callback
@@ -145,13 +145,27 @@ def _saved(block: type[StrictBlock]) -> _Schema:
     }
 
 
+def _target_text() -> _Schema:
+    """Return the schema of a target as a text: Prefect's API refuses a relative path before a run begins."""
+    return {**_text(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
+
+
 def _target() -> _Schema:
     kinds = sorted(TARGET_TYPES, key=lambda kind: not issubclass(kind, ObjectTarget))  # a deployment needs a bucket
-    return {"anyOf": [_text("URI, or type/name of a saved block"), *(_saved(kind) for kind in kinds)]}
+    return {"anyOf": [_target_text(), *(_saved(kind) for kind in kinds)]}
+
+
+def _optional_target() -> _Schema:
+    return {"anyOf": [*_target()["anyOf"], _NOTHING]}
+
+
+def _warm_start() -> _Schema:
+    pattern = rf"^(?:[^/]+|{ABSOLUTE}.*|{block_slug_pattern()}/[^/]+)$"
+    return {"anyOf": [_list_of("Experiments", {**_text("Name, or target/name"), "pattern": pattern}), _NOTHING]}
 
 
 def _sync() -> _Schema:
-    target = {"anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    target = {"anyOf": [_target_text(), _NOTHING]}
     known: dict[str, Any] = {
         # the schema of the blocks of targets would import the credential blocks of other packages
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else each.annotation, each)
@@ -181,6 +195,7 @@ class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
+_TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
 _MODE = _choice("One mode for all metrics", "min", "max")
 _OPTIONAL_DICT = _ValidatedAs(dict[str, Any] | None)
 _UNCHECKED = _ValidatedAs(Any)
@@ -207,6 +222,13 @@ StopLike: TypeAlias = (
 TargetField: TypeAlias = Annotated[
     TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_without_path), _AskedAs(_target)
 ]
+OptionalTargetField: TypeAlias = Annotated[
+    TargetLike | None,
+    _ValidatedAs(StorageTarget | str | None),
+    BeforeValidator(_without_path),
+    _AskedAs(_optional_target),
+]
+WarmStartField: TypeAlias = Annotated[list[str] | None, _AskedAs(_warm_start)]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
 StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
 SchedulerName: TypeAlias = Literal["FIFO", "MedianStopping"]

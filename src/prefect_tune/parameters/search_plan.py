@@ -366,6 +366,8 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        if self.metric is None and self.mode is not None:
+            raise InvalidInput(f"mode={self.mode!r}: it is the direction of a metric; name it: metric='loss'")
         is_range = not isinstance(self.processes_per_trial, int)
         if is_range and self.nodes_per_trial > 1:
             raise InvalidInput(
@@ -388,6 +390,8 @@ class SearchPlan(ValidatedParameters):
         _ = self.objective, self.stopper, self.proposer, self.resources
         if self.resources_total is not None:
             resources_of(self.resources_total, "resources_total")
+            if self.resources_per_trial is None:
+                raise InvalidInput("resources_total: resources_per_trial divides it among the trials; pass that too")
         if self.space is not None:
             require_drawable(self.space, self.seed_of_draws)
         return self

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.cost import Category, ExperimentCost, cost_of
+from prefect_tune.core.experiment.cost import Category, ExperimentCost, cost_of, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
@@ -29,7 +29,7 @@ from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport, flat
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, HistoryView, OwnershipPeriod
-from prefect_tune.terminal.cost_view import cost_fields, cost_sentence
+from prefect_tune.terminal.cost_view import cost_fields
 
 # The data of a report: the current trials, their ranking, and the parameters in which they differ.
 

@@ -8,7 +8,7 @@ from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial import Status, status_label, wasted_words
-from prefect_tune.core.shown_text import first_line, plural, shown_size
+from prefect_tune.core.shown_text import first_line, format_span, plural, shown_size
 from prefect_tune.core.storage.layout import below
 from prefect_tune.core.values import flat, metric_in
 from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
@@ -26,7 +26,6 @@ from prefect_tune.terminal.formatting import (
     format_cell,
     format_counts,
     format_metrics,
-    format_span,
 )
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
@@ -104,7 +103,7 @@ def _headline(facts: Facts) -> str:
     if len(facts.best) == 1 and facts.metric:
         name, best = facts.metric[0], facts.best[0]
         value = format_cell(metric_in(best.metrics, name))
-        parts.append(f"Best {name} by last report: {value} (trial {_named(best)})")
+        parts.append(f"Best {name}: {value} (trial {_named(best)})")
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -127,7 +126,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         best = facts.trials[0]
     else:
         return
-    yield Heading(f"Best by last report: trial {_named(best)}" if facts.best else "The trial")
+    yield Heading(f"Best trial: {_named(best)}" if facts.best else "The trial")
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
         ("metrics", _clipped(format_metrics(best.metrics), 300)),

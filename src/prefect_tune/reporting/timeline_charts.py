@@ -10,6 +10,7 @@ from itertools import pairwise
 from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.trial import ENDED, Status
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.shown_text import format_duration
 from prefect_tune.reporting.facts import ReportInput
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.reporting.svg import (
@@ -32,7 +33,6 @@ from prefect_tune.reporting.svg import (
     fitted,
 )
 from prefect_tune.terminal.cost_view import ends_words
-from prefect_tune.terminal.formatting import format_duration
 
 WIDTH = 880
 _LEFT, _RIGHT = 92.0, WIDTH - 16.0

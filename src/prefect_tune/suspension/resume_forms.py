@@ -15,7 +15,6 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
-from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Paused, Suspended
 from pydantic import Field, create_model
@@ -23,18 +22,13 @@ from pydantic import Field, create_model
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_choice import (
-    ResumeChoice,
-    ResumeLimits,
-    choice_of,
-    ignored_numbers,
-    stop_extended,
-)
+from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits, choice_of, stop_extended
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Answered, Question, answer_to, default_of, valid_fields
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import digest_of, metric_in
 from prefect_tune.parameters.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json
@@ -274,7 +268,7 @@ def _of_one(trial: Trial) -> Iterator[str]:
 
 def _newest(trials: list[Trial]) -> Iterator[str]:
     saved = [(newest, each.trial) for each in trials if (newest := newest_checkpoint(each)) is not None]
-    yield f"checkpoints: {sum(len(each.checkpoints) for each in trials)}, of {len(saved)} trials"
+    yield f"checkpoints: {sum(len(each.checkpoints) for each in trials)}, of {plural(len(saved), 'trial', 'trials')}"
 
 
 # Read the form answers of a suspended run, and apply them to a stop criterion.
@@ -331,8 +325,6 @@ def _how_to_continue(
         choice = choice_of(answer, limits)
     except InvalidInput as bad:
         leave_with(form(str(bad)), HOW_TO_CONTINUE)
-    if ignored := ignored_numbers(choice, limits):
-        get_run_logger().warning("Resume: %s does not change numbers, ignored: %s; choose extend", choice.way, ignored)
     answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
     return NewAnswers(choice, (answered,))
 

@@ -302,13 +302,13 @@ def resumable(state: Experiment) -> str:
     again = "press Retry, or run it" if deployment_of_run() is not None else "run it"  # only such a run has *Retry*
     again = f"{again} again under the same experiment name, to resume"
     if not open_ones:
-        return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
+        return f"experiment {state.name!r}: all {plural(len(trials), 'trial has', 'trials have')} ended; {again}"
     if len(trials) == 1:
         return f"experiment {state.name!r}: resumable at step {saved[0]}; {again}"
     steps = sorted(filter(None, saved))
     where = f", at steps {steps[0]} to {steps[-1]}" if len(set(steps)) > 1 else f", at step {steps[0]}" if steps else ""
     rest = f"; {plural(saved.count(0), 'begins', 'begin')} again, without a checkpoint" if 0 in saved else ""
-    resume = f"{len(steps)} of {len(trials)} trials resumable{where}{rest}"
+    resume = f"{len(steps)} of {plural(len(trials), 'trial', 'trials')} resumable{where}{rest}"
     return f"experiment {state.name!r}: {resume}; {again}"
 
 
@@ -323,11 +323,16 @@ def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:
 
 
 def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
-    return limits_of(plan.stop, samples=_samples(plan)).model_copy(update={"hours": 0.0})
+    limits = limits_of(plan.stop, samples=_samples(plan))
+    return limits.model_copy(update={"hours": 0.0, "scheduler_steps": getattr(plan.scheduler, "max_t", 0)})
 
 
 def _samples(plan: SearchPlan) -> int:
-    return plan.num_samples or (0 if plan.search is not None else DEFAULT_SAMPLES)
+    """Return the total of samples; 0 if the search has no fixed number of them."""
+    if plan.search is None:
+        return plan.num_samples or DEFAULT_SAMPLES
+    total = plan.num_samples or getattr(plan.search, "num_samples", None)
+    return total if isinstance(total, int) and total > 0 else 0
 
 
 def _search_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:

@@ -6,56 +6,22 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
-from prefect_tune.core.shown_text import plural, shown_amount, shown_size
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.shown_text import format_seconds, shown_amount, shown_size
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
-from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
+from prefect_tune.terminal.formatting import borderless_table, plain_cells
 
 _LOSSES = 3
-_LEAST_SHARE = 0.005
-"""Smaller shares are 0 % in words, and are not named."""
 _RANKS_NAMED = 8
 LEAST_SECONDS = 0.005
 """A shorter time is in no table."""
-
-
-def cost_sentence(cost: ExperimentCost) -> str:
-    """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
-
-    Empty if no slot was held yet.
-    """
-    if not cost.attempts or not cost.slot_seconds:
-        return ""
-    losses = sorted(_shares(cost, but=Category.TRAINING).items(), key=lambda each: -each[1])
-    named = ", ".join(f"{category} {_percent(share)}" for category, share in losses[:_LOSSES])
-    trained = _percent(cost.seconds[Category.TRAINING] / cost.slot_seconds)
-    label = "the largest losses" if len(losses) > 1 else "the only loss"
-    return f"{trained} of {_slots_words(cost)} was training" + (f"; {label}: {named}" if named else "")
-
-
-def _slots_words(cost: ExperimentCost) -> str:
-    """Return the time of the runs with their slots, if all have the same number; else the sum over the slots."""
-    counts = {each.slots for each in cost.runs}
-    (count,) = counts if len(counts) == 1 else (None,)
-    if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
-        return f"{format_seconds(cost.slot_seconds)} of all slots"
-    return f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
-
-
-def _shares(cost: ExperimentCost, but: Category | None = None) -> Mapping[Category, float]:
-    shares = {each: found / cost.slot_seconds for each, found in cost.seconds.items() if each is not but}
-    return {each: share for each, share in shares.items() if share >= _LEAST_SHARE}
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def cost_rows(cost: ExperimentCost) -> Sequence[tuple[str, str, str]]:
     """Return each category that took time, its time and its share."""
     total = cost.slot_seconds or 1.0
     shown = {each: found for each, found in cost.seconds.items() if found >= LEAST_SECONDS}
-    return [(str(each), _time(found), _percent(found / total)) for each, found in shown.items()]
+    return [(str(each), _time(found), format_share(found / total)) for each, found in shown.items()]
 
 
 def _time(seconds: float) -> str:
@@ -150,7 +116,7 @@ def _memory(cost: AttemptCost) -> str:
 def _gpu(cost: AttemptCost) -> str:
     if cost.use is None or cost.use.peak_gpu_memory_bytes is None:
         return ""
-    return f"{shown_size(cost.use.peak_gpu_memory_bytes)}, {_percent(cost.use.mean_gpu_utilization or 0.0)} busy"
+    return f"{shown_size(cost.use.peak_gpu_memory_bytes)}, {format_share(cost.use.mean_gpu_utilization or 0.0)} busy"
 
 
 _USED = {"processors": _processors, "peak memory": _memory, "GPU": _gpu}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import PurePath
 
 from rich.console import Console
@@ -28,9 +29,19 @@ _PACKAGE = "prefect_tune"
 _LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
 
 
+UNLIMITED_WIDTH = 100_000
+"""The width of what is no terminal: a pipe or a file gets every column, and whole cells."""
+
+
+def output_width() -> int:
+    """Return the width of stdout: that of its terminal, or of `COLUMNS` where that is set; else it is unlimited."""
+    has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+    return Console().width if has_width else UNLIMITED_WIDTH
+
+
 def print_parts(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are not parsed as markup, nor wrapped."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=output_width())
     with console.capture() as printed:
         for part in parts:
             shown = visible(part) if isinstance(part, str) else part
@@ -80,21 +91,6 @@ def format_counts(counts: Mapping[str, int]) -> str:
 def format_time(at: str) -> str:
     """Format a time of the journal to the second."""
     return at.replace("T", " ")[:19]
-
-
-def format_duration(span: timedelta) -> str:
-    """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    return format_seconds(span.total_seconds())
-
-
-def format_seconds(number: float) -> str:
-    """Format a number of seconds as `format_duration` does, also if it is more than a `timedelta` can hold."""
-    seconds = max(0, round(number))
-    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= size:
-            rest = seconds % size // smaller
-            return f"{seconds // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
-    return f"{seconds} s"
 
 
 def format_steps(steps: Sequence[int]) -> str:
@@ -171,13 +167,6 @@ def format_number(value: float) -> str:
         return f"{_trimmed(mantissa)}e{int(exponent)}"
     places = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
     return _trimmed(f"{value:,.{max(0, places)}f}")
-
-
-def format_span(seconds: float) -> str:
-    """Return a duration: `0.53 s`, `8.2 s`, `3 min 20 s`."""
-    if seconds >= 10:
-        return format_seconds(seconds)
-    return f"{seconds:.3g} s" if seconds >= _SMALL else "0 s"
 
 
 def format_cell(value: object) -> str:

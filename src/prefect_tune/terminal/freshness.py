@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import ExperimentView
+from prefect_tune.core.shown_text import format_duration
 from prefect_tune.core.values import parse_time
-from prefect_tune.terminal.formatting import format_duration
 
 _MISSED = 2
 _SLACK = timedelta(seconds=1)

@@ -85,12 +85,23 @@ class OutputCapture(io.TextIOBase):
         self._terminal.flush()
 
 
+NOTICE: Mapping[str, object] = {"is_notice": True}
+"""The `extra` of a log line below a warning that a person has to see: a live table or a cell hides the other ones."""
+
+
+class QuietFilter(logging.Filter):
+    """Passes warnings, errors and notices; at Prefect's log level DEBUG everything."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_shown = record.levelno >= logging.WARNING or hasattr(record, "is_notice")
+        return is_shown or logging.getLogger("prefect").isEnabledFor(logging.DEBUG)
+
+
 @contextmanager
 def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
     """Redirect what `print` and logging handlers write to these streams into `capture`.
 
-    Handlers with a Rich console of their own (Prefect's, which log every task run) show only warnings and errors
-    meanwhile, unless Prefect's log level is DEBUG.
+    Handlers with a Rich console of their own (Prefect's, which log every task run) have a `QuietFilter` meanwhile.
     """
     with ExitStack() as undoing:
         for name in ("stdout", "stderr"):
@@ -105,17 +116,16 @@ def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[Non
 
 def _redirect(handler: logging.StreamHandler[TextIO], stream: TextIO) -> Callable[[], None]:
     """Redirect the handler, and return a function that undoes it."""
-    before, level = handler.stream, handler.level
+    before, quiet = handler.stream, QuietFilter()
     console = getattr(handler, "console", None)
     handler.stream = stream
     if console is not None:
         console.file = stream
-        if logging.getLogger("prefect").getEffectiveLevel() > logging.DEBUG:
-            handler.setLevel(max(level, logging.WARNING))
+        handler.addFilter(quiet)
 
     def undo() -> None:
         handler.stream = before
-        handler.setLevel(level)
+        handler.removeFilter(quiet)
         if console is not None:
             console.file = before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import MappingProxyType
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,9 +32,16 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, shown_amount, visible
+from prefect_tune.core.shown_text import first_line, format_duration, shown_amount, visible
 from prefect_tune.core.values import StepReport, flat, metric_in
-from prefect_tune.terminal.formatting import borderless_table, format_counts, format_duration, format_value, plain_cells
+from prefect_tune.terminal.formatting import (
+    UNLIMITED_WIDTH,
+    borderless_table,
+    format_counts,
+    format_value,
+    output_width,
+    plain_cells,
+)
 from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
 
 _NOTES = 50
@@ -241,24 +249,25 @@ def trials_table(
     *,
     width: int | None = None,
     styles: Mapping[Status, str] = MappingProxyType({}),
-) -> Table:
+) -> tuple[Table, str]:
     """Return a table with a row per trial: metrics, the columns `more`, and the differing parameters that fit.
 
-    `width` is that of the terminal by default; `styles` are Rich's styles of rows.
+    With it comes a line that names the parameters that do not fit; empty if all do. `width` is that of stdout by
+    default; `styles` are Rich's styles of rows.
     """
-    names, rows = cells_of(trials, metrics, width or Console().width, more)
+    names, rows, hidden = cells_of(trials, metrics, width or output_width(), more)
     table = borderless_table()
     for name in names:
         table.add_column(Text(visible(name)), no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(*plain_cells(row), style=styles.get(trial.status, ""))
-    return table
+    return table, hidden_columns_note(hidden, "a wider terminal or a pipe has all columns")
 
 
 def cells_of(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
-) -> tuple[list[str], list[list[str]]]:
-    """Return column names and rows that are no wider than `width` if that is possible."""
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return column names and rows that are no wider than `width` if that is possible, and the hidden parameters."""
     kept: dict[str, list[str]] = {
         "trial": [each.trial for each in trials],
         "status": [status_label(each.status, each.step) for each in trials],
@@ -268,12 +277,20 @@ def cells_of(
         kept[_free(name, kept, "metrics/")] = [_on_one_line(metric_in(each.metrics, name)) for each in trials]
     for name, cells in more.items():
         kept[_free(name, kept, "trial's ")] = cells
-    used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
-    for name, cells in _configuration(trials).items():
-        used += _width(name, cells) + _GAP
-        if used <= width:
+    used, hidden = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP, []
+    for name, cells in _configuration(trials, math.inf if width >= UNLIMITED_WIDTH else _WIDEST_CELL).items():
+        column_width = _width(name, cells) + _GAP
+        if used + column_width <= width:
+            used += column_width
             kept[_free(name, kept, "config/")] = cells
-    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
+        else:
+            hidden.append(name)
+    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)], hidden
+
+
+def hidden_columns_note(hidden: Sequence[str], where: str) -> str:
+    """Return which parameters a table has no room for, and where they are shown; empty if it has all."""
+    return visible(f"hidden, for lack of room: {', '.join(hidden)}; {where}") if hidden else ""
 
 
 def _free(name: str, taken: Collection[str], prefix: str) -> str:
@@ -290,11 +307,11 @@ def _width(name: str, cells: Sequence[str]) -> int:
     return max(len(name), *map(len, cells), 0)
 
 
-def _configuration(trials: Sequence[Trial]) -> Mapping[str, list[str]]:
+def _configuration(trials: Sequence[Trial], widest: float = _WIDEST_CELL) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
     configs = [flat(each.config) for each in trials]
     names = dict.fromkeys(name for config in configs for name in config)
-    found = {name: [_short(_on_one_line(config.get(name))) for config in configs] for name in names}
+    found = {name: [_short(_on_one_line(config.get(name)), widest) for config in configs] for name in names}
     return {name: cells for name, cells in found.items() if len(set(cells)) > 1 or len(cells) == 1}
 
 
@@ -302,8 +319,8 @@ def _on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
+def _short(text: str, widest: float) -> str:
+    return text if len(text) <= widest else f"{text[: _WIDEST_CELL - 1]}…"
 
 
 _MOST_ROWS = 16
@@ -329,7 +346,10 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     if rows:
         objective = state.outlook.objective
         metrics = objective.metrics if objective else common_metrics(rows)
-        parts += [Text(), trials_table(rows, metrics, width=width, styles=_STYLES)]
+        table, hidden = trials_table(rows, metrics, width=width, styles=_STYLES)
+        parts += [Text(), table]
+        if hidden and len(rows) + len(notes) < room:
+            parts.append(_cut(Text(hidden, style="dim")))
     if notes:
         parts += [Text(), *map(_note_text, notes)]
     return Group(*parts)
@@ -369,7 +389,7 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
         best = state.best
         of_another = ", of the checkpoint that it continues from" if best.inherits else ""
         said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}{of_another}"
-        facts["best"] = f"{best_label(state.outlook.objective).removeprefix('best ')}: {said}"
+        facts[best_label(state.outlook.objective)] = said
         facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts
 

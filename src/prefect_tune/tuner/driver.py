@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -276,7 +278,8 @@ class Driver:
                 return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
                 if self._spec.own_journal:
-                    self._log.info("no more trials: %s", reason)
+                    are_fewer = len(self._state.trials) < (self._limits.options.trial_count or math.inf)
+                    self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
                 self._search_is_done = True
                 return self._without_new_trials()
             case never:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from prefect_tune.attempt.attempt import has_had_enough
 from prefect_tune.attempt.graceful_stop import interruptible
@@ -84,6 +85,7 @@ from prefect_tune.suspension.suspend_and_resume import (
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
 from prefect_tune.terminal.formatting import format_counts, format_value
+from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
@@ -115,12 +117,16 @@ def warn_of_takeover(found: Experiment, log: Log) -> None:
         found: the experiment before this run took it over.
     """
     running = sum(each.phase is Phase.RUNNING for each in found.trials.values())
-    if running:
+    if running and found.owner is not None:
+        owner = found.owner
+        is_same_run = owner.flow_run is not None and owner.flow_run == flow_run.id
+        earlier = f"an earlier process of this run, pid {owner.pid} on {owner.host}," if is_same_run else str(owner)
         log.warning(
-            "takes over from %s, which left %s running: if that run is alive, its next write fails with Superseded, "
-            "and it ends",
-            visible(str(found.owner)),
+            "%s left %s running, and this %s takes over: if the other one is alive, its next write fails with "
+            "Superseded, and it ends",
+            visible(earlier),
             plural(running, "trial", "trials"),
+            "process" if is_same_run else "run",
         )
 
 
@@ -140,6 +146,7 @@ def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Lo
             "experiment %r was finished already, and this run trained nothing: to train more, raise num_samples or "
             "stop, or choose another experiment name",
             found.name,
+            extra=NOTICE,
         )
 
 
@@ -258,9 +265,9 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 )
                 ended = driver.run(stop_requests)
                 log_code(ended, now, CODE_UNUSED, log)
-                if not stop.is_set():
-                    log_finished(now, state, ended, log)
-                return ended
+            if not stop.is_set():
+                log_finished(now, state, ended, log)
+            return ended
 
     with as_one_owner(turn):
         ended = interruptible(search, grace=spec.grace, request_period=spec.sync.request_period)
@@ -343,7 +350,8 @@ def _warm_start(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
     if journal_writer.experiment.warm_starts:
         prior = known_prior_trials(journal_writer)
         used, names = policy.warm_start(prior), ", ".join(journal_writer.experiment.warm_starts)
-        get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(prior), names, used)
+        line = "warm start: %d finished trials of %s; the search can use %d"
+        get_run_logger().info(line, len(prior), names, used, extra=NOTICE)
 
 
 def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots, metric_check: MetricCheck) -> SearchLimits:

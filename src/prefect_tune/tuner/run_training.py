@@ -50,6 +50,7 @@ from prefect_tune.suspension.suspend_and_resume import (
     take_over,
 )
 from prefect_tune.tasks.experiments import check_target, write_entry
+from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
@@ -193,9 +194,10 @@ def _log_progress(training: _TrainingPlan, state: Experiment, *, is_done: bool) 
     where = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
     if trial is not None and is_done:
-        log.info("%s: finished already, at step %d: %s", where, trial.step, visible(trial.reason))
+        log.info("%s: finished already, at step %d: %s", where, trial.step, visible(trial.reason), extra=NOTICE)
     elif trial is not None and newest is not None:
-        log.info("%s: resumes from step %d, after %s", where, newest.step, plural(trial.attempt, "attempt", "attempts"))
+        attempts = plural(trial.attempt, "attempt", "attempts")
+        log.info("%s: resumes from step %d, after %s", where, newest.step, attempts, extra=NOTICE)
         if changed := code_changed(spec.target, spec.trial, trial, training.options.trainable):
             log.warning("%s: training continues with the new code", changed)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:

@@ -40,7 +40,7 @@ from prefect_tune.core.messages.target_messages import (
     read_request,
     stop_event,
 )
-from prefect_tune.core.shown_text import visible
+from prefect_tune.core.shown_text import format_span, visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -103,7 +103,7 @@ class Stopping:
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
-            self.end(f"{TIME_IS_UP}{budget} is spent")
+            self.end(f"{TIME_IS_UP}{format_span(budget.total_seconds())} is spent")
         elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from prefect_tune.executors.prestart import prestarting, process_pool
+from prefect_tune.executors.prestart import _LateLog, prestarting, process_pool
 from prefect_tune.runtime.trainable import Reuse
+from prefect_tune.terminal.live_display import NOTICE
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, metrics_of, nothing_left
 
@@ -39,6 +41,18 @@ def test_the_prestarted_pool_has_imported_the_module_and_its_flow_logs_what_that
         assert trained(module, recorder, slots, reuse)["x"] == 2
         assert len(module.imports) == imports
     assert recorder.lines.count("imported") == imports
+
+
+def test_a_notice_that_is_logged_before_the_flow_has_a_log_is_one_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    late = _LateLog()
+    late.info("cannot be %s", "forked", extra=NOTICE)
+    late.forward_to(logging.getLogger("of the run"))
+    late.info("later", extra=NOTICE)
+    assert [record.message for record in caplog.records if hasattr(record, "is_notice")] == [
+        "cannot be forked",
+        "later",
+    ]
 
 
 def test_it_serves_one_search(module: Module, recorder: LogRecorder) -> None:

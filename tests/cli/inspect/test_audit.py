@@ -16,7 +16,7 @@ from tests.fakes.searches.planned_search import STEPS, PlannedSearch
 from tests.tuner.altered_journals import alterations_of, entries_of, write_altered
 
 KEY = JournalKey(experiment="e", generation=1)
-ASHA = pt.ASHA(STEPS)
+ASHA = pt.ASHA(STEPS, variant="stopping")
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
     assert json.loads(run("ls", tmp_path / "target", "--json").out)[0]["best_status"] == "errored"
     page = run("report", tmp_path / "target", "rates").out
     assert "(trial 00001, errored)" in page
-    assert "## Best by last report: trial 00001, errored" in page
+    assert "## Best trial: 00001, errored" in page
     exported = run("export", tmp_path / "target", "rates", tmp_path / "out")
     assert "trial '00001', which has errored: there is no checkpoint" in exported.err
 
@@ -143,7 +143,7 @@ def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
 
 def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
     page = run("report", moods, "moods").out
-    assert "## Best by last report: trial 00003" in page
+    assert "## Best trial: 00003" in page
     assert page.partition("## Trials")[2].count("| completed |") == 2
     assert page.partition("## Errors (2)")[2].count("ValueError: in a mood (moody.py:") == 1, "said once of both"
     assert "| fails | grid\\_search(" in page.partition("## Space")[2]
@@ -162,7 +162,7 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
     assert run("report", moods, "moods", "--output", tmp_path / "page.html").out == ""
     html = (tmp_path / "page.html").read_text()
     assert html.startswith("<!doctype html>")
-    assert "<h2>Best by last report: trial 00003</h2>" in html
+    assert "<h2>Best trial: 00003</h2>" in html
     assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
     report = json.loads(run("report", moods, "moods", "--json").out)
     assert (report["best"][0]["trial"], report["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})

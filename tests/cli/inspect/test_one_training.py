@@ -112,7 +112,7 @@ def test_verify_prints_damage_also_if_the_target_fails_later(
 
 
 def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:
-    assert run("export", target, "digits", tmp_path / "plain").code == 0
+    assert run("export", target, "digits", tmp_path / "plain", "--plain").code == 0
     assert files_in(tmp_path / "plain") == {"model/weights.bin": b"\x06" * 5_000_000, "state.json": b"6"}
 
 

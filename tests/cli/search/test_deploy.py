@@ -187,7 +187,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     client.update_deployment_schedule(made.id, made.schedules[0].id, active=False)  # a person pauses it in the UI
     for same in ((*one, *times), one):
         assert "0 2 * * * Europe/Berlin (paused)" in run(*same).out
-    run(*one, "--cron", "0 3 * * *", "--every-seconds", 3600)
+    assert "runs at every 1 h\n" in run(*one, "--cron", "0 3 * * *", "--every-seconds", 3600).out
     schedules = read(client, "tune/nightly").schedules
     assert sorted(getattr(each.schedule, "cron", "every") for each in schedules) == ["0 3 * * *", "every"]
     assert all(each.active for each in schedules)

@@ -81,7 +81,14 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     done = search(
         MOODY,
         *("--space", tmp_path / "space.yaml", "--set", "depth.of.it=[1, 2]", "--mode", "max", "--num-samples", 2),
-        *("--scheduler", '{"ASHA": {"max_t": 4}}', "--search", '{"RandomSearch": {"num_samples": 2}}', "--seed", 7),
+        *(
+            "--scheduler",
+            '{"ASHA": {"max_t": 4, "variant": "stopping"}}',
+            "--search",
+            '{"RandomSearch": {"num_samples": 2}}',
+            "--seed",
+            7,
+        ),
         *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
         *("--keep-best", 2),
         *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),

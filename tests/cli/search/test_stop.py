@@ -23,7 +23,7 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
     stops = [line for line in lines if line.startswith("prefect-tune stop ")]
     one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in stops)
     trial = run(*one, "--wait-seconds", 0)
-    assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step = 3 reached 3\n")
+    assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step 3 of 3\n")
     asked = run(*whole)
     assert (asked.code, asked.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
     assert not (tmp_path / "runs" / "moods" / "1" / "requests").exists()

@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.experiment.summary import config_at
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events import Owner, Retired
+from prefect_tune.core.journal_events import CheckpointRef, Cloned, Event, Owner, Retired, TrialAdded
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.values import Stamp
@@ -81,13 +84,74 @@ def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run:
 def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: Path, tmp_path: Path) -> None:
     done = run("export", moods, "moods", tmp_path / "best", "--json")
     assert json.loads(done.out) == {"trial": "00003", "step": 3, "directory": str(tmp_path / "best")}
-    assert files_in(tmp_path / "best") == {"count": b"3"}
+    exported = files_in(tmp_path / "best")
+    assert (set(exported), exported["count"]) == ({"count", "config.json", "metrics.json"}, b"3")
+    results = pt.load_results(str(moods), "moods")
+    assert json.loads(exported["config.json"]) == results.best.config
+    assert json.loads(exported["metrics.json"]) == results.best.metrics
+    again = run("export", moods, "moods", tmp_path / "best")
+    assert (again.code, files_in(tmp_path / "best")) == (0, exported), "an export is completed by another one"
+    (tmp_path / "best" / "config.json").write_bytes(exported["config.json"][:9])  # as an interrupted one
+    assert run("export", moods, "moods", tmp_path / "best").code == 0
+    assert files_in(tmp_path / "best") == exported
+    assert results.export(tmp_path / "in python") == str(tmp_path / "in python")
+    assert files_in(tmp_path / "in python") == exported
+
+
+def test_a_plain_export_has_only_the_files_of_the_checkpoint(run: Run, moods: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("export", moods, "moods", tmp_path / "out").code == 0
+        assert run("export", moods, "moods", tmp_path / "out", "--plain").code == 0
+        assert files_in(tmp_path / "out") == {"count": b"3"}
+    pt.load_results(str(moods), "moods").export(tmp_path / "more", "00001", step=2, plain=True)
+    assert files_in(tmp_path / "more") == {"count": b"2"}
+    with pytest.raises(pt.CheckpointNotFound, match="there is no checkpoint of step 7; there are: 2, 3"):
+        pt.load_results(str(moods), "moods").export(tmp_path / "none", "00001", step=7)
+
+
+def test_what_a_user_has_put_into_the_directory_is_not_overwritten(run: Run, moods: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    done = run("export", moods, "moods", tmp_path / "out")
+    assert done.code == 2
+    assert files_in(tmp_path / "out") == {"config.json": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "own", [["config.json"], ["config.json", "metrics.json"], ["config.json", "trial-config.json"]]
+)
+def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
+    own: list[str], run: Run, tmp_path: Path
+) -> None:
+    write_experiment(tmp_path / "target", "e", [2], files=dict.fromkeys(own, b"of the model"))
+    done = run("export", tmp_path / "target", "e", tmp_path / "out")
+    exported = files_in(tmp_path / "out")
+    assert [exported[name] for name in own] == [b"of the model"] * len(own)
+    name = "trial-2-config.json" if "trial-config.json" in own else "trial-config.json"
+    assert json.loads(exported[name]) == {"rate": 0.5}
+    assert f"config.json is the checkpoint's own file; that of the trial is {name}" in done.err
+    metrics = "trial-metrics.json" if "metrics.json" in own else "metrics.json"
+    assert json.loads(exported[metrics]) == {"loss": 0.5}
+    assert run("export", tmp_path / "target", "e", tmp_path / "out").code == 0
+    assert files_in(tmp_path / "out") == exported
+
+
+def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time() -> None:
+    trial = TrialKey(experiment="e", generation=1, trial="t")
+    clone = CheckpointRef(step=4, sequence=7)
+    events: list[Event] = [
+        TrialAdded(trial="t", config={"lr": 1}),
+        Cloned(trial="t", checkpoint=clone, source=trial.checkpoint_key(clone), config={"lr": 2}),
+    ]
+    entries: list[Any] = [SimpleNamespace(events=[event]) for event in events]
+    assert [config_at(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
 
 
 def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
     done = run("export", moods, "moods", tmp_path / "other", "--trial", "00001", "--step", 2)
     assert done.out == f"00001 step 2 is in {tmp_path / 'other'}\n"
-    assert files_in(tmp_path / "other") == {"count": b"2"}
+    assert files_in(tmp_path / "other")["count"] == b"2"
+    assert json.loads(files_in(tmp_path / "other")["metrics.json"])["loss"] is not None
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:

@@ -342,3 +342,26 @@ def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:
     assert alone.use.model_dump().keys() == AttemptUse.model_fields.keys()
     assert alone.use.model_dump()["seconds"].keys() == PhaseSeconds.model_fields.keys()
     assert Finished.model_validate_json(alone.model_dump_json()) == alone
+
+
+def test_the_cost_is_printed_in_a_sentence_and_shown_in_a_notebook_as_a_table() -> None:
+    trained = used(start=1.0, training=8.0)
+    found = cost(
+        opened(1, 0, 1),
+        added(),
+        started(1, 0),
+        reported(4, 8.0),
+        committed(1, 1, 8.0),
+        Finished(trial="t", reason="done", use=trained),
+        freed(1, 0, 10),
+        until=10,
+    )
+    assert repr(found).startswith("<ExperimentCost of 1 attempt: ")
+    assert len(repr(found)) < 200
+    assert "\n" not in repr(found)
+    html = found._repr_html_()
+    assert html.count("<tr") == 1 + sum(1 for value in found.seconds.values() if value)
+    assert len(html) < 6_000
+    nothing = cost()
+    assert repr(nothing) == "<ExperimentCost of 0 attempts: no slot was held yet>"
+    assert "no slot was held yet" in nothing._repr_html_()

@@ -126,7 +126,7 @@ def test_of_several_an_end_comes_before_the_end_of_new_trials() -> None:
     assert isinstance(tally.verdict(), NoMore)
     tally.trained("a", 1.0)
     tally.ended("a", None, failed=True)
-    assert tally.verdict() == End("1 trials have errored, of MaxFailures(1)")
+    assert tally.verdict() == End("1 trial has errored, of MaxFailures(1)")
     assert Tallies([]).verdict() is None
 
 

@@ -41,7 +41,7 @@ def test_a_scope_that_is_none_is_refused(scope: Scope) -> None:
 
 def test_the_best_of_several_metrics_is_named_by_the_one_that_decides() -> None:
     several = Objective(metrics=("loss", "size"), modes=("min", "min"))
-    assert (best_label(LOSS), best_label(several)) == ("best by last report", "best loss by last report")
+    assert (best_label(LOSS), best_label(several)) == ("best", "best loss")
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -10,8 +10,8 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.resume_choice import (
     ResumeChoice,
     ResumeLimits,
+    Way,
     choice_of,
-    ignored_numbers,
     stop_extended,
 )
 
@@ -22,7 +22,8 @@ THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
     "answer",
     [
         {},
-        {"way": "stop here", "samples": 3},
+        {"way": "stop here", "samples": 10, "steps": 100, "hours": 2, "checkpoint": 20},
+        {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20},
         {"way": "extend", "samples": 11},
         {"way": "extend", "steps": 101, "samples": 10},
         {"way": "extend", "hours": 2.5, "steps": 0},
@@ -51,21 +52,30 @@ def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None
         choice_of(answer, THERE)
 
 
-@pytest.mark.parametrize(
-    ("answer", "ignored"),
-    [
-        ({"samples": 12}, "samples 12 (it has 10)"),
-        (
-            {"way": "other checkpoint", "checkpoint": 20, "steps": 200, "hours": 1},
-            "steps 200 (it has 100), hours 1 (it has 2)",
-        ),
-        ({"samples": 10, "steps": 100, "hours": 2}, ""),
-        ({"way": "extend", "samples": 12}, ""),
-        ({"way": "stop here", "samples": 12}, ""),
-    ],
-)
-def test_a_changed_number_that_the_way_does_not_use_is_named(answer: dict[str, Any], ignored: str) -> None:
-    assert ignored_numbers(choice_of(answer, THERE), THERE) == ignored
+CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint": 10}
+"""A new value of each field beside `way`."""
+
+
+@pytest.mark.parametrize("field", CHANGED)
+@pytest.mark.parametrize("way", get_args(Way))
+def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: Way, field: str) -> None:
+    uses = {"extend": {"samples", "steps", "hours"}, "other checkpoint": {"checkpoint"}}
+    shown = {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20}  # as the form shows them
+    for others in ({}, shown, {"samples": 11} if way == "extend" and field == "checkpoint" else {}):
+        answer = {**others, "way": way, field: CHANGED[field]}
+        if field in uses.get(way, ()):
+            assert getattr(choice_of(answer, THERE), field) == CHANGED[field]
+        else:
+            meant = "other checkpoint" if field == "checkpoint" else "extend"
+            with pytest.raises(InvalidInput, match=rf"^{way}: .*{CHANGED[field]}.*choose {meant} to "):
+                choice_of(answer, THERE)
+
+
+def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
+    there = ResumeLimits(steps=20, scheduler_steps=27)
+    assert choice_of({"way": "extend", "steps": 27}, there).steps == 27
+    with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, and the form has 28"):
+        choice_of({"way": "extend", "steps": 28}, there)
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:

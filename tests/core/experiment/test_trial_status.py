@@ -48,7 +48,7 @@ def test_a_trial_that_waits_is_pending_and_one_that_trains_is_running() -> None:
 def test_a_trial_that_met_its_criterion_or_returned_is_completed() -> None:
     for returned in (False, True):
         search = search_with()
-        search.record(Finished(trial=T, reason="step = 3 reached 3", returned=returned))
+        search.record(Finished(trial=T, reason="step 3 of 3", returned=returned))
         assert said(search) == ("completed", "completed")
 
 

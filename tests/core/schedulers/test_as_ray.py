@@ -17,7 +17,7 @@ RECORDED = json.loads(Path("tests/data/ray_decisions.json").read_text())
 
 def ours(kind: str, options: Options) -> Answer:
     own = {"hyperparam_mutations": {"x": uniform(0, 1)}} if kind == "PBT" else {}
-    asked = Asked(getattr(pt, kind)(**options, **own))
+    asked = Asked(getattr(pt, kind)(**options, **own, **({"variant": "stopping"} if kind == "ASHA" else {})))
     milestones: dict[str, int | None] = {}
     decided: dict[str, int] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers import asha
 from prefect_tune.core.schedulers.base import Continue, Stop
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
+
+ASHA = partial(asha.ASHA, variant="stopping")
 
 
 def milestones(asked: Asked, trial: str) -> list[int]:
@@ -205,7 +208,7 @@ def test_with_a_grace_period_of_max_t_everybody_trains_to_the_end() -> None:
         ({"reduction_factor": True}, "a reduction_factor of 2 or more$"),
         ({"brackets": 5}, "1 to 4 brackets: there are 3 rungs below max_t"),
         ({"brackets": 0}, "1 to 4 brackets"),
-        ({"variant": "pausing"}, "'stopping' or 'promotion'"),
+        ({"variant": "pausing"}, "'promotion' or 'stopping'"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object], expected: str) -> None:

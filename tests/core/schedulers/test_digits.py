@@ -62,7 +62,7 @@ def recorded(record_property):
 
 @pytest.mark.long
 def test_asha_that_stops_finds_a_good_one_with_a_sixth_of_the_budget(recorded) -> None:
-    found = recorded("ASHA stopping", figures(searches(ASHA(EPOCHS), ORDERS)))
+    found = recorded("ASHA stopping", figures(searches(ASHA(EPOCHS, variant="stopping"), ORDERS)))
     assert found.budget <= 0.16
     assert found.probability >= 0.95
     assert found.epochs_to_target <= 250

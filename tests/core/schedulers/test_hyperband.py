@@ -79,7 +79,7 @@ def test_the_last_one_goes_on_without_a_pause_if_it_is_the_best_and_stops_at_onc
     assert second.resume_all() == ["t0", "t8", "t1"]
     worst = first_bracket()
     reach(worst, 1, dict.fromkeys(NINE[:8], 0.5))
-    reason = "loss = 0.9 at step 1: number 9 of 9, of which 3 continue"
+    reason = "loss = 0.9 at step 1: rank 9 of 9, the best 3 continue"
     assert worst.report("t8", 1, 0.9) == Stop(reason=reason)
 
 

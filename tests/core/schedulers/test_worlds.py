@@ -31,7 +31,7 @@ from tests.fakes.searches.virtual_driver import (
 MAX_T = 27
 SCHEDULERS: Mapping[str, Scheduler] = {
     "fifo": FIFO(),
-    "asha-stopping": ASHA(MAX_T),
+    "asha-stopping": ASHA(MAX_T, variant="stopping"),
     "asha-promotion": ASHA(MAX_T, variant="promotion"),
     "asha-brackets": ASHA(MAX_T, grace_period=2, reduction_factor=2, brackets=3, variant="promotion"),
     "hyperband": Hyperband(MAX_T),

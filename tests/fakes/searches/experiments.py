@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.journal import append, take_over
@@ -33,8 +34,23 @@ from tests.fakes.checkpoints import committed, write
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
 
 
-def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tuple[int, ...] = ()) -> None:
-    """Write a finished experiment with a checkpoint at each of `steps`; `quarantined` are the steps in quarantine."""
+def write_experiment(
+    root: Path,
+    name: str,
+    steps: list[int],
+    *,
+    quarantined: tuple[int, ...] = (),
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write a finished experiment with a checkpoint at each of `steps`.
+
+    Args:
+        root: the target's folder.
+        name: of the experiment.
+        steps: of the checkpoints.
+        quarantined: those that are in quarantine.
+        files: more files of each checkpoint.
+    """
     make_root(root)
     store = PosixStore(root)
     owner = Owner(name="a test", host="here", pid=1)
@@ -42,7 +58,7 @@ def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tu
     state = _write(store, state, TrialAdded(trial="trial", config={"rate": 0.5}))
     state = _write(store, state, Started(trial="trial", attempt=1, from_step=0))
     for step in steps:
-        state = _save(store, state, step, root.parent / f"staged-{name}-{step}")
+        state = _save(store, state, step, root.parent / f"staged-{name}-{step}", files)
     for each in state.trial("trial").checkpoints:
         if each.step in quarantined:
             state = _write(store, state, Quarantined(trial="trial", sequence=each.sequence, reason="bad"))
@@ -59,15 +75,19 @@ def write_search(
     *,
     errored: str = "",
     settings: Mapping[str, object] = _SETTINGS,
+    parameters: Sequence[str] = (),
 ) -> None:
-    """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint."""
+    """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint.
+
+    Each of `parameters` has a value of 20 characters that ends with the trial's name.
+    """
     make_root(root)
     store = PosixStore(root)
     owner = Owner(name="a test", host="here", pid=1)
     state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
     state = _write(store, state, Configured(settings=settings))
     for trial, loss in losses.items():
-        state = _write(store, state, TrialAdded(trial=trial, config={"rate": loss}))
+        state = _write(store, state, TrialAdded(trial=trial, config=config_of(trial, loss, parameters)))
         state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
         state = _write(store, state, Reported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
         if trial == errored:
@@ -77,6 +97,7 @@ def write_search(
             state = _write(store, state, Finished(trial=trial, reason="had enough"))
 
 
+<<<<<<< HEAD
 def write_curves(
     root: Path, name: str, curves: Sequence[Sequence[Mapping[str, object]]], metrics: Sequence[str]
 ) -> None:
@@ -95,9 +116,16 @@ def write_curves(
 
 
 def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:
+=======
+def config_of(trial: str, rate: float, parameters: Sequence[str]) -> Mapping[str, object]:
+    return {"rate": rate, **{name: f"{name} of {trial}".rjust(20, ".") for name in parameters}}
+
+
+def _save(store: ObjectStore, state: Experiment, step: int, staged: Path, more: Mapping[str, bytes]) -> Experiment:
+>>>>>>> wt-i
     key = CheckpointKey(trial=state.trial_key("trial"), step=step, sequence=state.number)
     metrics = {"loss": 1 / step}
-    files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step}
+    files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step, **more}
     committed(store, write(staged, files), key, metrics=metrics)
     reported = Reported(trial="trial", report=StepReport(step=step, metrics=metrics))
     ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)

@@ -123,7 +123,7 @@ class _Attempt:
         saves = [self._committed()] if is_last or self.saves_first else []
         yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
         if is_last:
-            yield self._wrote(Finished(trial=self.trial, reason=f"step = {end} reached {end}"))
+            yield self._wrote(Finished(trial=self.trial, reason=f"step {end} of {end}"))
             yield AttemptExited(self.trial)
 
     def leave(self, said: Leave) -> Iterator[Message]:

@@ -44,7 +44,7 @@ class WritesUntil:
 def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int, local_target: LocalTarget) -> None:
     acted = SimulatedSearch(local_target, slots=3)
     with pytest.raises(StoreUnavailable, match="the target is away"):
-        acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(entries))
+        acted.run(ASHA(max_t=9, grace_period=3, variant="stopping"), writer=WritesUntil(entries))
     assert acted.executor.stopped
     assert len(acted.executor) == 0
 
@@ -53,7 +53,7 @@ def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalT
     acted = SimulatedSearch(local_target, slots=3)
     acted.executor.survives_search = True
     with pytest.raises(StoreUnavailable):
-        acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(1))
+        acted.run(ASHA(max_t=9, grace_period=3, variant="stopping"), writer=WritesUntil(1))
     assert not acted.executor.stopped
     assert len(acted.executor) == 3
 
@@ -110,7 +110,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
             experiment=NAME,
             metric="error",
             num_samples=1,
-            scheduler=ASHA(max_t=EPOCHS, grace_period=3),
+            scheduler=ASHA(max_t=EPOCHS, grace_period=3, variant="stopping"),
             max_concurrent_trials=2,
         )
 

@@ -24,7 +24,7 @@ from tests.trainables.fragile import Fragile
 from tests.trainables.witness import acts_of
 
 NAME = "shown"
-HALF = ASHA(max_t=4, reduction_factor=2)
+HALF = ASHA(max_t=4, reduction_factor=2, variant="stopping")
 BREAKS_BELOW = pt.sample_from(lambda config: config["x"] < 0.07)
 
 
@@ -85,7 +85,7 @@ def test_attempts_end_completed_pruned_or_failed_with_the_reason_and_the_search_
     require_states(
         run_of(results),
         {
-            "train 00000 · attempt 1": ("Completed", "step = 4 reached 4"),
+            "train 00000 · attempt 1": ("Completed", "step 4 of 4"),
             "train 00001 · attempt 1": ("Pruned", "loss = 0.9 at step 1"),
             "train 00002 · attempt 1": ("Failed", "ArithmeticError: x is too large: 0.05"),
         },
@@ -226,9 +226,7 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
     require_states(dead, dict.fromkeys(running, ("Crashed", "its process was lost (last seen at 20")))
     for _, message in states_of_attempts(dead).values():
         assert str(message).endswith(f" UTC); flow run {owner.name!r} took over")
-    require_states(
-        str(owner.flow_run), {f"train {name} · attempt 2": ("Completed", "step = 5 reached 5") for name in names}
-    )
+    require_states(str(owner.flow_run), {f"train {name} · attempt 2": ("Completed", "step 5 of 5") for name in names})
 
 
 # ------------------------------------------------------------------------------------------------------ the log
@@ -246,9 +244,9 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert "slots: 1 trial at once on this machine" in said
     assert "trial 00001 begins: breaks False, x 0.9" in said
     for start in (
-        "trial 00000 completed at step 4, loss 0.1 (best by last report so far): ",
-        "trial 00001 pruned at step 1, loss 0.9 (best by last report: 0.1, trial 00000): ",
-        "trial 00002 errored at step 1, loss 0.05 (best by last report so far): failure 1 of the trainable (max_fail",
+        "trial 00000 completed at step 4, loss 0.1 (best so far): ",
+        "trial 00001 pruned at step 1, loss 0.9 (best: 0.1, trial 00000): ",
+        "trial 00002 errored at step 1, loss 0.05 (best so far): failure 1 of the trainable (max_fail",
     ):
         assert sum(each.startswith(start) for each in said) == 1, said
     assert sum("Traceback (most recent call last)" in each for each in said) == 1
@@ -288,7 +286,7 @@ def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplo
     searched(local_target, [0.1, 0.05])
     caplog.clear()
     searched(local_target, [0.1, 0.05])
-    found = "2 trials found: 1 completed, 1 errored; best by last report: trial 00001, errored, loss 0.05"
+    found = "2 trials found: 1 completed, 1 errored; best: trial 00001, errored, loss 0.05"
     assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages
     assert caplog.text.count("1 trial that errored in an earlier run is not retried: to retry ") == 1
     finished = "experiment 'shown' was finished already, and this run trained nothing: "

@@ -96,7 +96,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     schema, page = ui.form(search.run)
     assert schema["properties"]["samples"]["default"] == 2
     assert "trials: 2 (2 interrupted)" in page
-    assert "best by last report: trial 0000" in page
+    assert "best: trial 0000" in page
     ui.resume(search.run, way="extend", samples=1)
     ui.resume(training.run, way="other checkpoint", checkpoint=5)
 

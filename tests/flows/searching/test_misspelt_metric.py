@@ -44,7 +44,11 @@ def statuses(results: pt.Results) -> list[tuple[str, int, int]]:
         [
             ({}, ("completed", 4, 1), 1),
             ({"search": OptunaSearch(sampler="TPESampler")}, ("completed", 4, 1), 1),
-            ({"scheduler": pt.ASHA(max_t=4, grace_period=1, reduction_factor=2)}, ("interrupted", 1, 1), 2),
+            (
+                {"scheduler": pt.ASHA(max_t=4, grace_period=1, reduction_factor=2, variant="stopping")},
+                ("interrupted", 1, 1),
+                2,
+            ),
             ({"scheduler": pt.PBT(perturbation_interval=2, hyperparam_mutations={"x": pt.uniform(0, 1)})}, None, 2),
         ],
     ),
@@ -102,7 +106,9 @@ def skipping(config: Mapping[str, Any]) -> None:
 
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize(
-    ("scheduler", "first"), [(None, "completed"), (pt.ASHA(max_t=4), "errored")], ids=["none", "ASHA"]
+    ("scheduler", "first"),
+    [(None, "completed"), (pt.ASHA(max_t=4, variant="stopping"), "errored")],
+    ids=["none", "ASHA"],
 )
 def test_a_search_whose_first_trial_reports_something_else_goes_on(
     local_target: LocalTarget, scheduler: pt.ASHA | None, first: str

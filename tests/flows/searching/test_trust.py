@@ -302,7 +302,7 @@ def keyed(untrusted: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untrusted: Untrusted) -> None:
-    begun(keyed(untrusted), computes=True, stop={"loss": 9.0}, scheduler={"ASHA": {"max_t": 9}})
+    begun(keyed(untrusted), computes=True, stop={"loss": 9.0}, scheduler={"ASHA": {"max_t": 9, "variant": "stopping"}})
     assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
     assert count(pt.resume("e", target=keyed(untrusted), num_samples=3, stop={"step": 4})) == 3  # it was signed again
     assert count(pt.resume("e", target=keyed(untrusted), fork="copy", num_samples=4)) == 4

@@ -93,7 +93,7 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
 def test_a_metric_that_the_scheduler_needs_and_no_report_has_fails_the_search_but_no_trial(
     trainable: Any, metric: str, status: str, tmp_path: Path
 ) -> None:
-    asha: dict[str, Any] = {"metric": metric, "stop": None, "scheduler": pt.ASHA(max_t=9)}
+    asha: dict[str, Any] = {"metric": metric, "stop": None, "scheduler": pt.ASHA(max_t=9, variant="stopping")}
     results = results_of_failed(lambda: searched(tmp_path, trainable, **asha))
     assert statuses(results) == [status]
     assert results.experiment.ends == f"no report had the metric '{metric}'"

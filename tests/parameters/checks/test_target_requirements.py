@@ -65,7 +65,9 @@ def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
 
 
 def test_others_are_not(tmp_path: Path, target: FsspecTarget) -> None:
-    assert statuses(searched(tmp_path, target=target, scheduler=pt.ASHA(max_t=3), space=SPACE)) == ["completed"]
+    assert statuses(searched(tmp_path, target=target, scheduler=pt.ASHA(max_t=3, variant="stopping"), space=SPACE)) == [
+        "completed"
+    ]
 
 
 def test_where_two_may_write_they_may_exploit(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from prefect_tune.attempt.processes.process_output import Log, TrialOutput, Wait
 from prefect_tune.core.messages.process_messages import READY
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.terminal.live_display import NOTICE
 
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
@@ -265,7 +266,8 @@ class ForkServers:
                 return False
             self._unfit[kind] = why_not
             self._templates.pop(kind, None)
-        log.info("%s: trials cannot be forked after its import; each trial imports it: %s", kind, why_not)
+        line = "%s: trials cannot be forked after its import; each trial imports it: %s"
+        log.info(line, kind, why_not, extra=NOTICE)
         return True
 
 

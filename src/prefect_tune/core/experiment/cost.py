@@ -24,10 +24,12 @@ from typing import Self
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
+from prefect_tune.core.html_tables import Html, cell_html, escaped, paragraph, rows_table
+from prefect_tune.core.shown_text import format_seconds, plural
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.core.values import parse_time
 
-__all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of"]
+__all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of", "cost_sentence", "format_share"]
 
 
 class Category(StrEnum):
@@ -103,9 +105,9 @@ class RunCost:
     """None if nothing limited them: then it has as many as it used, and none is idle."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ExperimentCost:
-    """What an experiment cost so far."""
+    """What an experiment cost so far; printed as a sentence, and in a notebook with a table of the categories."""
 
     runs: Sequence[RunCost]
     attempts: Sequence[AttemptCost]
@@ -127,6 +129,21 @@ class ExperimentCost:
     def waited_for_ranks_seconds(self) -> float:
         """How long saves waited for the slowest rank: the sum over attempts, of each that of the longest wait."""
         return sum(each.waited_for_ranks_seconds or 0.0 for each in self.attempts)
+
+    def __repr__(self) -> str:
+        """Return the sentence, and the number of attempts."""
+        attempts = plural(len(self.attempts), "attempt", "attempts")
+        return f"<ExperimentCost of {attempts}: {cost_sentence(self) or 'no slot was held yet'}>"
+
+    def _repr_html_(self) -> str:
+        total = self.slot_seconds or 1.0
+        rows = [(each, seconds) for each, seconds in self.seconds.items() if seconds / total >= _LEAST_SHARE]
+        cells = [
+            [escaped(text) for text in (each, format_seconds(seconds), format_share(seconds / total), each.meaning)]
+            for each, seconds in rows
+        ]
+        sentence = paragraph(escaped(cost_sentence(self) or "no slot was held yet"))
+        return cell_html(sentence, rows_table(["slots", "time", "share", ""], cells) if cells else Html(""))
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts of each trial that has any."""
@@ -299,3 +316,43 @@ def _held_in(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
         min(end, _later(each.began_at, each.total_seconds)) - max(run.began_at, each.began_at) for each in attempts
     )
     return sum(max(0.0, each.total_seconds()) for each in overlaps)
+
+
+# The cost in words.
+
+_LOSSES = 3
+_LEAST_SHARE = 0.005
+"""Smaller shares are 0 % in words, and are not named."""
+
+
+def cost_sentence(cost: ExperimentCost) -> str:
+    """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
+
+    Empty if no slot was held yet.
+    """
+    if not cost.attempts or not cost.slot_seconds:
+        return ""
+    losses = sorted(_shares(cost, but=Category.TRAINING).items(), key=lambda each: -each[1])
+    named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:_LOSSES])
+    trained = format_share(cost.seconds[Category.TRAINING] / cost.slot_seconds)
+    label = "the largest losses" if len(losses) > 1 else "the only loss"
+    return f"{trained} of {_slots_words(cost)} was training" + (f"; {label}: {named}" if named else "")
+
+
+def _slots_words(cost: ExperimentCost) -> str:
+    """Return the time of the runs with their slots, if all have the same number; else the sum over the slots."""
+    counts = {each.slots for each in cost.runs}
+    (count,) = counts if len(counts) == 1 else (None,)
+    if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
+        return f"{format_seconds(cost.slot_seconds)} of all slots"
+    return f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
+
+
+def _shares(cost: ExperimentCost, but: Category | None = None) -> Mapping[Category, float]:
+    shares = {each: found / cost.slot_seconds for each, found in cost.seconds.items() if each is not but}
+    return {each: share for each, share in shares.items() if share >= _LEAST_SHARE}
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage: `9 %`."""
+    return f"{100 * share:.0f} %"

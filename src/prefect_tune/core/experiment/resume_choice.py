@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import Value
 
-__all__ = ["ResumeChoice", "ResumeLimits", "Way", "choice_of", "ignored_numbers", "stop_extended"]
+__all__ = ["ResumeChoice", "ResumeLimits", "Way", "choice_of", "stop_extended"]
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
@@ -39,19 +39,23 @@ class ResumeLimits(Value):
     """The steps of the checkpoints that a training can go back to."""
     stop_is_code: bool = False
     """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
+    scheduler_steps: int = 0
+    """The step at which the scheduler ends every trial."""
 
 
 def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
     """Return the choice that a form's `answer` makes.
 
     Raises:
-        InvalidInput: the choice is impossible. The message is shown to the person who answered.
+        InvalidInput: the choice is impossible, or does not use a number that was typed. The message is shown to the
+            person who answered.
     """
     try:
         choice = ResumeChoice.model_validate(answer)
     except ValidationError as invalid:
         problem = invalid.errors(include_url=False)[0]
         raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from invalid
+    _require_used(choice, limits)
     match choice.way:
         case "extend":
             _require_more(choice, limits)
@@ -62,13 +66,19 @@ def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoic
     return choice
 
 
-def ignored_numbers(choice: ResumeChoice, limits: ResumeLimits) -> str:
-    """Return which changed numbers the chosen way does not use, such as `samples 10 (it has 8)`; empty without any."""
-    if choice.way in {"extend", "stop here"}:
-        return ""
+def _require_used(choice: ResumeChoice, limits: ResumeLimits) -> None:
+    """Refuse a number that was changed in the form and that the chosen way does not use."""
     asked, there = _limits(choice), _limits(limits)
     changed = [name for name, value in asked.items() if value not in {0, there[name]}]
-    return ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in changed)
+    if changed and choice.way != "extend":
+        numbers = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in changed)
+        raise InvalidInput(f"{choice.way}: changes no numbers, and the form has {numbers}; choose extend to use them")
+    newest = max(limits.checkpoints, default=0)
+    if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest}:
+        raise InvalidInput(
+            f"{choice.way}: uses the newest checkpoint, of step {newest}, and the form has step {choice.checkpoint}; "
+            "choose other checkpoint to go back to it"
+        )
 
 
 def _limits(numbers: ResumeChoice | ResumeLimits) -> Mapping[str, float]:
@@ -84,6 +94,11 @@ def _require_more(choice: ResumeChoice, limits: ResumeLimits) -> None:
         raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
     if limits.stop_is_code and choice.steps:
         raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
+    if limits.scheduler_steps and choice.steps > max(limits.scheduler_steps, limits.steps):
+        raise InvalidInput(
+            f"steps: the scheduler ends each trial at step {limits.scheduler_steps}, and the form has {choice.steps}; "
+            "a run of the deployment resume can pass a scheduler with a larger max_t"
+        )
 
 
 def _require_there(choice: ResumeChoice, limits: ResumeLimits) -> None:

@@ -29,7 +29,7 @@ from prefect_tune.core.metrics import (
 )
 from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import did_you_mean, other_signature
+from prefect_tune.core.shown_text import did_you_mean, format_span, other_signature, plural
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 
 __all__ = [
@@ -150,7 +150,11 @@ class MaxTime(Stopper):
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         trained = timedelta(seconds=reports[-1].trained_seconds)
-        return f"trained for {trained}, of {self.time}" if trained >= self.time else None
+        if trained < self.time:
+            return None
+        return (
+            f"trained for {format_span(trained.total_seconds())}, the limit is {format_span(self.time.total_seconds())}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,9 @@ class _AtLeast(Stopper):
         for name, limit in self.limits:
             value = float(last.step) if name == "step" else _number(last.metrics, name)
             if value >= limit:
-                return f"{name} = {value:g} reached {limit:g}"
+                return (
+                    f"step {value:g} of {limit:g}" if name == "step" else f"{name} = {value:g}, the limit is {limit:g}"
+                )
         return None
 
     def json_form(self) -> object:
@@ -453,7 +459,7 @@ class _Failures(Tally):
     def verdict(self) -> Verdict:
         if len(self._failed) < self._most:
             return None
-        return End(f"{len(self._failed)} trials have errored, of MaxFailures({self._most})")
+        return End(f"{plural(len(self._failed), 'trial has', 'trials have')} errored, of MaxFailures({self._most})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +521,10 @@ class _Time(Tally):
 
     def verdict(self) -> Verdict:
         spent = timedelta(seconds=self._sum)
-        return End(f"its trials have trained for {spent}, of {self._most}") if spent >= self._most else None
+        if spent < self._most:
+            return None
+        spans = format_span(spent.total_seconds()), format_span(self._most.total_seconds())
+        return End(f"its trials have trained for {spans[0]}, the limit is {spans[1]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,8 @@ _Key = TypeVar("_Key")
 
 
 def best_label(objective: Objective) -> str:
-    """Return what the best trial is called where people read it; of several metrics it names the one that decides."""
-    return "best by last report" if len(objective.metrics) == 1 else f"best {objective.metrics[0]} by last report"
+    """Return what the best trial, by the last report, is called; of several metrics it names the one that decides."""
+    return "best" if len(objective.metrics) == 1 else f"best {objective.metrics[0]}"
 
 
 def valid_scope(scope: Scope) -> Scope:
@@ -175,6 +175,26 @@ def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
             case _:
                 pass
     return found
+
+
+def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
+    """Return the configuration with which a trial saved its checkpoint of this sequence, before or after exploits.
+
+    Args:
+        entries: of its own journal or, if it has none, of the experiment's.
+        trial: its name.
+        sequence: of the checkpoint; a clone has the configuration with which the trial continues from it.
+    """
+    config: Mapping[str, object] = {}
+    for event in (event for entry in entries for event in entry.events):
+        match event:
+            case TrialAdded(trial=added) if added == trial:
+                config = event.config
+            case Cloned(trial=into, inherited=False) if into == trial and event.checkpoint.sequence <= sequence:
+                config = config if event.config is None else event.config
+            case _:
+                pass
+    return config
 
 
 # Learning curves of one trial, or of all trials, from the journal of an experiment.

@@ -22,6 +22,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
+    rank_words,
     shown,
 )
 from prefect_tune.core.search.objective import Objective
@@ -300,8 +301,8 @@ class PromotionSchedule(Climbing):
 
     def _rank_text(self, rung: Rung, place: RungEntry) -> str:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
-        promoted = plural(rung.quota(self._brackets.reduction_factor), "is promoted", "are promoted")
-        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted}"
+        quota = rung.quota(self._brackets.reduction_factor)
+        rank = rank_words(rung.rank(place) + 1, len(rung.reached), quota, "is promoted", "are promoted")
         return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"
 
 
@@ -313,11 +314,11 @@ class ASHA(Scheduler):
     every trial ends; fractions are rounded up. It is asynchronous: a trial is compared with those that reached the rung
     before it.
 
-    `variant="stopping"` stops a trial that is not good enough, for good, and never pauses (Ray's
-    AsyncHyperBandScheduler). `variant="promotion"` pauses every trial at each rung, and gives a free slot to the best
-    paused trial that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial starts (the
-    algorithm of the paper). It needs checkpoints, trains fewer steps for the same result, and corrects early
-    mistakes: a trial that was not promoted at first may be promoted later.
+    `variant="promotion"`, the default, pauses every trial at each rung, and gives a free slot to the best paused trial
+    that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial starts (the algorithm of
+    the paper). It needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial that
+    was not promoted at first may be promoted later. `variant="stopping"` stops a trial that is not good enough, for
+    good, and never pauses (Ray's AsyncHyperBandScheduler): for a trainable that saves no checkpoints.
 
     With more than one of the `brackets`, trials are distributed over ladders that begin one rung higher each, in the
     proportions of Hyperband: a hedge against misleading early results.
@@ -327,14 +328,14 @@ class ASHA(Scheduler):
         grace_period: the step of the first rung.
         reduction_factor: how many times as many steps the next rung has; 1 / `reduction_factor` of a rung continue.
         brackets: the number of ladders.
-        variant: `stopping` ends the other trials of a rung; `promotion` pauses them.
+        variant: `promotion` pauses the other trials of a rung; `stopping` ends them.
     """
 
     max_t: int = field(metadata={"example": 81})
     grace_period: int = 1
     reduction_factor: float = 3
     brackets: int = 1
-    variant: Literal["stopping", "promotion"] = "stopping"
+    variant: Literal["promotion", "stopping"] = "promotion"
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -348,7 +349,7 @@ class ASHA(Scheduler):
         if not (is_count(self.brackets, 1) and self.brackets <= most):
             raise InvalidInput(f"{self}: expected 1 to {most} brackets: there are {most - 1} rungs below max_t")
         if self.variant not in {"stopping", "promotion"}:
-            raise InvalidInput(f"{self}: expected variant 'stopping' or 'promotion'")
+            raise InvalidInput(f"{self}: expected variant 'promotion' or 'stopping'")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         ladders = [self._ladder(skipped) for skipped in range(self.brackets)]

@@ -230,3 +230,12 @@ def shown(loss: float, objective: Objective) -> str:
     """Return the loss as the user reported it: the metric's name and its value."""
     value = loss if objective.modes[0] == "min" else -loss
     return f"{objective.metrics[0]} = {value:g}"
+
+
+def rank_words(rank: int, ranked_count: int, best_count: int, one: str, several: str) -> str:
+    """Return a trial's rank at a rung, and how many go on: `rank 1 of 4, the best 2 are promoted`.
+
+    `one` and `several` are the verb: `is promoted` and `are promoted`.
+    """
+    best = {0: f"none {one} yet", 1: f"the best {one}"}.get(best_count, f"the best {best_count} {several}")
+    return f"rank {rank} of {ranked_count}, {best}"

@@ -18,10 +18,10 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
+    rank_words,
     shown,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import TrialId
 
 __all__ = [
@@ -237,8 +237,7 @@ class _HyperbandSchedule(Schedule):
                 self._to_resume[trial] = None
             else:
                 shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
-                continuing = plural(bracket.places, "continues", "continue")
-                rank_text = f"number {rank + 1} of {len(ranking)}, of which {continuing}"
+                rank_text = rank_words(rank + 1, len(ranking), bracket.places, "continues", "continue")
                 self._to_stop[trial] = Stop(reason=f"{shown_loss}: {rank_text}")
 
     def _first_to_resume(self) -> TrialId | None:
