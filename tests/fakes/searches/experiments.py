@@ -97,7 +97,6 @@ def write_search(
             state = _write(store, state, Finished(trial=trial, reason="had enough"))
 
 
-<<<<<<< HEAD
 def write_curves(
     root: Path, name: str, curves: Sequence[Sequence[Mapping[str, object]]], metrics: Sequence[str]
 ) -> None:
@@ -115,14 +114,11 @@ def write_curves(
         state = _write(store, state, Finished(trial=trial, reason="had enough"))
 
 
-def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:
-=======
 def config_of(trial: str, rate: float, parameters: Sequence[str]) -> Mapping[str, object]:
     return {"rate": rate, **{name: f"{name} of {trial}".rjust(20, ".") for name in parameters}}
 
 
 def _save(store: ObjectStore, state: Experiment, step: int, staged: Path, more: Mapping[str, bytes]) -> Experiment:
->>>>>>> wt-i
     key = CheckpointKey(trial=state.trial_key("trial"), step=step, sequence=state.number)
     metrics = {"loss": 1 / step}
     files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step, **more}
