@@ -174,9 +174,8 @@ def _sync() -> _Schema:
     model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
     drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
     fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
-    marks = {
-        "^(_block_|_is_anonymous|block_type_slug)": {}
-    }  # of a block that is sent; no form shows patterns as fields
+    # What Prefect's client adds to a block that it sends; no form shows patterns as fields.
+    marks: _Schema = {"^(_block_|_is_anonymous|block_type_slug)": {}}
     options = {
         "title": "Options",
         "type": "object",
