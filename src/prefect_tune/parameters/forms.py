@@ -175,7 +175,7 @@ def _sync() -> _Schema:
     drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
     fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
     # What Prefect's client adds to a block that it sends; no form shows patterns as fields.
-    marks: _Schema = {"^(_block_|_is_anonymous|block_type_slug)": {}}
+    marks: dict[str, _Schema] = {"^(_block_|_is_anonymous|block_type_slug)": {}}
     options = {
         "title": "Options",
         "type": "object",

@@ -122,7 +122,7 @@ def require_trainable(found: object, given: object) -> object:
     if isinstance(found, type):
         return require_trainable_class(found)
     if callable(found):
-        called = found
+        called: object = found
         while isinstance(called, partial):
             called = called.func
         call = inspect.getattr_static(type(called), "__call__", None)
