@@ -201,8 +201,8 @@ def test_what_is_small_is_not_measured_twice() -> None:
 import sys
 import prefect_tune as pt
 from prefect_tune.prefect_api.argument_validation import require_valid
-space = {"lr": pt.loguniform(1e-4, 0.1), "of": pt.choice([1, "two"]), "n": 3}
-asked = {"target": "./runs", "scheduler": pt.ASHA(max_t=81), "sync": pt.SyncConfig()}
+space = {"lr": pt.loguniform(1e-4, 0.1), "of": pt.choice([1, "two"]), "n": pt.sample_from(lambda config: config["of"])}
+asked = {"target": "./runs", "scheduler": pt.ASHA(max_t=81), "stop": pt.MaxSteps(3) | len, "sync": pt.SyncConfig()}
 require_valid(pt.tune, (lambda config: None, space), asked)
 assert "fastapi" not in sys.modules
 """

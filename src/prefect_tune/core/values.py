@@ -126,7 +126,7 @@ class HasJsonForm:
     """
 
     __slots__ = ()
-    ESTIMATE: ClassVar[str] = "estimate"
+    ESTIMATE: ClassVar[Mapping[str, bool]] = {"is_estimate": True}
     """As the context of a serialization: an object without a JSON form is an empty text, and no error."""
 
     def json_form(self) -> object:
