@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ def path_in_trial(name: str, directory: Path, path: str) -> str:
     session: Any = Undisturbed({}, 0, directory)
     given = session.info()
     session.info = lambda: type(given)(name, "e", 1, directory, {}, 0, 1, 0, session)
-    enter(session, whole_process=False)
-    return path_of_trial(path)
+
+    def in_trial() -> str:
+        enter(session, whole_process=False)
+        return path_of_trial(path)
+
+    return copy_context().run(in_trial)
 
 
 @pytest.mark.parametrize("trial", ["00001", "alpha"])

@@ -97,8 +97,9 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
-    place = SimpleNamespace(name="e", uri="s3://b")
-    said = search_checks._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
+    place = SimpleNamespace(name="e", uri="s3://b", settings={})
+    found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
+    said = search_checks._all_errored(found, 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 

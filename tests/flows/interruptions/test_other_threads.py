@@ -51,10 +51,9 @@ def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterat
         process.wait()
 
 
-def _until_training(target: pt.LocalTarget, log: Path, *names: str) -> None:
+def _until_training(target: pt.LocalTarget, log: Path, *names: str, entries: str = "*/trials/*/journal/*") -> None:
     def trains(name: str) -> bool:
-        place = Path(target.path, name)
-        return len(list(place.glob("*/trials/*/journal/*" if (place / "1/trials").exists() else "*/journal/*"))) >= 2
+        return len(list(Path(target.path, name).glob(entries))) >= 2
 
     until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
 
@@ -112,7 +111,8 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     earlier = {run.id for run in client.read_flow_runs()}
     with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        _until_training(target, log, "e")
+        entries = "*/journal/*" if program == "training" else "*/trials/*/journal/*"
+        _until_training(target, log, "e", entries=entries)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
         Ui(client).cancel(run)
         assert process.wait(120) == 1, log.read_text()

@@ -43,7 +43,7 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
         "reports, step 1: expected a dict of metrics, found float; give it a name: {'loss': value}",
     ),
     "a metric that is not finite": ({"reports": {1: {"loss": NAN}}}, "reports, step 1: 'loss': found nan"),
-    "a configuration with an object": ({"config": {"model": object()}}, "config: 'model'"),
+    "a configuration with an object": ({"config": {"model": object()}}, "config.model"),
     "another end": ({"status": "finished"}, "status: Input should be 'completed', 'paused' or 'errored'"),
     "a reason that is a number": ({"status": "paused", "reason": 3}, "reason: Input should be a valid string, found 3"),
 }
