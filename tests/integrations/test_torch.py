@@ -159,7 +159,7 @@ def test_a_loader_shuffles_unless_it_is_told_not_to(shuffle: bool) -> None:
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader]
 
 
-class Stream(torch.utils.data.IterableDataset):
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]  # torch is imported if it is there
     def __iter__(self) -> Iterator[int]:
         return iter(range(4))
 

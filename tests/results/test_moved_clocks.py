@@ -27,7 +27,7 @@ def test_a_clock_that_is_moved_between_two_trials_adds_and_hides_no_second(
 
     class MovedClock(datetime):
         @classmethod
-        def now(cls, tz: tzinfo | None = None) -> datetime:
+        def now(cls, tz: tzinfo | None = None) -> Any:
             return datetime.now(tz) + (jump if moved.exists() else timedelta(0))
 
     monkeypatch.setattr(journal_access, "datetime", MovedClock)

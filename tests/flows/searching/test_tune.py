@@ -80,7 +80,8 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
         pt.SearchFailed, match=r"3 of 3 trials errored, all with: KeyError: 'missing' \(test_tune"
     ) as failed:
         searched(tmp_path, careless, num_samples=9, **options)
-    ends = failed.value.results.experiment.ends
+    results: Any = failed.value.results
+    ends = results.experiment.ends
     assert ends == "3 trials errored before their first step, all with: KeyError: 'missing'; fail_fast=False goes on"
     going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
     assert statuses(results_of_failed(going_on)) == ["errored"] * 5
