@@ -4,44 +4,62 @@ Python calls signal handlers in the main thread, and lets no other thread instal
 therefore miss each signal: the default of SIGTERM ends the process at once, and after Ctrl-C the main thread leaves
 while the trials train. So, while a search runs outside of the main thread:
 
-    signal ──► the handler of `faulthandler`, in C: it writes a stack into a pipe, and calls no other handler
-           ──► the thread "signals": it tells the searches, each of which has its trials save and end
+    signal ──► a handler in C, which stores the signal's number, and calls no other handler
+           ──► the thread "signals" reads it, and tells the searches, each of which has its trials save and end
            ──► all have ended: the handlers of before are back, and the process sends itself the signal again
 
 The handlers of Prefect, asyncio and the script stay in place, and are called after the save, as they are after that of
 a search in the main thread. It may be blocked in C code meanwhile.
 
-`faulthandler.register` is the only function of Python that installs a handler from any thread. A script that has
-registered SIGINT or SIGTERM with it too loses that registration.
+The handler is `l64a` of the C library, which writes its argument, in base 64, into a buffer of its own, and nothing
+else: a signal may arrive in any thread, also in one that has only begun and is none of Python's yet. (There the
+handler of `faulthandler` writes nothing, or, with `all_threads`, reads threads that end at that moment, and crashes.)
 """
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import queue
-import select
 import signal
 import threading
-import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import TerminationSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RENEWAL_SECONDS = 0.1
-_STACK_SECONDS = 0.05
-"""How long a handler may take to write its stack: what arrives meanwhile is one signal."""
+_PERIOD_SECONDS = 0.1
+"""How often the number is read, and the handler installed again: what arrives within one period is one signal."""
 _STATES_SECONDS = 1.0
 """How long the runs around a search have to set their states before SIGTERM ends the process."""
 
 # The handlers in C: those of Python's `signal.signal` are set in the main thread only.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("PyOS_setsig", ctypes.pythonapi))
+_store = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_long)(("l64a", ctypes.CDLL(None)))
+_STORE_ADDRESS = ctypes.cast(_store, ctypes.c_void_p).value
+_NO_SIGNAL = 1
+_stored = ctypes.c_char.from_address(_store(_NO_SIGNAL))
+
+
+def _letter_of(number: int) -> bytes:
+    _store(number)
+    return _stored.value
+
+
+_LETTERS = {_letter_of(number): number for number in _SIGNALS}
+_IDLE_LETTER = _letter_of(_NO_SIGNAL)
+
+
+def _take_stored() -> signal.Signals | None:
+    """Return the signal that has arrived since the last call; None if there was none."""
+    if (letter := _stored.value) == _IDLE_LETTER:
+        return None
+    _store(_NO_SIGNAL)
+    return _LETTERS.get(letter)
 
 
 class _Hold:
@@ -49,40 +67,22 @@ class _Hold:
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
-        self.reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # stays open: a handler may still write
         self.is_held = False
-        self._handler: int | None = None
         self._handler_before: int | None = None
 
     def renew(self) -> None:
         """Hold the signal, also if a handler was installed meanwhile, such as that of another flow."""
         if self.number == signal.SIGINT and not callable(signal.getsignal(signal.SIGINT)):
             self.end()  # as it is ignored: in a kernel without a running cell, in the background of a shell
-            return
-        handler = _get_handler(self.number)
-        if not self.is_held:
-            self._handler_before = handler
-            faulthandler.register(self.number, file=self._writing, all_threads=False, chain=False)
-            self._handler, self.is_held = _get_handler(self.number), True
-        elif handler != self._handler:
-            self._handler_before = handler
-            _set_handler(self.number, self._handler)
+        elif (handler := _get_handler(self.number)) != _STORE_ADDRESS:
+            self._handler_before, self.is_held = handler, True
+            _set_handler(self.number, _STORE_ADDRESS)
 
     def end(self) -> None:
         """Give the signal back to its handler."""
-        if self.is_held:
-            handler = _get_handler(self.number)
-            faulthandler.unregister(self.number)
-            handler = self._handler_before if handler == self._handler else handler
-            if _get_handler(self.number) != handler:
-                _set_handler(self.number, handler)
-            self.is_held = False
-
-    def drain(self) -> None:
-        """Read what handlers have written."""
-        with suppress(BlockingIOError):
-            while os.read(self.reading, 1 << 16):
-                pass
+        if self.is_held and _get_handler(self.number) == _STORE_ADDRESS:
+            _set_handler(self.number, self._handler_before)
+        self.is_held = False
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class _HeldSignals:
     """The calls of this process, by thread, and the signals that are held back for them."""
 
     def __init__(self) -> None:
-        self._holds: list[_Hold] = []
+        self._holds = [_Hold(number) for number in _SIGNALS]
         self._reset()
 
     def _reset(self) -> None:
@@ -144,30 +144,21 @@ class _HeldSignals:
         """Forget the calls, which the child does not have, and give signals to the handlers of before."""
         for hold in self._holds:
             hold.end()
-        self._holds = []  # their pipes are those of the parent
         self._reset()
         _unblock()
 
     def _begin(self) -> None:
         self._over = threading.Event()
-        self._holds = self._holds or [_Hold(number) for number in _SIGNALS]
+        _take_stored()
         for hold in self._holds:
-            hold.drain()
             hold.renew()
         threading.Thread(target=self._watch, args=(self._over,), name="signals", daemon=True).start()
 
     def _watch(self, over: threading.Event) -> None:
-        while not over.is_set():
-            ready = select.select([hold.reading for hold in self._holds], [], [], _RENEWAL_SECONDS)[0]
-            if ready:
-                time.sleep(_STACK_SECONDS)
+        while not over.wait(_PERIOD_SECONDS):
             with self._changed:
-                if over.is_set():
-                    return
-                for hold in self._holds:
-                    if hold.reading in ready:
-                        hold.drain()
-                        self._receive(hold.number)
+                if not over.is_set() and (number := _take_stored()) is not None:
+                    self._receive(number)
                 for hold in self._holds if not over.is_set() else ():
                     hold.renew()
 
@@ -192,6 +183,8 @@ class _HeldSignals:
         self._over.set()
         for hold in self._holds:
             hold.end()
+        if (last := _take_stored()) is not None and last not in self._received:
+            self._received.append(last)  # since the thread "signals" has read the number
         numbers, self._received = self._received, []
         is_main_signalled, self._is_main_signalled = self._is_main_signalled, False
         is_nested, self._is_nested = self._is_nested, False
