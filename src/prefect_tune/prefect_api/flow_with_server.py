@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from inspect import Parameter, Signature, formatannotation
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
@@ -244,8 +244,12 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
-    # Prefect looks for the names in annotations in the module of `run`, which is this one.
-    vars(run)["__signature__"] = _PlainSignature.from_callable(function, eval_str=True)
+    # Prefect looks for the names in annotations in the module of `run`, which is this one. What it returns is not
+    # evaluated: the import of that class takes longer than that of the flow.
+    returned = str(function.__annotations__.get("return"))
+    own = _PlainSignature.from_callable(function, locals={returned: returned}, eval_str=True)
+    run.__annotations__ = {name: parameter.annotation for name, parameter in own.parameters.items()}
+    vars(run)["__signature__"] = own
     return run
 
 
@@ -262,7 +266,7 @@ class _PlainSignature(Signature):
         plain = [each.replace(annotation=hints[name]) for name, each in self.parameters.items()]
         star = next((place for place, each in enumerate(plain) if each.kind is Parameter.KEYWORD_ONLY), len(plain))
         lines = [*map(str, plain[:star]), *["*"] * (star < len(plain)), *map(str, plain[star:])]
-        returned = formatannotation(self.return_annotation)
+        returned = self.return_annotation if isinstance(self.return_annotation, str) else "None"
         return _MODULE.sub("", "(\n" + "".join(f"    {each},\n" for each in lines) + f") -> {returned}")
 
 
