@@ -1,29 +1,32 @@
 """Searches of trainables that import PyTorch, Lightning, scikit-learn or XGBoost: prefect-tune, Ray Tune and Optuna.
 
-    python -m benchmarks.imports --peers PYTHON [--write] [--rounds 3] [--only torch_mlp ...]
+    python -m benchmarks.imports --peers PYTHON [--running] [--write] [--rounds 3] [--only torch_mlp ...]
 
 PYTHON is an interpreter with `ray[tune]`, Optuna and the four libraries, and nothing of ours; the interpreter that runs
 this has ours and the libraries. Each search is a process of its own with an empty directory, two trials at a time; the
 peers take turns. Ray runs with and without `reuse_actors`, Optuna as two processes that share a study in a file.
-Searches of 200 trials run once, and without Ray's default: it takes ten times what it takes with 20.
+Searches of 200 trials run once, and without Ray's default: it takes ten times what it takes with 20. With `--running`
+a Prefect server and a Ray cluster run already, and Optuna is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.measuring.cpu_group import cpu_group, sampling
 from benchmarks.measuring.tables import circumstances, table, write
 from benchmarks.peers.real import Work
-from benchmarks.throughput import surroundings
+from benchmarks.throughput import Peer, prefect_server, ray_cluster, surroundings
 
 _REPOSITORY = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 900
@@ -39,35 +42,39 @@ _PEERS = {
 
 WORKLOADS = tuple(
     Work(trainable, scheduler, trials, epochs, room="")
-    for trainable in ("torch_mlp", "lightning_mlp", "sklearn_sgd", "xgboost_trees")
+    for trainable in ("torch_mlp", "torch_by_hand", "lightning_mlp", "sklearn_sgd", "xgboost_trees")
     for scheduler, trials, epochs in (("fifo", 20, 1), ("asha", 20, 16), ("fifo", 200, 1), ("asha", 200, 16))
 )
 
 
 @dataclass(frozen=True)
 class Measured:
+    first_seconds: float
+    """Until the first trial begins to train."""
     seconds: float
     cpu_seconds: float
+    """Of all its processes, and of a server that ran already."""
     peak_mib: float
     """Of all its processes together; a page that several share counts once."""
 
 
-def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]) -> Measured:
+def _searched(peer: Peer, work: Work) -> Measured:
     with tempfile.TemporaryDirectory() as room, cpu_group() as group, (Path(room) / "log").open("w+") as log:
         memory = [0.0]
-        command = [python, "-m", "benchmarks.peers.real", peer, json.dumps(asdict(replace(work, room=room)))]
+        own = replace(work, room=room)
+        command = [peer.python, "-m", "benchmarks.peers.real", peer.name, json.dumps(asdict(own))]
+        served = peer.server.cpu_seconds() if peer.server else 0.0
         began = time.monotonic()
         with sampling(lambda: memory.append(group.memory_mib()), every_seconds=0.5):
-            path = {"PYTHONPATH": str(_REPOSITORY)}
-            code = group.run(
-                command, {**environment, **path}, log, timeout_seconds=_PATIENCE_SECONDS, directory=_REPOSITORY
-            )
+            code = group.run(command, peer.environment, log, timeout_seconds=_PATIENCE_SECONDS, directory=_REPOSITORY)
         ended = time.monotonic()
         group.require_empty()
         if code:
             log.seek(0)
-            raise RuntimeError(f"{peer}, {work}: exited with code {code}: {log.read()[-3000:]}")
-        return Measured(ended - began, group.cpu_seconds(), max(memory))
+            raise RuntimeError(f"{peer.name}, {work}: exited with code {code}: {log.read()[-3000:]}")
+        first = float(Path(own.first).read_text()) - began
+        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
+        return Measured(first, ended - began, cpu, max(memory))
 
 
 def _rounds(work: Work, peer: str, rounds: int) -> int:
@@ -77,22 +84,21 @@ def _rounds(work: Work, peer: str, rounds: int) -> int:
     return 0 if peer == "ray" else 1
 
 
-def _rows(work: Work, pythons: Mapping[str, str], rounds: int, environment: Mapping[str, str]) -> Iterator[list[str]]:
-    found: dict[str, list[Measured]] = {peer: [] for peer in pythons if _rounds(work, peer, rounds)}
+def _rows(work: Work, peers: Sequence[Peer], rounds: int) -> Iterator[list[str]]:
+    found: dict[str, list[Measured]] = {peer.name: [] for peer in peers if _rounds(work, peer.name, rounds)}
     for turn in range(rounds):
-        for peer, each in found.items():
-            if turn < _rounds(work, peer, rounds):
-                each.append(_searched(peer, pythons[peer], work, environment))
-                print(_named(work), peer, each[-1], file=sys.stderr, flush=True)
-    for peer, each in found.items():
-        pairs = list(zip(each, found["ours"], strict=False))
+        for peer in peers:
+            if turn < _rounds(work, peer.name, rounds):
+                found[peer.name].append(_searched(peer, work))
+                print(_named(work), peer.name, found[peer.name][-1], file=sys.stderr, flush=True)
+    for name, measured in found.items():
+        pairs = list(zip(measured, found["ours"], strict=False))
         ratio = [statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs)]
         ratio.append(statistics.median(theirs.cpu_seconds / ours.cpu_seconds for theirs, ours in pairs))
-        medians = [
-            statistics.median(getattr(one, name) for one in each) for name in ("seconds", "cpu_seconds", "peak_mib")
-        ]
-        shown = [f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{medians[2]:,.0f}"]
-        yield [_named(work) if peer == "ours" else "", _PEERS[peer], *shown, *(f"{one:.2f}x" for one in ratio)]
+        columns = ("first_seconds", "seconds", "cpu_seconds", "peak_mib")
+        first, seconds, cpu, mib = (statistics.median(getattr(one, column) for one in measured) for column in columns)
+        shown = [f"{first:.1f}", f"{seconds:.1f}", f"{cpu:.1f}", f"{mib:,.0f}"]
+        yield [_named(work) if name == "ours" else "", _PEERS[name], *shown, *(f"{one:.2f}x" for one in ratio)]
 
 
 def _named(work: Work) -> str:
@@ -101,7 +107,7 @@ def _named(work: Work) -> str:
 
 def _sentence(rows: Sequence[Sequence[str]]) -> str:
     """Return what the README says of the first search, that of PyTorch."""
-    seconds = {peer: row[2] for peer, row in zip(_PEERS, rows, strict=True)}
+    seconds = {peer: row[3] for peer, row in zip(_PEERS, rows, strict=True)}
     return (
         f"Trials share the import of their libraries: 20 that import PyTorch take {seconds['ours']} s, "
         f"with Ray's reused\nactors {seconds['ray-reuse']} s, with Ray's default {seconds['ray']} s, "
@@ -113,6 +119,7 @@ def _sentence(rows: Sequence[Sequence[str]]) -> str:
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", required=True, metavar="PYTHON", help="an interpreter that has Ray and Optuna")
+    parser.add_argument("--running", action="store_true", help="a Prefect server and a Ray cluster run already")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=None, help="modules of benchmarks.real")
@@ -127,22 +134,27 @@ def _main() -> None:
         and each.trials in asked.trials
         and each.scheduler in asked.scheduler
     ]
-    pythons = {
-        peer: sys.executable if peer == "ours" else asked.peers for peer in _PEERS if peer in {"ours", *asked.peer}
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        environment = surroundings(Path(folder))
+    names = [name for name in _PEERS if name in {"ours", *asked.peer} and not (asked.running and name == "optuna")]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        given = surroundings(Path(folder))
+        path = os.pathsep.join([str(_REPOSITORY), *filter(None, [given.get("PYTHONPATH")])])
+        environment = {**given, "PYTHONPATH": path, "BENCHMARK_PEER": "ray"}  # of the cluster: `real` sets its own
+        ours, ray = Peer("ours", sys.executable, "", environment), Peer("ray", asked.peers, "", environment)
+        if asked.running:
+            ours = servers.enter_context(prefect_server(ours.python, environment))
+            ray = servers.enter_context(ray_cluster(ray.python, environment))
+        peers = [replace(ours if name == "ours" else ray, name=name) for name in names]
         once = Work("torch_mlp", "fifo", 2, 1, room="")
-        for peer, python in pythons.items():  # so that databases and compiled modules are there
-            _searched(peer, python, once, environment)
-        rows = [row for work in works for row in _rows(work, pythons, asked.rounds, environment)]
-    head = ["search", "", "seconds", "CPU s", "peak MiB", "seconds of ours", "CPU of ours"]
+        for peer in peers:  # so that databases and compiled modules are there
+            _searched(peer, once)
+        rows = [row for work in works for row in _rows(work, peers, asked.rounds)]
+    head = ["search", "", "s to the first trial", "seconds", "CPU s", "peak MiB", "seconds of ours", "CPU of ours"]
     how = f"Medians of {asked.rounds} rounds in turns; Ray's default, and searches of 200 trials, ran once."
     text = f"{table(head, rows)}\n\n{how} {circumstances('prefect', 'torch')}"
     print(text)
     if asked.write:
         write("imports", text)
-        write("imports", _sentence(rows[: len(pythons)]), _REPOSITORY / "README.md")
+        write("imports", _sentence(rows[: len(peers)]), _REPOSITORY / "README.md")
 
 
 if __name__ == "__main__":

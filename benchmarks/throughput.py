@@ -147,7 +147,7 @@ def prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer
 
 
 @contextmanager
-def _ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
+def ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -223,7 +223,7 @@ def _main() -> None:
         for peer in (ours, ray):
             _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1), room)
         parts = [_section(work.name, _compared(ours, ray, work, asked.rounds, room)) for work in works]
-        with prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
+        with prefect_server(sys.executable, environment) as served, ray_cluster(asked.ray, environment) as cluster:
             rows = _compared(served, cluster, works[0], asked.rounds, room)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
     versions = f"{circumstances('prefect', 'pydantic')[:-1]}, ray {version_in(asked.ray, 'ray')}."

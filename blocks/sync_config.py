@@ -15,12 +15,10 @@ from pydantic_core import PydanticSerializationError
 from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
 from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
-from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.live_status import MOST_PERIOD_SECONDS
-from prefect_tune.core.values import AS_NUMBER, Number, Whole
+from prefect_tune.core.values import AS_NUMBER, MAX_LIVE_PERIOD_SECONDS, Number, Whole
 
-_LivePeriod = Annotated[float, Field(ge=1, le=MOST_PERIOD_SECONDS, allow_inf_nan=False), AS_NUMBER]
+_LivePeriod = Annotated[float, Field(ge=1, le=MAX_LIVE_PERIOD_SECONDS, allow_inf_nan=False), AS_NUMBER]
 
 
 @runtime_checkable
@@ -182,6 +180,8 @@ class SyncConfig(StrictBlock):
     @property
     def excludes(self) -> tuple[str, ...]:
         """The patterns of files that are not uploaded: the user's, and those of trials' internal files."""
+        from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS  # the flows import this module
+
         return (*self.artifact_excludes, *NEVER_ARTIFACTS)
 
     def target(self) -> StorageTarget | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -28,10 +28,10 @@ from prefect_tune.parameters.forms import (
     TrainableField,
     WarmStartField,
 )
-from prefect_tune.parameters.search_limits import require_one_count
-from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.results import Results
+
+if TYPE_CHECKING:
+    from prefect_tune.results import Results
 
 __all__ = ["tune"]
 
@@ -174,9 +174,12 @@ def tune(
             again to continue.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
-    require_one_count(num_samples, samples_per_run)
+    # What only a call needs: `flow_with_server` imports it while the server and the trainable are loaded.
     from prefect_tune.ownership import name_by_call
-    from prefect_tune.tuner.run_search import searched  # flow_with_server imports it while its server starts
+    from prefect_tune.parameters.search_limits import require_one_count
+    from prefect_tune.parameters.search_plan import SearchPlan
+    from prefect_tune.tuner.run_search import searched
 
+    require_one_count(num_samples, samples_per_run)
     plan = SearchPlan(**parameters)
     return searched(name_by_call(plan) if experiment is None else plan)

@@ -33,6 +33,7 @@ os.environ |= {
     # Each client of Prefect's reads all authorities: 20 ms of CPU time, for servers that are asked without TLS.
     "PREFECT_API_SSL_CERT_FILE": str(_ONE_AUTHORITY),
     "PREFECT_HOME": str(_HOME),
+    "PREFECT_SERVER_API_PORT": "9",  # where nothing listens: a script must not use the server of who runs the tests
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # As a script's own server has it: a transaction for each state of a task run is a fifth of what a server computes.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",

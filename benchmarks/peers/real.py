@@ -30,13 +30,18 @@ class Work:
     epochs: int
     room: str
 
+    @property
+    def first(self) -> str:
+        """The file that receives the time at which the first trial begins to train."""
+        return f"{self.room}/first"
+
 
 def _ours(work: Work) -> int:
     import prefect_tune as pt
 
     results = pt.tune(
         f"benchmarks.real.{work.trainable}:train",
-        {"lr": pt.loguniform(_LEAST, _MOST), "epochs": work.epochs},
+        {"lr": pt.loguniform(_LEAST, _MOST), "epochs": work.epochs, "first": work.first},
         target=f"{work.room}/target",
         experiment="real",
         metric="loss",
@@ -55,10 +60,12 @@ def _ray(work: Work, *, reuse: bool = False) -> int:
     def train(config: Mapping[str, object]) -> None:
         import_module(trainable).train(config)
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    alone = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
+    own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else alone
+    ray.init(log_to_driver=False, **own)
     results = tune.Tuner(
         train,
-        param_space={"lr": tune.loguniform(_LEAST, _MOST), "epochs": work.epochs},
+        param_space={"lr": tune.loguniform(_LEAST, _MOST), "epochs": work.epochs, "first": work.first},
         tune_config=tune.TuneConfig(
             metric="loss",
             mode="min",
@@ -90,7 +97,8 @@ def _optuna_worker(work: Work) -> int:
 
     def objective(trial: Any) -> float:
         reporting = OptunaTrial(trial)
-        train({"lr": trial.suggest_float("lr", _LEAST, _MOST, log=True), "epochs": work.epochs})
+        lr = trial.suggest_float("lr", _LEAST, _MOST, log=True)
+        train({"lr": lr, "epochs": work.epochs, "first": work.first})
         return reporting.loss
 
     _study(work).optimize(objective, n_trials=work.trials)

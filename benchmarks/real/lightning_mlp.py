@@ -10,7 +10,7 @@ from typing import Any
 import lightning
 import torch
 
-from benchmarks.real.reporting import report
+from benchmarks.real.reporting import begin, report
 
 warnings.filterwarnings("ignore", module="lightning")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -36,6 +36,7 @@ class _Network(lightning.LightningModule):  # type: ignore[misc]  # of no known 
 
 def train(config: Mapping[str, Any]) -> None:
     """Train `config["epochs"]` epochs."""
+    begin(config)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 16, generator=generator)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1] * x[:, 1:2]), batch_size=512)

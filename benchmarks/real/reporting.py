@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-__all__ = ["OptunaTrial", "report"]
+__all__ = ["OptunaTrial", "begin", "report"]
 
 
 class OptunaTrial:
@@ -26,6 +30,12 @@ class OptunaTrial:
         self._trial.report(loss, self._step)
         if self._trial.should_prune():
             raise import_module("optuna").TrialPruned
+
+
+def begin(config: Mapping[str, Any]) -> None:
+    """Record the time at which the first trial of the search begins to train."""
+    with suppress(FileExistsError), Path(config["first"]).open("x") as file:
+        file.write(str(time.monotonic()))
 
 
 def report(loss: float) -> None:

@@ -10,11 +10,12 @@ from sklearn.linear_model import SGDClassifier
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
-from benchmarks.real.reporting import report
+from benchmarks.real.reporting import begin, report
 
 
 def train(config: Mapping[str, Any]) -> None:
     """Train `config["epochs"]` epochs."""
+    begin(config)
     x, y = load_breast_cancer(return_X_y=True)
     x = StandardScaler().fit_transform(x)
     model = SGDClassifier(loss="log_loss", alpha=config["lr"], random_state=0)

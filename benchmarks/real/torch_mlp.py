@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.reporting import report
+from benchmarks.real.reporting import begin, report
 
 
 def train(config: Mapping[str, Any]) -> None:
     """Train `config["epochs"]` epochs."""
+    begin(config)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 16, generator=generator)
     y = x[:, :1] * x[:, 1:2]

@@ -8,7 +8,7 @@ from typing import Any
 import xgboost
 from sklearn.datasets import load_breast_cancer
 
-from benchmarks.real.reporting import report
+from benchmarks.real.reporting import begin, report
 
 
 class _Reports(xgboost.callback.TrainingCallback):  # type: ignore[misc]  # of no known type
@@ -19,6 +19,7 @@ class _Reports(xgboost.callback.TrainingCallback):  # type: ignore[misc]  # of n
 
 def train(config: Mapping[str, Any]) -> None:
     """Train `config["epochs"]` rounds."""
+    begin(config)
     x, y = load_breast_cancer(return_X_y=True)
     data = xgboost.DMatrix(x, y)
     parameters = {"eta": config["lr"], "objective": "binary:logistic", "eval_metric": "logloss", "nthread": 1}

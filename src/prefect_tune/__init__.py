@@ -6,6 +6,7 @@ This module exports the public names. Each is imported when it is first used, so
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -300,11 +301,16 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    collects = gc.isenabled()
+    gc.disable()  # a sixth of the import of Prefect would be collections that find nothing
     try:
         value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
     except KeyboardInterrupt:
         # The import takes seconds, and its traceback is of the module that was imported just then.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value  # later uses do not call this function
     return value
 

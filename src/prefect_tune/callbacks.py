@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import AttemptEnded, CheckpointRef, Finished, GaveUp, Started
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
+
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment.trial import Trial
+    from prefect_tune.core.journal_events import AttemptEnded, CheckpointRef, Finished, GaveUp, Started
 
 __all__ = [
     "AttemptEnded",
@@ -24,6 +28,14 @@ __all__ = [
     "StepReport",
     "Trial",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a type of the journal when it is first used: the flows import this module."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "prefect_tune.core.experiment.trial" if name == "Trial" else "prefect_tune.core.journal_events"
+    return getattr(import_module(home), name)
 
 
 @dataclass(frozen=True)

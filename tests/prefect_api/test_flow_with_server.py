@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -57,6 +58,7 @@ def without_server(home: Path, database: Path) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return given | {
         "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_API_PORT": os.environ["PREFECT_SERVER_API_PORT"],
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
         "DO_NOT_TRACK": "1",
     }
@@ -105,6 +107,8 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
     assert sorted(name for _, name in trained(database)) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
     assert f"Starting a Prefect server for this process at {said['url']}: this takes some seconds" in done.stderr
+    advice = r"a server that keeps running \(`prefect server start` in another terminal\) saves \d+\.\d s per run, and"
+    assert len(re.findall(advice, done.stderr)) == 1
     assert "telemetry" not in done.stderr
     assert telemetry_sessions(database) == 0
     assert heartbeats(database) == 0
@@ -127,6 +131,26 @@ def test_help_begins_with_the_types_that_a_person_writes() -> None:
     assert "    nodes_per_trial: int = 1," in lines
     assert lines[-1] == ") -> Results"
     assert "Annotated" not in "".join(lines)
+
+
+ONLY_A_CALL_NEEDS = (
+    "attempt",
+    "core.journal",
+    "core.journal_events",
+    "core.messages",
+    "parameters.search_plan",
+    "results",
+    "tuner",
+)
+
+
+def test_the_import_of_a_flow_imports_nothing_that_only_its_call_needs() -> None:
+    code = "import sys, prefect_tune; prefect_tune.tune; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
+    ours = {name.removeprefix("prefect_tune.") for name in done.stdout.split() if name.startswith("prefect_tune.")}
+    assert ours & {"flows.tune", "prefect_api.flow_with_server"}
+    assert not ours.intersection(ONLY_A_CALL_NEEDS)
+    assert len(ours) < 85  # 126 with them
 
 
 def test_a_flow_with_other_options_still_brings_its_server() -> None:

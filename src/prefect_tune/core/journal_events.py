@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from prefect_tune.core.attempt_causes import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.schedulers.base import Decision
@@ -19,25 +19,6 @@ from prefect_tune.core.usage_records import Phases, Seconds, Use
 from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
 
 # Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
-
-
-class Cause(StrEnum):
-    """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""
-
-    MACHINE = "machine"
-    """The machine, the worker or the target failed, not the trial."""
-    PREEMPTED = "preempted"
-    """The attempt was asked to stop, and stopped in order: no failure."""
-    USER = "user"
-    """The user's code raised."""
-    IMPORT = "import"
-    """The trainable could not be loaded: a retry does not help."""
-    OUT_OF_MEMORY = "out-of-memory"
-    """The kernel killed the process for using too much memory: a retry does not help."""
-    BAD_METRIC = "bad-metric"
-    """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
-    BAD_STOP = "bad-stop"
-    """The stop criterion needs a metric that it did not report: a retry does not help."""
 
 
 class Owner(Value):

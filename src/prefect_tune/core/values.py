@@ -30,6 +30,7 @@ from prefect_tune.core.shown_text import readable
 __all__ = [
     "AS_NUMBER",
     "AS_WHOLE",
+    "MAX_LIVE_PERIOD_SECONDS",
     "Digest",
     "ExperimentName",
     "HasJsonForm",
@@ -57,6 +58,8 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
+MAX_LIVE_PERIOD_SECONDS = 24 * 3600.0
+"""Between two publications of what runs."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _SURELY_READ = 100
 """With at most this many opening brackets a JSON text is not nested too deeply to be read: each opens one level."""

@@ -3,6 +3,7 @@
     call of the flow ──► a pool, which imports ──► the server starts, the flow begins ──► `process_pool` takes the pool
 
 Never: an error here that ends the flow, which reports what is wrong itself; a pool that serves two searches.
+What only a call needs is imported by the call: all flows import this module.
 """
 
 from __future__ import annotations
@@ -13,19 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from prefect_tune.attempt.processes.process_channel import AS_IT_IS
-from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.errors import TuneError
-from prefect_tune.executors.trial_slots import slots_here
-from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs import max_workers_of
-from prefect_tune.runtime.trainable import Reuse
+
+if TYPE_CHECKING:
+    from prefect_tune.attempt.processes.process_output import Log
+    from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+    from prefect_tune.runtime.trainable import Reuse
 
 _LATER = {"target": ".", "experiment": "prestart", "sync": None, "callbacks": None}
 """Parameters that the processes do not depend on: what they were given may be on the server."""
@@ -70,13 +68,19 @@ _prestarted: ContextVar[_Prestarted | None] = ContextVar("prestarted", default=N
 def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> Iterator[None]:
     """Start them for `pt.tune` with these arguments, if its trials train here."""
     with ExitStack() as started:
+        from prefect_tune.attempt.trial_spec import pickled_or_path
+        from prefect_tune.executors.trial_slots import slots_here
+        from prefect_tune.parameters.search_plan import SearchPlan
+        from prefect_tune.prefect_api.task_runs import max_workers_of
+
         with suppress(TuneError, OSError):
             plan = SearchPlan(**{**arguments, **_LATER})
             if (plan.isolation, plan.trials) == _HERE and isinstance(runner, ThreadPoolTaskRunner):
                 slots = slots_here(plan, max_workers_of(runner))
-                environment = next(iter(slots.environments), AS_IT_IS)
                 trainable = pickled_or_path(plan.trainable)
-                started.enter_context(prestarting(trainable, slots.count, plan.reuse, environment))
+                started.enter_context(
+                    prestarting(trainable, slots.count, plan.reuse, next(iter(slots.environments), {}))
+                )
         yield
 
 
@@ -84,6 +88,9 @@ def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> It
 def prestart_training(arguments: Mapping[str, Any], _runner: TaskRunner[Any]) -> Iterator[None]:
     """Start one for `pt.durable_trainable` with these arguments."""
     with ExitStack() as started:
+        from prefect_tune.attempt.trial_spec import pickled_or_path
+        from prefect_tune.parameters.search_plan import SearchPlan
+
         with suppress(TuneError, OSError):
             plan = SearchPlan(**{**{name: value for name, value in arguments.items() if name != "config"}, **_LATER})
             if (plan.isolation, plan.trials) == _HERE:
@@ -93,12 +100,14 @@ def prestart_training(arguments: Mapping[str, Any], _runner: TaskRunner[Any]) ->
 
 @contextmanager
 def prestarting(
-    trainable: str, slots: int, reuse: Reuse = "never", environment: Mapping[str, str] = AS_IT_IS
+    trainable: str, slots: int, reuse: Reuse = "never", environment: Mapping[str, str] | None = None
 ) -> Iterator[None]:
     """Begin to import `trainable` (as in `Start`) in a pool, which the first `process_pool` in the block may return."""
+    from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+
     log = _LateLog()
     with TrialProcessPool(slots=slots, reuse=reuse) as pool:
-        pool.prepare(trainable, log, environment)
+        pool.prepare(trainable, log, environment or {})
         before = _prestarted.set(_Prestarted(pool, (slots, reuse), log))
         try:
             yield
@@ -111,6 +120,8 @@ def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> TrialProces
 
     `log` receives what the import has printed so far; for the others see `TrialProcessPool`.
     """
+    from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+
     begun = _prestarted.get()
     if begun is not None and not begun.is_taken:
         begun.is_taken = True

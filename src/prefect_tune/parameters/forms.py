@@ -37,7 +37,6 @@ from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.core.search.objective import Mode
-from prefect_tune.parameters.search_plan import RerunErrored
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 from prefect_tune.runtime.trainable import Trainable
 
@@ -279,6 +278,7 @@ ResumeField: TypeAlias = Annotated[
     _ValidatedAs(bool | str),
     _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
 ]
+RerunErrored: TypeAlias = bool | Literal["only"]
 RerunField: TypeAlias = Annotated[
     RerunErrored,
     _one_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),

@@ -1,4 +1,4 @@
-"""Flows that start a temporary Prefect server where no API is configured, faster than Prefect itself does.
+"""Flows that find or start a Prefect server where no API is configured, the latter faster than Prefect itself does.
 
 Prefect also imports the whole server into the client process: that is half of the time before a script's first trial,
 80 MB of memory, and a quarter of the CPU time of a short search. It allows the server 20 s to start; the first start
@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from inspect import Parameter, Signature, formatannotation
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
@@ -46,6 +46,7 @@ from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.cancellation import end_cancellation
 from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
 from prefect_tune.prefect_api.local_server import start_prefect_server
+from prefect_tune.prefect_api.own_server import find_own_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ _RESTART_SECONDS = 15.0
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
+_found_here: set[str] = set()  # of this user's server
 _names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
 _HAD_TRACE = "had a traceback"
@@ -98,7 +100,7 @@ logging.getLogger("prefect.flow_runs").addFilter(_without_message_of_state)
 
 
 class FlowWithServer(Flow[_P, _R]):
-    """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
+    """A flow that uses this user's Prefect server if no API is configured, or starts one until the process ends."""
 
     call_context: Callable[[str], AbstractContextManager[object]]
     """Entered with the flow's name for the duration of each call, the start of a server included."""
@@ -244,8 +246,12 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
-    # Prefect looks for the names in annotations in the module of `run`, which is this one.
-    vars(run)["__signature__"] = _PlainSignature.from_callable(function, eval_str=True)
+    # Prefect looks for the names in annotations in the module of `run`, which is this one. What it returns is not
+    # evaluated: the import of that class takes longer than that of the flow.
+    returned = str(function.__annotations__.get("return"))
+    own = _PlainSignature.from_callable(function, locals={returned: returned}, eval_str=True)
+    run.__annotations__ = {name: parameter.annotation for name, parameter in own.parameters.items()}
+    vars(run)["__signature__"] = own
     return run
 
 
@@ -262,7 +268,7 @@ class _PlainSignature(Signature):
         plain = [each.replace(annotation=hints[name]) for name, each in self.parameters.items()]
         star = next((place for place, each in enumerate(plain) if each.kind is Parameter.KEYWORD_ONLY), len(plain))
         lines = [*map(str, plain[:star]), *["*"] * (star < len(plain)), *map(str, plain[star:])]
-        returned = formatannotation(self.return_annotation)
+        returned = self.return_annotation if isinstance(self.return_annotation, str) else "None"
         return _MODULE.sub("", "(\n" + "".join(f"    {each},\n" for each in lines) + f") -> {returned}")
 
 
@@ -298,41 +304,78 @@ def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:
 
 
 def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
-    """Start a server, unless an API is configured, ephemeral servers are off, or Prefect has loaded its own server.
+    """Use the configured API, else this user's server, else start one, for this process and its children.
+
+    None is started if ephemeral servers are off, or Prefect has loaded its own server.
 
     Args:
         resources: entered for the duration of the flow.
-        prestarted: called once the server's process has started.
+        prestarted: called once this user's server is found, or the process of a new one has started.
 
     Raises:
         InvalidInput: nothing answers at the URL of the configured API, or it refuses, or is none of Prefect.
     """
     with _guard:
-        current = get_current_settings()
-        if current.api.url or not current.server.ephemeral.enabled or _SERVER_MODULE in sys.modules:
-            if current.api.url in _started_here:
-                resources.enter_context(_without_heartbeats())
-            elif current.api.url and FlowRunContext.get() is None:  # a run that has begun outlives an outage
-                _require_listening(current.api.url)
-                require_api()
+        current, is_within_run = get_current_settings(), FlowRunContext.get() is not None
+        url = current.api.url
+        if url in _found_here and not is_within_run and find_own_server() != url:
+            _set_up(None)  # it has ended since
+            url = None
+        if url is None and not is_within_run and _SERVER_MODULE not in sys.modules:
+            url = _use_own_server()
+        if url is None and current.server.ephemeral.enabled and _SERVER_MODULE not in sys.modules:
+            _start_server(resources, prestarted)
             return
-        server = start_prefect_server(_environment(), services="few")
-        _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
-        atexit.register(server.end)
-        answers = False
-        try:
-            _set_up(server.url)  # takes about as long as the server's start; early requests wait
-            resources.enter_context(_without_heartbeats())
+    if url in _started_here:
+        resources.enter_context(_without_heartbeats())
+    elif url is not None:
+        _leave_heartbeat_threads()
+        if url in _found_here:
             resources.enter_context(prestarted())
-            _warm_up()
-            answers = server.answers()
-        finally:
-            if not answers:  # Prefect then starts its own server, and reports what is wrong
-                resources.close()
-                _set_up(None)
-                server.end()
-        if answers:
-            _started_here.add(server.url)
+        elif not is_within_run:  # a run that has begun outlives an outage
+            _require_listening(url)
+            require_api()
+
+
+def _use_own_server() -> str | None:
+    """Use the server of this user at Prefect's default address, if one runs; return its URL."""
+    if (url := find_own_server()) is not None:
+        _log.info("Using your Prefect server at %s", url)
+        _set_up(url)
+        _found_here.add(url)
+    return url
+
+
+def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
+    server = start_prefect_server(_environment(), services="few")
+    _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
+    atexit.register(server.end)
+    answers = False
+    try:
+        _set_up(server.url)  # takes about as long as the server's start; early requests wait
+        resources.enter_context(_without_heartbeats())
+        resources.enter_context(prestarted())
+        _warm_up()
+        began = time.monotonic()
+        answers = server.answers()
+    finally:
+        if not answers:  # Prefect then starts its own server, and reports what is wrong
+            resources.close()
+            _set_up(None)
+            server.end()
+    if answers:
+        _started_here.add(server.url)
+        resources.push(partial(_advise_own_server, time.monotonic() - began))
+
+
+def _advise_own_server(seconds: float, kind: type[BaseException] | None, *_: object) -> None:
+    """Log, at the end of a call that has returned, how long it has waited for its server."""
+    if kind is None:
+        advice = (
+            "a server that keeps running (`prefect server start` in another terminal) saves %.1f s per run, and its "
+            "pages stay"
+        )
+        _log.info(advice, seconds)
 
 
 def _patience_advice() -> str:
@@ -391,6 +434,22 @@ def _set_up(url: str | None) -> None:
 def _without_heartbeats() -> AbstractContextManager[object]:
     """Switch heartbeats off: no automation waits for them, and each flow would end up to 1 s later."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+
+
+def _leave_heartbeat_threads() -> None:
+    """End our flow runs without a wait of up to 1 s for the thread of Prefect's heartbeats, which ends by itself.
+
+    To ask upstream: that this thread waits for the event that ends it, instead of a second at a time.
+    """
+    flow_engine = import_module("prefect.flow_engine")
+    send = getattr(flow_engine, "_send_heartbeats", None)  # None in a release of Prefect without it
+    if send is None or send.__module__ == __name__:
+        return
+
+    def send_heartbeats(engine: Any, join_on_exit: bool = True) -> AbstractContextManager[None]:  # noqa: FBT001, FBT002 - Prefect's
+        return cast("AbstractContextManager[None]", send(engine, join_on_exit and engine.flow.name not in _names))
+
+    vars(flow_engine)["_send_heartbeats"] = send_heartbeats
 
 
 def _environment() -> Mapping[str, str]:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import Rank, Start
+
+if TYPE_CHECKING:
+    from prefect_tune.core.messages.process_messages import Rank, Start
 
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 RANKS_AT: Final = "PREFECT_TUNE_RANKS_AT"
@@ -79,6 +81,8 @@ def started_by() -> TrialProcess | None:
 
 def rank_here() -> Rank:
     """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
+    from prefect_tune.core.messages.process_messages import Rank  # flows import this module, and need no messages
+
     found = (each for each in _LAUNCHERS if os.environ.keys() >= {*each[:2]})
     rank_name, size_name, local_name = next(found, _LAUNCHERS[0])
     local_rank = _number(local_name)

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events import Question
-from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.core.shown_text import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.core.journal_events import Scalar
+    from prefect_tune.core.journal_events import Question, Scalar
+    from prefect_tune.core.messages.process_messages import TrialEnded
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
 
@@ -231,6 +230,8 @@ class TrialOver(BaseException):
         ended_early: bool = False,
         question: Question | None = None,
     ) -> None:
+        from prefect_tune.core.messages.process_messages import TrialEnded  # the flows import this module
+
         super().__init__(reason)
         self.ended = TrialEnded(
             reason=reason, interrupted=interrupted, paused=paused, ended_early=ended_early, question=question

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.attempt_causes import Cause
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import AS_WHOLE, Value
+
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment.trial import Trial
 
 __all__ = [
     "OWNER_VANISHED",
@@ -138,6 +140,8 @@ def same_errors_reason(trials: Iterable[Trial]) -> str | None:
     None if a trial has reported a step or completed, or if an error differs.
     """
     begun = [trial for trial in trials if trial.attempt]
+    from prefect_tune.core.experiment.trial import Phase  # the flows import this module, and need no journal
+
     errors = [error_in(trial.reason) for trial in begun if trial.phase is Phase.ERRORED]
     if (
         any(trial.step or trial.phase is Phase.FINISHED for trial in begun)

@@ -8,15 +8,16 @@ policy to trials that have ended. The newest checkpoint is always kept, since th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.experiment.summary import best_saved
-from prefect_tune.core.experiment.trial import Trial
-from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.values import AS_WHOLE, Value
+
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment.trial import Trial
+    from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 
 __all__ = ["Retention", "retired", "retired_by_commit", "retired_quarantined"]
 
@@ -62,6 +63,8 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
     stays |= {each.sequence for each in checkpoints if each.pinned}
     stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
+    from prefect_tune.core.experiment.summary import best_saved  # the flows import this module, and need no journal
+
     if (objective := objective_of(policy.metric, policy.mode)) is not None:
         stays |= {each.sequence for each in best_saved(checkpoints, objective)[: policy.best]}
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)

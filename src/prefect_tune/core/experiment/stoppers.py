@@ -17,7 +17,6 @@ from statistics import pstdev
 from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import BadStop, InvalidInput
-from prefect_tune.core.experiment.summary import losses_in
 from prefect_tune.core.metrics import (
     convert_fields,
     is_at_least,
@@ -570,6 +569,8 @@ class _Best(Tally):
             self._sorted.remove(loss)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        from prefect_tune.core.experiment.summary import losses_in  # the flows import this module, and need no journal
+
         losses = losses_in(report.metrics, self._objective) if report and not failed else None
         if losses is None:
             return

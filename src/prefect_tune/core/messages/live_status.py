@@ -38,7 +38,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import StepReport, TrialId, Value
+from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, StepReport, TrialId, Value
 
 __all__ = [
     "NOTHING_KNOWN",
@@ -57,7 +57,6 @@ __all__ = [
     "write_live_status",
 ]
 
-MOST_PERIOD_SECONDS = 24 * 3600.0
 _TRIES = 3  # a listing may be older than the deletion of what it lists
 
 
@@ -239,7 +238,7 @@ class LiveStatus(Document):
     at: str
     run_at: str | None = None
     """The same time by the clock of the run, which nobody sets; for the cost only."""
-    period_seconds: Annotated[float, Field(gt=0, le=MOST_PERIOD_SECONDS)]
+    period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
     """The time until the owner writes the next one."""
     trials: tuple[RunningTrial, ...]
 

@@ -3,29 +3,39 @@
 A fork has only the thread that forked. Locks that other threads hold stay locked in it, and a GPU driver or a socket
 that it shares with the parent breaks or hangs. So this module inspects the process after the import: its threads,
 drivers and sockets decide, not the names of libraries. https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
+
+The first optimizer in a process that uses PyTorch imports 900 modules (`torch._dynamo`), in 1.7 CPU s. The first trial
+does not wait for that, and none that needs no optimizer pays for it:
+
+    import ──► inspection ──► READY ──► the first trial is forked ──► `LateImport.run` ──► inspection ──► the others
+                                            if the trainable's source names an optimizer, or a trial had to import it
 """
 
 from __future__ import annotations
 
+import ast
+import gc
+import inspect
 import os
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from textwrap import dedent
+from typing import Any, NoReturn, Self, cast
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.runtime.load_named import load_trainable, prepend_import_path
 from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
-from prefect_tune.runtime.processes.process_reset import flush_output, noting_import
+from prefect_tune.runtime.processes.process_reset import LATE_IMPORT, flush_output, noting_import, share_late_import
 from prefect_tune.runtime.processes.trial_process import forks_end, handlers_in_fork, remember_source
 from prefect_tune.runtime.trial_errors import text_of
 
@@ -39,31 +49,77 @@ _PROBE = timedelta(seconds=10)
 _SLOW = timedelta(seconds=3)  # a probe that takes longer: each trial would wait as long
 _SHOWN_CHARACTERS = 80
 _ANSWER_BYTES, _NOTHING = 2000, b"nothing"
+_NAME_FIELDS = ("attr", "id", "name", "module")  # of nodes of `ast`
+_NO_COLLECTION = 1 << 30  # allocations until the next one
 
 
-def import_before_forking(request: ImportRequest) -> str:
-    """Import the trainable; return why this process must not be forked now, empty if it may be."""
-    before, temporary = _State.now(), Path(os.environ["TMPDIR"])
+def import_before_forking(request: ImportRequest) -> str | LateImport:
+    """Import the trainable; return why this process must not be forked now, or what is left to import if it may be."""
+    before = _State.now()
     prepend_import_path(request.import_path)
     try:
-        with noting_import(), forks_end():
-            remember_source(load_trainable(request.trainable))
-        _finish_torch()
+        with noting_import(), forks_end(), _collecting_no_garbage():
+            trainable = load_trainable(request.trainable)
+            remember_source(trainable)
     except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
         return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
     finally:
         flush_output()  # else each fork prints it again
+    return _inspect(before) or LateImport(trainable)
+
+
+class LateImport:
+    """The import that the first optimizer in a process needs, done in a template for all trials but the first ones."""
+
+    def __init__(self, trainable: object) -> None:
+        self._is_possible = "torch" in sys.modules and LATE_IMPORT not in sys.modules
+        self.is_expected = self._is_possible and _names_optimizer(trainable)
+        """Whether trials are likely to need it."""
+        self._noted = share_late_import()
+
+    def is_needed(self) -> bool:
+        """Return whether a trial had to do it by itself."""
+        return self._is_possible and bool(self._noted[0])
+
+    def run(self) -> str:
+        """Take a step with an optimizer; return why this process must not be forked any more, empty if it may be."""
+        before, torch = _State.now(), sys.modules["torch"]
+        with suppress(Exception), _collecting_no_garbage():  # where this fails, trials report it
+            torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
+        flush_output()
+        gc.freeze()  # as before the first fork
+        return _inspect(before)
+
+
+def _names_optimizer(trainable: object) -> bool:
+    """Whether a name in the code of the trainable's module has to do with optimizers: a guess that only saves time."""
+    name = getattr(trainable, "__module__", "")
+    with suppress(Exception):  # there is no source, which `inspect` and `ast` say in several ways
+        # Of what a script has sent, `__main__` is the script's; here, it is the program of this process.
+        source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
+        names = (getattr(node, field, "") for node in ast.walk(ast.parse(dedent(source))) for field in _NAME_FIELDS)
+        return any("optim" in str(name) for name in names)
+    return False
+
+
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Import in the block: a sixth of an import's CPU time would be collections that find nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(_NO_COLLECTION)
     try:
-        return _why_not_fork(before, temporary)
+        yield
+    finally:
+        if gc.get_threshold()[0] == _NO_COLLECTION:  # else the module has set its own
+            gc.set_threshold(*before)
+
+
+def _inspect(before: _State) -> str:
+    """Return why this process must not be forked now, empty if it may be."""
+    try:
+        return _why_not_fork(before, Path(os.environ["TMPDIR"]))
     except Exception as error:  # noqa: BLE001 - the import may have replaced what this module calls
         return f"it could not be inspected after its import: {type(error).__name__}: {first_line(str(error))}"
-
-
-def _finish_torch() -> None:
-    """Take a step with an optimizer: the first one in a process imports 900 modules, in 1.2 CPU s (PyTorch 2.13)."""
-    if (torch := sys.modules.get("torch")) is not None:
-        with suppress(Exception):  # an optimizer is not needed for an import
-            torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from typing import Any, NoReturn, TypeAlias
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.load_named import names_for_spawned
-from prefect_tune.runtime.processes.fork_safety import import_before_forking, running_threads
+from prefect_tune.runtime.processes.fork_safety import LateImport, import_before_forking, running_threads
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
     children_of,
@@ -82,6 +82,7 @@ _STRAYS_DIE_WITHIN = timedelta(seconds=4)
 _TRACKER = b"resource_tracker"  # in the command line of multiprocessing's and loky's
 _LOOK_AGAIN = timedelta(seconds=0.05)
 _SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
+_FIRST_REQUEST_WITHIN = timedelta(seconds=0.5)  # a search that waits for a template sends one in milliseconds
 _FREE = b"free"
 _REASON_BYTES = 2000
 _Handlers = Mapping[signal.Signals, Any]
@@ -136,26 +137,47 @@ def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     return _serve_forks(socket.socket(fileno=control_fd), alive)
 
 
-def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None:
+def _serve_forks(control: socket.socket, alive: Collection[int], late: LateImport | None = None) -> _Life | None:
+    """Fork a process for each request.
+
+    `late` runs after the first fork if trials are likely to need it, else once one has needed it. Requests wait
+    meanwhile, which takes no longer than the same import in their processes.
+    """
     adopt_orphans()  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     deaths = sigchld_pipe()
     subreapers: dict[int, socket.socket] = {}
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
-    while not (woken := rung([control.fileno(), deaths, *alive])).intersection(alive):
+    unfit, patience = "", _FIRST_REQUEST_WITHIN if late is not None and late.is_expected else None
+    while not (woken := rung([control.fileno(), deaths, *alive], patience)).intersection(alive):
         if deaths in woken:
             _reap(deaths, subreapers)
         if control.fileno() in woken:
             if (request := _next_request(control)) is None:
                 break
+            if late is not None and late.is_needed():
+                unfit, late = _import_late(late, subreapers.values()), None
+            if unfit:
+                _send(request.status, f"unfit {unfit}"[:_REASON_BYTES])
+                request.close()
+                continue
             is_passed_on = _is_passed_on(subreapers.values(), request)
             if not is_passed_on and (line := _new_subreaper(subreapers, request)) is not None:
                 _close([control, *subreapers.values()])
                 return partial(_subreaper_main, line, request, alive, before)
             request.close()
+        if late is not None and late.is_expected:
+            unfit, late, patience = _import_late(late, subreapers.values()), None, None
     _outlive(subreapers, deaths)
     control.close()
     return None
+
+
+def _import_late(late: LateImport, subreapers: Collection[socket.socket]) -> str:
+    """Run `late`; have the subreapers, which fork their trials and were forked before it, serve no other trial."""
+    unfit = late.run()
+    _close(subreapers)
+    return unfit
 
 
 def _close(sockets: Collection[socket.socket]) -> None:
@@ -355,9 +377,12 @@ def _import_and_fork(request: _ForkRequest, subreaper: int, before: _Handlers) -
         importing = ImportRequest.model_validate_json(file.read())
     settle_in(importing.surroundings)
     print_logs_of_run()
-    why_not = import_before_forking(importing)
-    control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
-    return None if why_not else partial(_serve_forks, control, while_alive(importing.supervisor))
+    late = import_before_forking(importing)
+    if isinstance(late, str):
+        control.send(late.encode("utf-8", "replace")[:_REASON_BYTES])
+        return None
+    control.send(READY.encode())
+    return partial(_serve_forks, control, while_alive(importing.supervisor), late)
 
 
 def _is_set_up(request: _ForkRequest, subreaper: int, before: _Handlers, name: bytes) -> bool:

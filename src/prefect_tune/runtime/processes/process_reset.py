@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import mmap
 import os
 import random
 import sys
@@ -176,6 +177,24 @@ def _states_of(seeded: Collection[str]) -> Iterator[tuple[Callable[[Any], object
         torch = sys.modules["torch"]
         yield torch.manual_seed, torch.initial_seed()  # of GPUs too
         yield torch.set_rng_state, torch.get_rng_state()
+
+
+# Whether a trial had to import what the first optimizer of PyTorch needs: a byte that a template and its forks share.
+LATE_IMPORT = "torch._dynamo"
+_late_import_noted: mmap.mmap | None = None
+
+
+def share_late_import() -> mmap.mmap:
+    """Return the byte that `note_late_import` sets in forks of this process, until it is closed."""
+    global _late_import_noted  # noqa: PLW0603 - of the process, as what it describes
+    _late_import_noted = mmap.mmap(-1, 1)
+    return _late_import_noted
+
+
+def note_late_import() -> None:
+    """Tell the process that this one was forked from that this one has imported `LATE_IMPORT`."""
+    if _late_import_noted is not None and LATE_IMPORT in sys.modules:
+        _late_import_noted[0] = 1
 
 
 def _directory() -> str:

@@ -41,6 +41,7 @@ from prefect_tune.runtime.processes.process_reset import (
     forget_exit_handlers,
     free_memory,
     has_noted_import,
+    note_late_import,
     noting_import,
     run_exit_handlers,
     settle_in,
@@ -218,6 +219,7 @@ class _Attempts:
         return True
 
     def _send_end(self, ended: TrialEnded | Broke) -> None:
+        note_late_import()  # before the next trial can be requested
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:

@@ -1,0 +1,26 @@
+"""The same network in PyTorch, without an optimizer: the first one in a process imports `torch._dynamo`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.real.reporting import begin, report
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """Train `config["epochs"]` epochs."""
+    begin(config)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 16, generator=generator)
+    y = x[:, :1] * x[:, 1:2]
+    network = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    for _ in range(config["epochs"]):
+        loss = torch.nn.functional.mse_loss(network(x), y)
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+                parameter.sub_(config["lr"] * gradient)
+        report(loss.item())

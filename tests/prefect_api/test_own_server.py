@@ -1,0 +1,205 @@
+"""Where no API is configured, this user's server at Prefect's default address is used, and no other one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from inspect import signature
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import prefect
+import pytest
+from prefect import flow_engine
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT, temporary_settings
+
+from prefect_tune.prefect_api import flow_with_server, own_server
+from prefect_tune.prefect_api.own_server import find_own_server
+
+ANSWERS = {"/api/health": "true", "/api/admin/version": json.dumps(prefect.__version__)}
+NOBODY = 65534
+
+
+def http(body: str, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def as_prefect(path: str) -> bytes:
+    return http(ANSWERS[path])
+
+
+def serve(listening: socket.socket, answer: Callable[[str], bytes | None]) -> None:
+    """Answer each request by what `answer` makes of its path; None: keep the connection open and say nothing."""
+    kept = []
+    with suppress(OSError):  # it was closed
+        while True:
+            connection, _ = listening.accept()
+            path = connection.recv(4096).decode().split()[1]
+            if (said := answer(path)) is None:
+                kept.append(connection)
+                continue
+            with connection, suppress(OSError):
+                connection.sendall(said)
+
+
+@contextmanager
+def serving(answer: Callable[[str], bytes | None], host: str = "127.0.0.1") -> Iterator[int]:
+    """Serve in this process, on the port that Prefect's settings name."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as listening:
+        threading.Thread(target=serve, args=(listening, answer), daemon=True).start()
+        port = listening.getsockname()[1]
+        with temporary_settings({PREFECT_SERVER_API_PORT: port}):
+            yield port
+        listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_a_healthy_server_of_this_user_is_found(host: str) -> None:
+    with serving(as_prefect, host) as port:
+        assert find_own_server() == f"http://127.0.0.1:{port}/api"
+
+
+def test_a_real_server_is_found(prefect_server: str) -> None:
+    with temporary_settings({PREFECT_SERVER_API_PORT: urlsplit(prefect_server).port}):
+        assert find_own_server() == prefect_server
+
+
+def test_where_nothing_listens_none_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with temporary_settings({PREFECT_SERVER_API_PORT: port}):
+        assert find_own_server() is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda path: http('"3.0.0"' if "version" in path else "true"), id="another version of Prefect"),
+        pytest.param(lambda _: http("true"), id="true to everything"),
+        pytest.param(lambda path: http("false") if "health" in path else as_prefect(path), id="not healthy"),
+        pytest.param(lambda _: http("<html>hello</html>"), id="a page"),
+        pytest.param(lambda _: http("not found", "404 Not Found"), id="404"),
+        pytest.param(
+            lambda path: http("{}", "401 Unauthorized") if "version" in path else as_prefect(path), id="a password"
+        ),
+        pytest.param(lambda path: http(ANSWERS[path], "503 Service Unavailable"), id="503"),
+        pytest.param(lambda path: http("", f"302 Found\r\nlocation: {path}"), id="a redirect"),
+        pytest.param(lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", id="no HTTP"),
+        pytest.param(lambda _: b"\xff\x00" * 50, id="bytes"),
+        pytest.param(lambda _: b"", id="closed at once"),
+        pytest.param(lambda _: http("1" * 200_000), id="too much"),
+        pytest.param(lambda _: http("[" * 50_000), id="too deep"),
+        pytest.param(lambda _: None, id="no answer"),
+    ],
+)
+def test_what_is_no_healthy_server_of_this_version_is_not_used(
+    answer: Callable[[str], bytes | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_server, "_TIMEOUT_SECONDS", 0.5)
+    with serving(answer):
+        assert find_own_server() is None
+
+
+def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_server, "_TIMEOUT_SECONDS", 0.5)
+    over = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            while not over.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=drip, args=(listening,), daemon=True).start()
+        with temporary_settings({PREFECT_SERVER_API_PORT: listening.getsockname()[1]}):
+            assert find_own_server() is None
+    over.set()
+
+
+def serve_as(user: int, port: socket.socket, asked: object) -> None:
+    """In a process of its own: become `user`, serve as Prefect does, and tell each request."""
+    os.setresuid(user, user, user)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port.send(listening.getsockname()[1])
+
+        def answer(path: str) -> bytes:
+            asked.send(path)
+            return as_prefect(path)
+
+        serve(listening, answer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_nothing_is_sent_to_a_server_of_another_user() -> None:
+    context = get_context("fork")
+    (port, its_port), (asked, its_asked) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    server = context.Process(target=serve_as, args=(NOBODY, its_port, its_asked), daemon=True)
+    server.start()
+    try:
+        with temporary_settings({PREFECT_SERVER_API_PORT: port.recv()}):
+            assert find_own_server() is None
+        assert not asked.poll(0.2)
+    finally:
+        server.kill()
+        server.join()
+
+
+def test_a_server_that_has_ended_since_the_last_call_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "http://127.0.0.1:9/api"
+    set_up: list[str | None] = []
+    started: list[object] = []
+    monkeypatch.setattr(flow_with_server, "_found_here", {url})
+    monkeypatch.setattr(flow_with_server, "_SERVER_MODULE", "not loaded")
+    monkeypatch.setattr(flow_with_server, "_set_up", set_up.append)
+    monkeypatch.setattr(flow_with_server, "_start_server", lambda *parts: started.append(parts))
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_SERVER_API_PORT: 9}):
+        flow_with_server._have_server(ExitStack(), nullcontext)
+    assert (set_up, len(started)) == ([None], 1)
+
+
+def test_only_our_flow_runs_end_without_a_wait_for_the_thread_of_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*signature(flow_engine._send_heartbeats).parameters] == ["engine", "join_on_exit"]
+    joined: list[bool] = []
+    monkeypatch.setattr(flow_engine, "_send_heartbeats", lambda _, join_on_exit: joined.append(join_on_exit))
+    for _ in range(2):  # each call of a flow does so
+        flow_with_server._leave_heartbeat_threads()
+    for name in ("tune", "mine"):
+        flow_engine._send_heartbeats(SimpleNamespace(flow=SimpleNamespace(name=name)))
+    assert joined == [False, True]
+
+
+SCRIPT = """
+import os, sys
+import prefect_tune as pt
+results = pt.tune(lambda config: {"loss": 1.0}, target=sys.argv[1], experiment="e", metric="loss", num_samples=1)
+print(os.environ["PREFECT_API_URL"], [str(each.status) for each in results.trials.values()])
+"""
+
+
+def test_a_script_without_a_configured_api_uses_it(prefect_server: str, tmp_path: Path) -> None:
+    port = str(urlsplit(prefect_server).port)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(tmp_path / "runs")],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+        | {"PREFECT_SERVER_API_PORT": port},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.stdout == f"{prefect_server} ['completed']\n", done.stderr
+    assert done.stderr.count(f"Using your Prefect server at {prefect_server}") == 1
+    assert "Starting a Prefect server" not in done.stderr
+    assert "a server that keeps running" not in done.stderr
