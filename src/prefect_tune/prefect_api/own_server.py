@@ -24,7 +24,7 @@ _HOST = "127.0.0.1"
 _TIMEOUT_SECONDS = 3.0
 _MAX_ANSWER_BYTES = 64 * 1024
 _LISTENING = "0A"  # in /proc/net/tcp
-_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6", ("::ffff:127.0.0.1", "::")))  # noqa: S104 - read
+_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6", ("::ffff:127.0.0.1", "::")))  # noqa: S104 - it is compared, and no socket is bound to it
 """The kernel's tables of sockets, each with the addresses that take connections to 127.0.0.1."""
 
 
