@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from inspect import signature
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -126,7 +127,7 @@ def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyP
     over.set()
 
 
-def serve_as(user: int, port: socket.socket, asked: object) -> None:
+def serve_as(user: int, port: Connection, asked: Connection) -> None:
     """In a process of its own: become `user`, serve as Prefect does, and tell each request."""
     os.setresuid(user, user, user)
     with socket.create_server(("127.0.0.1", 0)) as listening:
