@@ -22,6 +22,7 @@ import pytest
 from prefect import flow_engine
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT, temporary_settings
 
+import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server, own_server
 from prefect_tune.prefect_api.own_server import find_own_server
 
@@ -169,6 +170,7 @@ def test_a_server_that_has_ended_since_the_last_call_is_not_used_again(monkeypat
 
 
 def test_only_our_flow_runs_end_without_a_wait_for_the_thread_of_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pt.tune.name == "tune"  # it is a flow of ours once it is imported
     assert [*signature(flow_engine._send_heartbeats).parameters] == ["engine", "join_on_exit"]
     joined: list[bool] = []
     monkeypatch.setattr(flow_engine, "_send_heartbeats", lambda _, join_on_exit: joined.append(join_on_exit))
