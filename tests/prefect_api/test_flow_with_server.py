@@ -150,6 +150,7 @@ def test_the_import_of_a_flow_imports_nothing_that_only_its_call_needs() -> None
     ours = {name.removeprefix("prefect_tune.") for name in done.stdout.split() if name.startswith("prefect_tune.")}
     assert ours & {"flows.tune", "prefect_api.flow_with_server"}
     assert not ours.intersection(ONLY_A_CALL_NEEDS)
+    assert "prefect.main" not in done.stdout.split()
     assert len(ours) < 85  # 126 with them
 
 

@@ -16,10 +16,10 @@ from inspect import Parameter, Signature, getdoc, signature
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import httpx
-from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
+from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import parameter_docstrings, parameter_schema
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema, create_model

@@ -11,9 +11,9 @@ from reprlib import repr as shortened
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
-from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError
+from prefect.flows import Flow
 from prefect.futures import PrefectFuture
 from prefect.settings import get_current_settings
 from prefect.utilities.callables import get_call_parameters

@@ -30,10 +30,10 @@ from urllib.request import getproxies, proxy_bypass
 from uuid import UUID
 
 import httpx
-from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
+from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
@@ -127,6 +127,7 @@ class FlowWithServer(Flow[_P, _R]):
         try:
             require_not_importing(self.name)
             arguments = require_valid(self, args, options)
+            import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
             with holding_signals(), self.call_context(self.name), ExitStack() as resources:
                 _have_server(resources, partial(self._prestarted, arguments))
                 raise_held_signal()
