@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -231,7 +231,7 @@ class Results:
         found = self._ranked_by_curves(objective, scope) if scope != "last" else ranked(trials, objective)
         if not found:
             curves = self._curves_of(objective.metrics)
-            why = why_none(trials, objective, scope, lambda: curves)
+            why = why_none(trials, objective, scope, curves)
             names, count = ", ".join(objective.metrics), len(self.trials)
             lacking = f"none of its {count} trials has reported {names}"
             if has_any_metric((*chain.from_iterable(curves.values()), *(each.metrics for each in trials)), objective):
@@ -413,17 +413,17 @@ class Results:
 Curves = Mapping[str, Sequence[Mapping[str, object]]]
 
 
-def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: Callable[[], Curves]) -> str:
+def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: Curves) -> str:
     """Return why none of the trials can be ranked by `scope`.
 
     Args:
-        curves: reads all reports of all trials; called only if their last reports do not explain it.
+        curves: all reports of all trials.
     """
     errored = [each.trial for each in trials if each.status is Status.ERRORED]
     names = sorted({name for each in trials for name in flat(each.metrics)})
     if said := _no_numbers(trials, objective):
         return said
-    if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves().values()):
+    if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves.values()):
         return f"the last reports have {names}; scope='all' looks at all reports"
     if errored and len(errored) == len(trials):
         first = next(iter(trials))

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
 from prefect_tune.core.shown_text import format_seconds, shown_amount, shown_size
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.terminal.formatting import borderless_table, plain_cells
 
-_LOSSES = 3
 _RANKS_NAMED = 8
 LEAST_SECONDS = 0.005
 """A shorter time is in no table."""
@@ -93,7 +92,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 def _losses(cost: AttemptCost) -> str:
     lost = [each for each in cost.seconds.items() if each[0] is not Category.TRAINING and each[1] >= LEAST_SECONDS]
-    largest = sorted(lost, key=lambda each: -each[1])[:_LOSSES]
+    largest = sorted(lost, key=lambda each: -each[1])[:LOSSES_NAMED]
     return ", ".join(f"{category} {_time(found)}" for category, found in largest)
 
 

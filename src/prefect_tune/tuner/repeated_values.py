@@ -114,7 +114,7 @@ class ReportCopies:
 
     def last_reported_step(self, trial: str) -> int | None:
         """Return the last step that the trial's present attempt has reported; None before its first report."""
-        return max(self._reports.get(trial, ()), default=None)
+        return next(reversed(self._reports.get(trial, {})), None)
 
     def _report_of(self, trial: Trial, step: int) -> StepReport | None:
         is_last = trial.step == step > 0

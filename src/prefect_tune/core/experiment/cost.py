@@ -29,7 +29,16 @@ from prefect_tune.core.shown_text import format_seconds, plural
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.core.values import parse_time
 
-__all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of", "cost_sentence", "format_share"]
+__all__ = [
+    "LOSSES_NAMED",
+    "AttemptCost",
+    "Category",
+    "ExperimentCost",
+    "RunCost",
+    "cost_of",
+    "cost_sentence",
+    "format_share",
+]
 
 
 class Category(StrEnum):
@@ -235,9 +244,8 @@ def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[
         outlives = slot_at is not None and 0 < record.term < record.slot_term
         if slot_at is not None and not outlives:
             first = slot_at
-        elif (
-            slot_at is not None and record.use is not None
-        ):  # the slot of the last run; it has measured all of its time
+        elif slot_at is not None and record.use is not None:
+            # The slot is of the last run, and the attempt has measured all of its time.
             first = _later(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
             first = _first_in(runs, _place(runs, record, began), began) if runs else began
@@ -279,9 +287,8 @@ def _freed_at(
     run = runs[_place(runs, record, began or first)]
     if run.slots is None:
         return known  # of a flow of one's own
-    next_began = (
-        parse_time(following.began_at or "") if following is not None and following.term == record.term else None
-    )
+    is_same_run = following is not None and following.term == record.term
+    next_began = parse_time(following.began_at or "") if following is not None and is_same_run else None
     return max(known, min(run.end, next_began or run.end))
 
 
@@ -320,7 +327,7 @@ def _held_in(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
 
 # The cost in words.
 
-_LOSSES = 3
+LOSSES_NAMED = 3
 _LEAST_SHARE = 0.005
 """Smaller shares are 0 % in words, and are not named."""
 
@@ -333,7 +340,7 @@ def cost_sentence(cost: ExperimentCost) -> str:
     if not cost.attempts or not cost.slot_seconds:
         return ""
     losses = sorted(_shares(cost, but=Category.TRAINING).items(), key=lambda each: -each[1])
-    named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:_LOSSES])
+    named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
     trained = format_share(cost.seconds[Category.TRAINING] / cost.slot_seconds)
     label = "the largest losses" if len(losses) > 1 else "the only loss"
     return f"{trained} of {_slots_words(cost)} was training" + (f"; {label}: {named}" if named else "")

@@ -139,9 +139,9 @@ def same_errors_reason(trials: Iterable[Trial]) -> str | None:
 
     None if a trial has reported a step or completed, or if an error differs.
     """
-    begun = [trial for trial in trials if trial.attempt]
     from prefect_tune.core.experiment.trial import Phase  # the flows import this module, and need no journal
 
+    begun = [trial for trial in trials if trial.attempt]
     errors = [error_in(trial.reason) for trial in begun if trial.phase is Phase.ERRORED]
     if (
         any(trial.step or trial.phase is Phase.FINISHED for trial in begun)

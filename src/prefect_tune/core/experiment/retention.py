@@ -60,11 +60,11 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
+    from prefect_tune.core.experiment.summary import best_saved  # the flows import this module, and need no journal
+
     stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
     stays |= {each.sequence for each in checkpoints if each.pinned}
     stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
-    from prefect_tune.core.experiment.summary import best_saved  # the flows import this module, and need no journal
-
     if (objective := objective_of(policy.metric, policy.mode)) is not None:
         stays |= {each.sequence for each in best_saved(checkpoints, objective)[: policy.best]}
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
