@@ -217,7 +217,7 @@ def right_scripts() -> dict[str, str]:
 
 
 def imported_once(code: str) -> str:
-    """Return a page's code without imports that an earlier block has: each block can be read by itself."""
+    """Return a page's code without imports of what an earlier block imports or defines: some are files of their own."""
     known: set[str] = set()
     lines = []
     for line in code.splitlines():
@@ -225,8 +225,10 @@ def imported_once(code: str) -> str:
         if word and line.startswith(("import ", "from ")):
             new = [each for each in names.split(", ") if start + each not in known]
             known.update(start + each for each in names.split(", "))
+            new = [each for each in new if f"class {each}" not in known]
             lines.append(f"{start}import {', '.join(new)}" if new else "")
         else:
+            known.add(line.partition("(")[0])
             lines.append(line)
     return "\n".join(lines)
 

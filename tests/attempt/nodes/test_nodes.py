@@ -8,7 +8,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
@@ -96,18 +95,23 @@ def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continu
     assert cluster.left() == []
 
 
+def _train_on_two_of_three(cluster: Cluster) -> str:
+    logs = [cluster.start(node, nodes_per_trial=3, min_nodes=2) for node in range(2)]
+    cluster.wait()
+    return logs[0].read_text()
+
+
 @pytest.mark.long
 def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(cluster: Cluster) -> None:
-    first, _ = cluster.train(nodes_per_trial=3, min_nodes=2)
+    first = _train_on_two_of_three(cluster)
     assert "2 of 3 nodes have arrived: the attempt begins with these" in first
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
 
 
 @pytest.mark.long
 def test_a_node_that_cannot_be_read_is_one_that_is_missing(cluster: Cluster) -> None:
-    options: dict[str, Any] = {"nodes_per_trial": 3, "min_nodes": 2}
     write_as_node(cluster, 2, "of a stranger")
-    first, _ = cluster.train(**options)
+    first = _train_on_two_of_three(cluster)
     assert "2 of 3 nodes have arrived" in first
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
 

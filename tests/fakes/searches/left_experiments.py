@@ -105,7 +105,9 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
     assert all(found >= -1e-6 for each in cost.attempts for found in each.seconds.values()), said
     if any(each.slots is None for each in cost.runs) or len(runs) != len(cost.runs):
         return 0
-    killed = {each.term for each in entries for event in each.events if event.type == "adopted" and event.seen_at}
+    # The entry that ends a search frees a slot. Nobody sees the end of one that was killed.
+    types = [{event.type for event in each.events} for each in entries]
+    killed = [0 for last, first in pairwise(types) if "opened" in first and "slot-freed" not in last]
     outlived = [sum(_held_in(gap, each) for each in cost.attempts if each.use is not None) for gap in _gaps(runs)]
     unseen = HEARTBEAT * (len(killed) + _is_running(experiment) + sum(map(bool, outlived)))
     _require_sum(cost, runs, sum(outlived), said, unseen=unseen)

@@ -97,6 +97,8 @@ def test_a_relative_target_fails_the_run_before_anything_is_written(
     (there := tmp_path / "the working directory of a run").mkdir()
     monkeypatch.chdir(there)
     name = deployed("tune", "relative", search_at(local_target))
+    of_an_earlier_form = DeploymentUpdate(enforce_parameter_schema=False)
+    client.update_deployment(client.read_deployment_by_name(name).id, of_an_earlier_form)
     state = ended(client, name, begun(client, name, target="./runs"))
     assert state.is_failed()
     assert "found a relative path" in str(state.message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ Arguments = dict[str, Any]
 _HERE = faulty.__name__
 
 
-def _holds_a_lock() -> Callable[[dict[str, object]], None]:
-    lock = threading.Lock()
+def _holds_a_generator() -> Callable[[dict[str, object]], None]:
+    numbers = (number for number in range(3))
 
     def train(config: dict[str, object]) -> None:
-        with lock:
-            faulty.fine(config)
+        next(numbers)
+        faulty.fine(config)
 
     return train
 
@@ -58,7 +57,7 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("text that names nothing", lambda: {"trainable": "train"}, InvalidInput, ("'train'", "package.module:Name")),
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
     ("package that is not there", lambda: {"trainable": "no_such.module:Model"}, InvalidInput, ("no_such",)),
-    ("trainable with a lock", lambda: {"trainable": _holds_a_lock()}, InvalidInput, ("process", "lock")),
+    ("trainable with a generator", lambda: {"trainable": _holds_a_generator()}, InvalidInput, ("numbers", "generator")),
     ("function without a config", lambda: {"trainable": lambda: None}, InvalidInput, ("one argument", "<lambda>()")),
     ("function of two", lambda: {"trainable": faulty.of_two}, InvalidInput, ("of_two(_config: ", "_data: ")),
     ("setup without a config", lambda: {"trainable": faulty.NoConfig}, InvalidInput, ("setup(self, config)",)),

@@ -129,8 +129,8 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_firs
 ) -> None:
     options: Any = {"isolation": isolation, "failures": pt.FailurePolicy(max_failures=9), "trainable": trainable}
     with pytest.raises(pt.SearchFailed) as failed:
-        searched(local_target, "loss", stop={"steps": 4}, **options)
-    error = "stop: expected metric 'steps' in each report, found only ['loss']; did you mean 'step'?"
+        searched(local_target, "loss", stop={"stepp": 4}, **options)
+    error = "stop: expected metric 'stepp' in each report, found only ['loss']; did you mean 'step'?"
     assert str(failed.value) == (
         f"experiment 'e': trial 00000 errored at step 1: {error} Run the search again under the same experiment name "
         "with another stop: completed trials are kept, the others continue from their checkpoints"
@@ -139,7 +139,7 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_firs
     results = failed.value.results
     assert isinstance(results, pt.Results)
     assert statuses(results) == [("interrupted", 1, 1)]
-    assert results.experiment.ends == "no report had the metric 'steps', which stop needs"
+    assert results.experiment.ends == "no report had the metric 'stepp', which stop needs"
     right = pt.resume("e", target=local_target, trainable=trainable, stop={"step": 4})
     assert statuses(right) == [("completed", 4, 2), ("completed", 4, 1), ("completed", 4, 1)]
 
