@@ -27,6 +27,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, first_generation, write
@@ -35,7 +36,8 @@ from tests.fakes.untrusted import HOSTILE, require_visible
 
 CALLS = {
     "ls": [["ls", "{target}"]],
-    "show": [["show", "{target}", "e"], ["show", "{target}", "e", "--trial", "errored"]],
+    "show": [["show", "{target}", "e"], *(["show", "{target}", "e", "--trial", name] for name in ("errored", "lost"))],
+    "logs": [["logs", "{target}", "e", "lost"], ["logs", "{target}", "e", "errored"], ["logs", "{target}", "e"]],
     "report": [
         ["report", "{target}", "e"],
         ["report", "{target}", "e", "--output", "{folder}/page.html"],
@@ -77,7 +79,8 @@ def target(tmp_path: Path) -> Path:
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
         record(Reported(trial=name, report=StepReport(step=1, metrics=metrics)), Committed(trial=name, checkpoint=ref))
     record(GaveUp(trial="errored", cause=Cause.USER, message=f"ValueError: {HOSTILE}\nTraceback\n{HOSTILE}"))
-    record(AttemptEnded(trial="lost", cause=Cause.MACHINE, message=HOSTILE))
+    use = AttemptUse(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
+    record(AttemptEnded(trial="lost", cause=Cause.MACHINE, message=HOSTILE, use=use))
     record(StopAsked(reason=HOSTILE, request="r"))
     manifest = next((tmp_path / "target" / "e" / "1" / "trials" / "lost" / "checkpoints").rglob("*.json"))
     manifest.write_text(f"{{{HOSTILE}")

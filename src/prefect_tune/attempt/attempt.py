@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -122,7 +122,10 @@ class Attempt:
                 commit_worker.meter, self.meter.environment = self.meter, self.request.environment
                 try:
                     with self._ranks(start, nodes) as group:
+                        self.meter.last_output = group.last_output
                         outcome = supervise(group, commit_worker, spec, link, self.meter)
+                        if isinstance(outcome, Failed):
+                            outcome = replace(outcome, output=group.last_output())
                         self._end(outcome, group, commit_worker)
                 except NodesMissing as missing:
                     cause = Cause.PREEMPTED if missing.is_stopped else Cause.MACHINE

@@ -17,7 +17,7 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finishe
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.terminal.formatting import error_of
+from prefect_tune.terminal.formatting import error_of, with_last_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Failed:
     cause: Cause
     message: str
     at_start: bool
+    output: str = ""
+    """The last lines that its processes printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +116,18 @@ def _failed(message: str, trial: str) -> State[Any]:
 
 
 def log_failure(failure: Failed, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
-    """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown.
+    """Log a failure with its traceback and the last output; elsewhere only its first line is shown.
 
     An error that this process has logged for another trial, in the same run of the search, is logged in one line.
     """
     error = failure.message.strip()
-    if failure.cause is Cause.PREEMPTED or "\n" not in error:
+    shown = with_last_output(error, failure.output)
+    if failure.cause is Cause.PREEMPTED or "\n" not in shown:
         return
     trial = spec.trial.trial
     first = _logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(hash(error), trial)
-    said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
-    log.error("attempt %d failed: %s", attempt, visible(said))
+    same = f"{visible(error_of(error))}, the same error as that of trial {first}"
+    log.error("attempt %d failed: %s", attempt, shown if first == trial else same)
 
 
 @lru_cache(maxsize=8)

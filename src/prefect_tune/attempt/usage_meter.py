@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,7 @@ class UsageMeter:
         self._due = self._kills_due = 0.0
         self.environment: Mapping[str, str] = {}
         """Variables of the trial's process besides those of this one, such as its GPUs."""
+        self.last_output: Callable[[], str] = str  # of the trial's processes; called from any thread
         self.ranks: RankSeconds | None = None
         """The seconds of saves by rank; None for a single process."""
         self.rank_ends: Sequence[RankEnd] = ()
@@ -111,7 +112,7 @@ class UsageMeter:
         rest = until - self._began - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
         seconds = seconds.plus(phase, max(0.0, rest)).plus("ending", ending)
-        figures = self._processes.figures() if self._processes else {}
+        figures = {"output": self.last_output(), **(self._processes.figures() if self._processes else {})}
         if self.rank_ends:
             return GroupUse(seconds=_rounded(seconds), **figures, ends=tuple(self.rank_ends))
         return AttemptUse(seconds=_rounded(seconds), **figures)

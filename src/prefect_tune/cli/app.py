@@ -84,7 +84,7 @@ PANELS = {
 COMMANDS: Mapping[str, Sequence[str]] = {
     "getting_started": ("demo", "drill", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
-    "inspect": ("ls", "show", "report", "audit"),
+    "inspect": ("ls", "show", "logs", "report", "audit"),
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
 """The commands of each panel, in the order of the help: they are in the module `cli/PANEL.py`."""

@@ -1,4 +1,4 @@
-"""The commands of the panel *Inspect*: `ls`, `show`, `report` and `audit`."""
+"""The commands of the panel *Inspect*: `ls`, `show`, `logs`, `report` and `audit`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, T
 from prefect_tune.core.experiment.cost import AttemptCost, cost_of, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
-    Exploited,
     best_first,
     best_of,
     counted,
@@ -52,8 +51,9 @@ from prefect_tune.core.experiment.summary import (
     objective_in,
     shown_settings,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
-from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial
+from prefect_tune.core.journal.journal import entries_beyond, history, load
+from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
 from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among
@@ -82,6 +82,7 @@ from prefect_tune.terminal.formatting import (
     names_of,
     plain_cells,
     print_parts,
+    with_last_output,
 )
 from prefect_tune.terminal.freshness import UNKNOWN, Freshness, format_moment, freshness_of
 from prefect_tune.terminal.progress_view import trials_table
@@ -171,6 +172,7 @@ def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
 _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
 _MOST_VERIFIED = 200  # entries; each is a request
+_LAST_ENTRIES = 50  # an attempt that failed ends in one of them
 _TIMES = ("attempt_began_at", "reported_at")
 
 
@@ -183,7 +185,11 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         known = chosen_trials(state, trial) if trial else []
         today = trials_today(store, state, known)
         cloned = [each for each, now in zip(known, today, strict=True) if now.cloned is not None]
-        exploited = [each for one in cloned for each in _exploited_by(store, state, one)]
+        exploited = [each for one in cloned for each in exploited_by(_entries_of(store, state, one), one.trial)]
+        trained = known or ([] if is_search(state) else [*state.trials.values()])
+        failed = [one for one in trained[:1] if one.phase in (Phase.PENDING, Phase.ERRORED)]
+        outputs = [_outputs_of(store, state, one, _LAST_ENTRIES).get(one.attempt) for one in failed]
+        last_output = next((output.last_output for output in outputs if output is not None), "")
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
@@ -198,6 +204,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     facts = _facts(view, chosen, attempts) if chosen is not None else {}
     if exploited:
         facts["exploited"] = [asdict(each) for each in exploited]
+    facts |= {"last_output": last_output} if last_output else {}
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
@@ -207,8 +214,33 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             print_parts("", attempts_table(attempts))
         if (ranks := ranks_table(attempts)) is not None:
             print_parts("", ranks)
-        if chosen is not None and _has_traceback(chosen):
-            print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
+        if chosen is not None and "\n" in (reason := with_last_output(chosen.reason, last_output)):
+            print(f"\n{reason}")  # as it is: a wrapped line of code cannot be read or copied
+
+
+@command
+def logs(
+    target: Target,
+    experiment: ExperimentName,
+    trial: Annotated[str | None, typer.Argument(metavar="[TRIAL]", help="Of a search, such as 3.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the last lines that each attempt of a trial has printed, and how it ended."""
+    with opened(target, experiment) as (store, state):
+        trials = chosen_trials(state, trial)
+        if len(trials) != 1:
+            raise InvalidInput(f"experiment {state.name!r} has {len(trials)} trials: name one of them")
+        outputs = _outputs_of(store, state, trials[0])
+    if as_json:
+        print(json.dumps([asdict(output) for output in outputs.values()], indent=2))
+        return
+    for attempt, output in outputs.items():
+        if output.reason is None:
+            print(f"attempt {attempt} has no journaled end yet: its output is in the log of its task run")
+        else:
+            print(f"attempt {attempt}: {with_last_output(output.reason, output.last_output or '(none is stored)')}")
+    if not outputs:
+        print(f"trial {trials[0].trial} has not begun")
 
 
 def _warn_of_damage(store: ObjectStore, state: Experiment) -> None:
@@ -278,15 +310,40 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["wasted_steps"] = trial.wasted_count
     if isinstance(exploited := facts.get("exploited"), list):
         shown["exploited"] = "\n".join(map(_exploit_words, exploited))
-    hidden = ("wasted_at_least", "cost")
+    hidden = ("wasted_at_least", "cost", "last_output")
     left = {name: value for name, value in facts.items() if value not in (None, "") and name not in hidden}
     return {name: shown.get(name, value) for name, value in left.items()}
 
 
-def _exploited_by(store: ObjectStore, state: Experiment, trial: Trial) -> Sequence[Exploited]:
+def _entries_of(store: ObjectStore, state: Experiment, trial: Trial, last: int | None = None) -> Sequence[Entry]:
+    """Return all or the `last` entries of the trial's own journal or, if it has none, of the experiment's."""
+    own = (trial_key(state, trial).journal, trial.absorbed)
+    journal, number = own if trial.own_journal else (state.key, state.number)
     with transfer_pool() as transfers:
-        journal = trial_key(state, trial).journal if trial.own_journal else state.key
-        return exploited_by(history(store, journal, side_by_side=transfers), trial.trial)
+        return entries_beyond(store, journal, max(0, number - last) if last else 0, side_by_side=transfers)
+
+
+@dataclass(frozen=True)
+class _Output:
+    attempt: int
+    reason: str | None = None  # how it ended; None until then
+    last_output: str = ""
+
+
+def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial, last: int | None = None) -> Mapping[int, _Output]:
+    """Return the output of each attempt of a trial in the `last` entries; default: in all."""
+    outputs: dict[int, _Output] = {}
+    name, number = trial.trial, trial.attempt
+    for event in (event for entry in _entries_of(store, state, trial, last) for event in entry.events):
+        match event:
+            case Started(trial=trial.trial, attempt=number):
+                outputs[number] = _Output(number)
+            case AttemptEnded(message=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
+                if number not in outputs or outputs[number].reason is None:  # it had not ended before
+                    outputs[number] = _Output(number, reason, event.use.output if event.use else "")
+            case _:
+                pass
+    return outputs
 
 
 def _exploit_words(exploit: Mapping[str, Any]) -> str:

@@ -117,6 +117,8 @@ class AttemptUse(Value):
     """The highest sample of the memory in use on the GPUs that it sees."""
     mean_gpu_utilization: float | None = None
     """The mean share of the time in which those GPUs computed, from 0 to 1."""
+    output: Message = ""
+    """The last lines that its processes printed."""
 
 
 class GroupUse(AttemptUse):
@@ -171,6 +173,7 @@ class AttemptRecord(Value):
     def ended(self, use: AttemptUse | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
         """Return it after its end; `trained_seconds` is the trial's training time since its last commit."""
         seconds = use.seconds if use else self.seconds.plus("training", trained_seconds)
+        use = use.model_copy(update={"output": ""}) if use and use.output else use  # only the event holds it
         return self.model_copy(update={"use": use, "seconds": seconds, "is_over": True, "is_lost": is_lost})
 
 

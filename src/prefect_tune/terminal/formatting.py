@@ -119,6 +119,12 @@ def _range(steps: Sequence[int]) -> str:
     return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
 
 
+def with_last_output(reason: str, output: str) -> str:
+    """Return how an attempt ended, followed by its last output unless `reason` ends with that; both are `visible`."""
+    shown, last = visible(reason.strip()), visible(output.rstrip())
+    return shown if shown.endswith(last) else f"{shown}\nlast output:\n{last}"
+
+
 def error_of(reason: str) -> str:
     """Return the error of a trial in one line, with the last line of the user's code, if there is one.
 

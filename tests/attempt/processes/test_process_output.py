@@ -137,6 +137,39 @@ def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[in
     assert last.endswith("\nRuntimeError: the cause")
 
 
+@pytest.mark.parametrize(
+    ("printed", "last"),
+    [
+        (b"", ""),
+        (b"one\ntwo", "one\ntwo"),
+        (b"".join(b"%d\n" % number for number in range(30)), "\n".join(map(str, range(10, 30)))),
+        (b"\r 10%\r 20%", " 20%"),
+        (b"\r 10%\r 20%\r     \rdone", "done"),
+        (b"y" * 9_000, "y" * 8_192),
+        ("ö".encode() * 9_000 + b"!", "ö" * 4_095 + "!"),
+        (b"\xff\xfe\0\n", "\ufffd\ufffd\0"),
+    ],
+    ids=["nothing", "no end", "30 lines", "a bar", "a cleared bar", "a long line", "long letters", "no text"],
+)
+def test_the_last_lines_are_known_while_a_process_runs_and_after_it(
+    pipe: tuple[int, int], printed: bytes, last: str
+) -> None:
+    _, output = logged(pipe)
+    os.write(pipe[1], printed)
+    assert output.last_lines() == last
+    output.stop()
+    assert output.last_lines() == last
+
+
+def test_of_a_line_of_a_mebibyte_the_last_lines_are_short_and_say_that_it_was_cut(pipe: tuple[int, int]) -> None:
+    _, output = logged(pipe)
+    os.write(pipe[1], b"y" * _MEBIBYTE)
+    last = output.last_lines()
+    assert len(last.encode()) == 8_192
+    assert last.endswith("characters: its rest is left out)")
+    output.stop()
+
+
 def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     goes_on = True

@@ -51,12 +51,17 @@ class OutputLines:
                 case _:
                     self._add(token)
 
+    def unfinished(self) -> list[str]:
+        """Return the lines that were not emitted yet, as they are now."""
+        self._rows[self._at] = "".join(self._pieces)
+        return [row for row in self._rows if row.strip()]
+
     def close(self) -> None:
         """Emit the lines that have no end."""
         self._add(self._rest)
-        self._rows[self._at] = "".join(self._pieces)
-        for row in self._rows:
-            self._emit_unless_blank(row)
+        for row in self.unfinished():
+            self._emit(row)
+        self._rows, self._at, self._pieces = [""], 0, []
 
     def _add(self, piece: str) -> None:
         """Append to the current line; emit it when it reaches the limit, and drop the rest of it."""

@@ -105,8 +105,9 @@ class _Body(Protocol):
 class TrialChannel:
     """The connection to a running attempt. Call `receive` from one thread, `tell` from any."""
 
-    def __init__(self, connection: Connection, body: _Body) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, body: _Body, output: TrialOutput | None = None) -> None:
+        """Args: output: of its process. Default: that is logged elsewhere."""
+        self._connection, self._output = connection, output
         self._reader = _reader_of(connection)
         self._body = body
         self._sending = threading.Lock()
@@ -118,10 +119,11 @@ class TrialChannel:
         """What to wait for until a message arrives."""
         return self._connection
 
-    def go_over_to(self, connection: Connection, body: _Body) -> None:
+    def go_over_to(self, connection: Connection, body: _Body, output: TrialOutput) -> None:
         """Switch to another process."""
         with self._sending:
             self._connection, self._reader, self._body = connection, _reader_of(connection), body
+            self._output = output
             self.has_begun = False
 
     def tell(self, message: ToTrial) -> None:
@@ -159,6 +161,10 @@ class TrialChannel:
         """End the trial and its descendants; return a description of how it ended."""
         return self._body.end()
 
+    def last_output(self) -> str:
+        """Return the last lines that the trial has printed; empty if it has no output of its own."""
+        return self._output.last_lines() if self._output else ""
+
 
 def _reader_of(connection: Connection) -> MessageReader[FromTrial | StartReceived]:
     return MessageReader(connection, from_trial, limit_bytes=FROM_TRIAL_BYTES)
@@ -192,7 +198,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
         body = _Process(child, log)
         body.start()
         with Connection(ours.detach()) as connection:
-            channel = TrialChannel(connection, body)
+            channel = TrialChannel(connection, body, body.output)
             try:
                 channel.tell(start)
                 yield channel
@@ -237,13 +243,13 @@ class _Process:
 
     def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
         self._child = child
-        self._output = TrialOutput(log)
+        self.output = TrialOutput(log)
         self._became = ""
 
     def start(self) -> None:
         if self._child.stdout is not None:
             with self._child.stdout:
-                self._output.start(self._child.stdout.fileno())
+                self.output.start(self._child.stdout.fileno())
 
     def is_alive(self) -> bool:
         return self._child.poll() is None
@@ -255,7 +261,7 @@ class _Process:
                 self._child.wait(0.2)
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
-            self._became = became(self._child.wait(), self._output.stop())
+            self._became = became(self._child.wait(), self.output.stop())
         return self._became
 
 

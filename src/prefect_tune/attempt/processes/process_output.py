@@ -30,7 +30,9 @@ _FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
 _OVERFLOW_MIB = 256
-_LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
+_LAST_BYTES = 64 * 1024  # of the last lines together, of a process that died
+_JOURNALED_BYTES = 8 * 1024  # of the same, for each attempt
+_CATCH_UP = timedelta(seconds=0.5)
 
 
 class TrialLog(logging.LoggerAdapter[logging.Logger]):
@@ -81,6 +83,8 @@ class TrialOutput:
         self._room, self._counted_at = _BURST_LINES, time.monotonic()
         self._overflow: io.FileIO | None = None
         self._is_flooded = False
+        self._reading = threading.Lock()
+        self._source: int | None = None
         self._pump: threading.Thread | None = None
         self._stop: int | None = None
 
@@ -88,7 +92,8 @@ class TrialOutput:
         """Start a thread in the caller's context, which determines the log's server."""
         stopped, self._stop = os.pipe()
         # The thread owns a duplicate: if it ends late, the number was not reused for another file.
-        work = (self._pass_on, os.dup(descriptor), stopped)
+        self._source = os.dup(descriptor)
+        work = (self._pass_on, self._source, stopped)
         self._pump = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
         self._pump.start()
 
@@ -98,18 +103,34 @@ class TrialOutput:
             os.close(self._stop)
             self._stop = None
             self._pump.join(_GOODBYE.total_seconds())
-        return "\n".join(self._last)[-_LAST_CHARACTERS:]
+        return self._last_lines(_LAST_BYTES)
+
+    def last_lines(self) -> str:
+        """Return the last 20 lines of what was written up to now, at most 8 KiB; of a flood, what 0.5 s read of it."""
+        until = time.monotonic() + _CATCH_UP.total_seconds()
+        while True:
+            with self._reading:
+                if self._source is None or not _waiting_bytes(self._source) or time.monotonic() > until:
+                    return self._last_lines(_JOURNALED_BYTES)
+            time.sleep(_CATCH_UP.total_seconds() / 100)
+
+    def _last_lines(self, max_bytes: int) -> str:
+        lines = [*self._last, *self._lines.unfinished()][-_LAST_WORDS:]
+        return "\n".join(lines).encode()[-max_bytes:].decode(errors="ignore")
 
     def _pass_on(self, output: int, stopped: int) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with os.fdopen(output, "rb"), os.fdopen(stopped, "rb"):  # closes both
             while stopped not in wait([output, stopped]):
-                data = os.read(output, _CHUNK_BYTES)
-                self._lines.feed(decoder.decode(data))
+                with self._reading:
+                    data = os.read(output, _CHUNK_BYTES)
+                    self._lines.feed(decoder.decode(data))
                 if not data:
                     break  # every writer has closed its end
-            self._lines.feed(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
-        self._lines.close()
+            with self._reading:
+                self._lines.feed(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
+                self._lines.close()
+                self._source = None
         self._close_overflow()
 
     def _close_overflow(self) -> None:

@@ -34,6 +34,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.shown_text import visible
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 
@@ -327,13 +328,13 @@ class _Borrowed:
     def __init__(self, child: ForkedProcess, log: Log) -> None:
         self.child = child
         self._log = log
-        self._output = TrialOutput(log)
+        self.output = TrialOutput(log)
         self._became = ""
         self.exits = False
         """Whether the process has sent the end of its last trial: its handlers of `atexit` run."""
 
     def begin(self) -> None:
-        self._output.start(self.child.output)
+        self.output.start(self.child.output)
 
     def is_alive(self) -> bool:
         return self.child.is_alive()
@@ -341,21 +342,21 @@ class _Borrowed:
     def end(self) -> str:
         if not self._became:
             code = self.child.end(_GOODBYE if self.exits else _MOMENT)
-            self._became = became(code, self._output.stop())
+            self._became = became(code, self.output.stop())
             if self.exits:
                 _log_cut(self.child, self._log)
         return self._became
 
     def let_go(self) -> None:
         """Stop reading its output, and let the process run."""
-        self._output.stop()
+        self.output.stop()
 
 
 class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process; a kept process that cannot serve it is replaced."""
 
     def __init__(self, pool: TrialProcessPool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
-        super().__init__(borrowed.child.connection, borrowed)
+        super().__init__(borrowed.child.connection, borrowed, borrowed.output)
         self._pool = pool
         self._request = request
         self._borrowed = borrowed
@@ -456,11 +457,11 @@ class _PooledChannel(TrialChannel):
         ended = self._borrowed.end()
         if why or not ended.startswith("exited with code 0"):
             which = "a process that was kept from an earlier trial" if self._is_on_trial else "its process"
-            self._request.log.warning("%s %s; a new one is started", which, why or ended)
+            self._request.log.warning("%s %s; a new one is started", which, visible(why or ended))
         with self._changing:
             request = self._request
             self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, request.stop), request.log)
-            self.go_over_to(self._borrowed.child.connection, self._borrowed)
+            self.go_over_to(self._borrowed.child.connection, self._borrowed, self._borrowed.output)
             self._is_on_trial = False
             self.begin(has_deadline=has_deadline)
 

@@ -36,6 +36,7 @@ from prefect_tune.core.messages.process_messages import (
     ToTrial,
     from_trial,
 )
+from prefect_tune.core.shown_text import readable
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
 from prefect_tune.runtime.processes.linux import command_of
 from prefect_tune.runtime.ranks import reached
@@ -200,6 +201,12 @@ class RankGroup:
         """End the processes of all ranks."""
         for each in self._channels.values():
             each.end()
+
+    def last_output(self) -> str:
+        """Return the last lines that the processes have printed, of several with their ranks."""
+        outputs = {rank: output for rank, channel in self._channels.items() if (output := channel.last_output())}
+        named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
+        return readable("\n".join(named))
 
     @property
     def missing_ranks(self) -> Sequence[int]:
