@@ -186,6 +186,21 @@ def test_a_class_that_prefect_cannot_store_is_named_and_one_that_it_can_goes_thr
         pt.tune(trainable, target="./runs")
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("space", {"file": "caf\udce9.txt", "a": "é \U0001f600"}),
+        ("space", {"nested": {"caf\udce9.txt": 1}}),
+        ("space", {"files": ["a", "caf\udce9.txt"]}),
+        ("target", "caf\udce9.txt"),
+    ],
+)
+def test_text_that_is_not_unicode_is_refused_with_its_argument(argument: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=argument) as refused:
+        require_valid(pt.tune, (), GOOD | {"space": {"a": 1}} | {argument: value})
+    assert r"caf\udce9.txt" in str(refused.value)
+
+
 def test_what_only_prefect_knows_the_length_of_is_measured_by_it() -> None:
     class Model(pt.Trainable):
         TABLE = tuple(range(200_000))

@@ -94,7 +94,7 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
 
     Raises:
         InvalidInput: an argument is unknown, missing, or of a wrong type, with a line for each; or all together
-            exceed the size that Prefect stores.
+            exceed the size that Prefect stores, or one holds text that Prefect cannot send.
     """
     given = {name: value for name, value in options.items() if name not in _CALLS}
     _require_known(flow, given)
@@ -148,7 +148,15 @@ def _byte_count(flow: Flow[..., Any], name: str, value: object) -> int:
         raise InvalidInput(
             f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
         ) from refused
+    if surrogate := _WITH_SURROGATE.search(json.dumps(stored, ensure_ascii=False)):
+        raise InvalidInput(
+            f"{name}: expected Unicode text, found {surrogate[1]!a}; a file name that is not UTF-8 can only be read in "
+            "the trainable, or be written as ascii(name)"
+        )
     return len(json.dumps(stored, separators=(",", ":")).encode())
+
+
+_WITH_SURROGATE = re.compile(r'"([^"]*[\ud800-\udfff][^"]*)"')
 
 
 def _require_known(flow: Flow[..., Any], given: Iterable[str]) -> None:
