@@ -105,7 +105,7 @@ class FlowWithServer(Flow[_P, _R]):
     call_context: Callable[[str], AbstractContextManager[object]]
     """Entered with the flow's name for the duration of each call, the start of a server included."""
     prestart: Prestart | None
-    """Called while a server starts, if one does."""
+    """Called while a server starts, if one does, or before the flow run begins on one."""
 
     def __repr__(self) -> str:
         return f"<flow {self.name!r}>"
@@ -311,7 +311,7 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
 
     Args:
         resources: entered for the duration of the flow.
-        prestarted: called once this user's server is found, or the process of a new one has started.
+        prestarted: called once a server is found, or the process of a new one has started.
 
     Raises:
         InvalidInput: nothing answers at the URL of the configured API, or it refuses, or is none of Prefect.
@@ -331,11 +331,11 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
         resources.enter_context(_without_heartbeats())
     elif url is not None:
         _leave_heartbeat_threads()
-        if url in _found_here:
+        if not is_within_run:  # a run that has begun outlives an outage
+            if url not in _found_here:
+                _require_listening(url)
+                require_api()
             resources.enter_context(prestarted())
-        elif not is_within_run:  # a run that has begun outlives an outage
-            _require_listening(url)
-            require_api()
 
 
 def _use_own_server() -> str | None:
