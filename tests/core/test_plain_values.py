@@ -114,6 +114,7 @@ REFUSED: list[object] = [
     *(Plain.A, Path("a"), date(2026, 1, 1), datetime(2026, 1, 1, tzinfo=UTC), timedelta(1), Decimal("0.1"), b"a", 1j),
     *(np.array([1, 2]), np.datetime64(5, "ns"), np.timedelta64(5, "ns"), np.datetime64("2026-01-01"), np.complex64(1)),
     *(float("nan"), float("inf"), np.float32("nan"), np.array(np.inf), {1}, object(), len, Kind, bytearray(b"a")),
+    *(np.ma.masked, np.ma.masked_invalid([np.nan]).mean(), np.ma.array(3, mask=True), np.ma.array([3], mask=True)),
     *({3: 1}, {None: 1}, {Width.NARROW: 1}, {Plain.A: 1}, {Path("a"): 1}),
 ]
 """What no place takes."""

@@ -197,7 +197,7 @@ def test_a_class_that_prefect_cannot_store_is_named_and_one_that_it_can_goes_thr
 )
 def test_text_that_is_not_unicode_is_refused_with_its_argument(argument: str, value: object) -> None:
     with pytest.raises(InvalidInput, match=argument) as refused:
-        require_valid(pt.tune, (), GOOD | {"space": {"a": 1}} | {argument: value})
+        require_valid(pt.tune, (), {**GOOD, "space": {"a": 1}, argument: value})
     assert r"caf\udce9.txt" in str(refused.value)
 
 

@@ -196,7 +196,7 @@ def test_a_script_without_a_configured_api_uses_it(prefect_server: str, tmp_path
         [sys.executable, "script.py", str(tmp_path / "runs")],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-        | {"PREFECT_SERVER_API_PORT": port},
+        | {"PREFECT_SERVER_API_PORT": port, "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "host.example"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -132,7 +132,7 @@ def pickled_or_path(thing: object) -> str:
 
         name, part = find_unpicklable(thing)
         shown = getattr(thing, "__qualname__", None) or repr(thing)
-        what = f"{shown}: it uses {name}, a {type(part).__name__}, which" if name else f"{shown}: it"
+        what = f"{shown}: it uses {name} of class {type(part).__name__}, which" if name else f"{shown}: it"
         raise InvalidInput(
             f"{what} cannot be sent to the trial's process ({type(error).__name__}: {error}). Create it inside the "
             "trainable, or put the trainable into a module and pass 'package.module:Name'"

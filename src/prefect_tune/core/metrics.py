@@ -56,7 +56,7 @@ def plain_scalar(value: object) -> object:
 
 
 def _number_of(value: object) -> object:
-    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    shape, item = getattr(value, "shape", None), None if _is_masked(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
         return plain_scalar(element)  # `item` of a NumPy long double returns the same object
     if isinstance(value, Integral):
@@ -66,6 +66,12 @@ def _number_of(value: object) -> object:
 
 def _is_time(value: object) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", None) in _TIMES
+
+
+def _is_masked(value: object) -> bool:
+    """Return whether it is a masked element of NumPy, for which `item` returns 0.0 or the value that is masked."""
+    mask = getattr(value, "mask", False)
+    return getattr(mask, "size", 0) == 1 and bool(mask)
 
 
 def plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInput] = InvalidInput) -> dict[Any, Any]:
@@ -134,7 +140,7 @@ def _plain(value: object, where: str, levels: int) -> object:
         return _mapping(value, where, levels)
     if isinstance(value, MutableSequence | tuple) and not isinstance(value, bytearray):
         return [_plain(each, f"{where}[{index}]", levels - 1) for index, each in enumerate(value)]
-    item = None if _is_time(value) else getattr(value, "item", None)
+    item = None if _is_time(value) or _is_masked(value) else getattr(value, "item", None)
     if callable(item) and _element_count(value) == 1 and type(plain := item()) is not type(value):
         return _plain(plain, where, levels - 1)  # a loss of shape (1,) is a number
     raise BadMetric(

@@ -46,7 +46,7 @@ from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.cancellation import end_cancellation
 from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
 from prefect_tune.prefect_api.local_server import start_prefect_server
-from prefect_tune.prefect_api.own_server import find_own_server
+from prefect_tune.prefect_api.own_server import LOOPBACK, find_own_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
@@ -126,9 +126,11 @@ class FlowWithServer(Flow[_P, _R]):
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             require_not_importing(self.name)
-            arguments = require_valid(self, args, options)
-            import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
-            with holding_signals(), self.call_context(self.name), ExitStack() as resources:
+            with holding_signals(), ExitStack() as resources:
+                arguments = require_valid(self, args, options)
+                import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
+                raise_held_signal()
+                resources.enter_context(self.call_context(self.name))
                 _have_server(resources, partial(self._prestarted, arguments))
                 raise_held_signal()
                 advice = f"{self.name} was interrupted: run it again to continue"
@@ -429,6 +431,9 @@ def _set_up(url: str | None) -> None:
         os.environ.pop("PREFECT_API_URL", None)
     else:
         os.environ["PREFECT_API_URL"] = url
+        if getproxies() and not proxy_bypass(LOOPBACK):
+            hosts = ",".join(filter(None, [getproxies().get("no"), LOOPBACK]))
+            os.environ |= {"NO_PROXY": hosts, "no_proxy": hosts}
     refresh_global_settings_context()
 
 

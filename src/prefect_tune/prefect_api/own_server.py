@@ -20,7 +20,7 @@ from pathlib import Path
 import prefect
 from prefect.settings import get_current_settings
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _TIMEOUT_SECONDS = 3.0
 _MAX_ANSWER_BYTES = 64 * 1024
 _LISTENING = "0A"  # in /proc/net/tcp
@@ -42,7 +42,7 @@ def find_own_server() -> str | None:
             and _read_answer(settings.port, f"{path}/health", until) == b"true"
             and _read_answer(settings.port, f"{path}/admin/version", until) == f'"{prefect.__version__}"'.encode()
         ):
-            return f"http://{_HOST}:{settings.port}{path}"
+            return f"http://{LOOPBACK}:{settings.port}{path}"
     return None
 
 
@@ -70,8 +70,8 @@ def _read_answer(port: int, path: str, until: float) -> bytes | None:
         OSError: it has not ended at `until`, whatever the server does.
     """
     received = b""
-    with socket.create_connection((_HOST, port), timeout=max(until - time.monotonic(), 1e-3)) as connection:
-        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {_HOST}:{port}\r\n\r\n".encode())
+    with socket.create_connection((LOOPBACK, port), timeout=max(until - time.monotonic(), 1e-3)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {LOOPBACK}:{port}\r\n\r\n".encode())
         while len(received) <= _MAX_ANSWER_BYTES:
             connection.settimeout(max(until - time.monotonic(), 1e-3))  # 0 would be without a limit
             if not (part := connection.recv(4096)):

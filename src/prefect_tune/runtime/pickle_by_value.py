@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import pickle
+import queue
 import sys
 import threading
 import typing
@@ -136,6 +137,10 @@ _REDUCERS: Mapping[type, Callable[[Any], object]] = {
     _Lock: lambda _: (threading.Lock, ()),
     _RLock: lambda _: (threading.RLock, ()),
 }
+_OF_THREADS = (
+    *(threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
+    *(queue.Queue, queue.SimpleQueue),
+)
 _NAMED = (type, FunctionType, _Cached, typing.NewType, typing.ParamSpec, typing.TypeVarTuple, typing.TypeVar)
 
 
@@ -152,8 +157,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             name = _name_of(thing)
             if getattr(sys.modules["__main__"], name, None) is thing:
                 self.names[name] = thing
-        if issubclass(kind, threading.Thread):
-            raise pickle.PicklingError("a thread runs in one process")
+        if issubclass(kind, _OF_THREADS):
+            raise pickle.PicklingError("it is for the threads of one process, and each trial is another")
         if thing is sys.modules["__main__"]:
             raise pickle.PicklingError("another process has another __main__")
         if issubclass(kind, type) and typing.is_typeddict(thing) and not _is_importable(thing):
@@ -192,6 +197,8 @@ def _is_picklable(thing: object) -> bool:
 def _parts(thing: Any) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each part of `thing` that a pickle of it contains."""
     match thing:
+        case _ if isinstance(thing, _OF_THREADS):
+            return
         case functools.partial():
             yield from [(_name_of(thing.func), thing.func), *_numbered(thing.args), *thing.keywords.items()]
         case MethodType():

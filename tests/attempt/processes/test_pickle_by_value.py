@@ -13,12 +13,13 @@ import pytest
 SCRIPT = '''
 import __main__ as program
 import abc, contextvars, enum, functools, itertools, json, logging, math, os, pickle, sys, threading, typing, weakref
+import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 T, P, Ts = typing.TypeVar("T"), typing.ParamSpec("P"), typing.TypeVarTuple("Ts")
 UserId = typing.NewType("UserId", int)
-log, lock, condition, weak = logging.getLogger(__name__), threading.RLock(), threading.Condition(), weakref.WeakSet()
+log, lock, weak = logging.getLogger(__name__), threading.RLock(), weakref.WeakSet()
 squared_root = functools.lru_cache(math.sqrt)
 
 @functools.lru_cache(maxsize=None, typed=True)
@@ -96,7 +97,7 @@ local = make()
 
 def train(config, kind=Kind.A):
     log.info("logged")
-    with lock, condition, cache.lock:
+    with lock, cache.lock:
         weak.add(data)
     shape, row = Shape(), Row[str](a=1)
     unpickled = pickle.loads(pickle.dumps([data, kind, fib, UserId, Row]))
@@ -112,6 +113,7 @@ def train(config, kind=Kind.A):
 
 variable, executor, steps = contextvars.ContextVar("variable"), ThreadPoolExecutor(1), (n for n in range(3))
 file, thread = open(os.devnull, "w"), threading.Thread()
+stopped, places, results = threading.Event(), threading.BoundedSemaphore(), queue.PriorityQueue()
 relabeled = functools.update_wrapper(functools.lru_cache(lambda x: x), train)
 class Missing:
     def __reduce__(self): return "MISSING"
@@ -125,6 +127,9 @@ def uses_executor(config): executor.submit(int)
 def uses_steps(config): next(steps)
 def uses_file(config): file.write("x")
 def uses_thread(config): thread.start()
+def uses_event(config): return stopped.is_set()
+def uses_semaphore(config): places.acquire()
+def uses_queue(config): results.put(1)
 def uses_relabeled(config): relabeled(1)
 def uses_missing(config): return MISSING
 def uses_holder(config): return helper().parts
@@ -143,8 +148,8 @@ if __name__ == "__main__":
         with pool.process(start_of(train, sys.argv[1]), logging.getLogger()) as channel:
             *reports, end = messages_of(channel)
     rejected = {}
-    for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_relabeled, uses_missing,
-                     uses_holder, uses_program, with_closure()):
+    for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_event, uses_semaphore,
+                     uses_queue, uses_relabeled, uses_missing, uses_holder, uses_program, with_closure()):
         try:
             pickled_or_path(function)
         except Exception as error:
@@ -153,16 +158,19 @@ if __name__ == "__main__":
     print(json.dumps([getattr(end, "message", ""), metrics, train({}), rejected]))
 '''
 REJECTED = {
-    "uses_variable": "uses_variable: it uses 'variable', a ContextVar, which",
-    "uses_executor": "uses_executor: it uses '_work_queue' in 'executor', a SimpleQueue, which",
-    "uses_steps": "uses_steps: it uses 'steps', a generator, which",
-    "uses_file": "uses_file: it uses 'file', a TextIOWrapper, which",
-    "uses_thread": "uses_thread: it uses 'thread', a Thread, which",
-    "uses_relabeled": "uses_relabeled: it uses 'relabeled', a _lru_cache_wrapper, which",
-    "uses_missing": "uses_missing: it uses 'MISSING', a Missing, which",
-    "uses_holder": "uses_holder: it uses '[1]' in 'steps' in 'parts' in 'holder' in 'helper', a generator, which",
-    "uses_program": "uses_program: it uses 'program', a module, which",
-    "<lambda>": "with_closure.<locals>.<lambda>: it uses 'counter', a generator, which",
+    "uses_variable": "uses_variable: it uses 'variable' of class ContextVar, which",
+    "uses_executor": "uses_executor: it uses '_work_queue' in 'executor' of class SimpleQueue, which",
+    "uses_steps": "uses_steps: it uses 'steps' of class generator, which",
+    "uses_file": "uses_file: it uses 'file' of class TextIOWrapper, which",
+    "uses_thread": "uses_thread: it uses 'thread' of class Thread, which",
+    "uses_event": "uses_event: it uses 'stopped' of class Event, which",
+    "uses_semaphore": "uses_semaphore: it uses 'places' of class BoundedSemaphore, which",
+    "uses_queue": "uses_queue: it uses 'results' of class PriorityQueue, which",
+    "uses_relabeled": "uses_relabeled: it uses 'relabeled' of class _lru_cache_wrapper, which",
+    "uses_missing": "uses_missing: it uses 'MISSING' of class Missing, which",
+    "uses_holder": "uses_holder: it uses '[1]' in 'steps' in 'parts' in 'holder' in 'helper' of class generator, which",
+    "uses_program": "uses_program: it uses 'program' of class module, which",
+    "<lambda>": "with_closure.<locals>.<lambda>: it uses 'counter' of class generator, which",
 }
 
 

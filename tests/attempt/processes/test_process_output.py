@@ -89,8 +89,12 @@ def bar(name: str, below: int, percent: int) -> str:
          ["outer 0%", "outer 9%", "done"]),
         ("\router 0%" + bar("inner", 1, 50) + "\router 9%\nan ordinary line\n",
          ["outer 0%", "inner 50%", "outer 9%", "an ordinary line"]),
+        ("0%\x1b[G1%\x1b[1G2%\x1b[K\n", ["2%"]),
+        ("".join(f"\x1b[1A\x1b[2K{percent}%\n" for percent in range(9)) + "end\n", ["8%", "end"]),
+        ("0%\n" + "".join(f"\x1b[1F{percent}%\n" for percent in range(9)) + "end\n", ["0%", "8%", "end"]),
     ],
-    ids=["one bar", "the return last", "three bars", "a bar for each epoch", "a nested bar", "text over a bar"],
+    ids=["one bar", "the return last", "three bars", "a bar for each epoch", "a nested bar", "text over a bar",
+         "to a column", "up and erase", "to the line before"],
 )  # fmt: skip
 @pytest.mark.parametrize("is_in_pieces", [False, True], ids=["whole", "in pieces"])
 def test_of_a_progress_bar_the_last_state_is_logged(printed: str, lines: list[str], is_in_pieces: bool) -> None:

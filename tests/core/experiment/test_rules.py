@@ -49,6 +49,7 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds
 from prefect_tune.core.values import StepReport
 
 # ------------------------------------------------------------------------------------------- retention
@@ -236,8 +237,13 @@ def errored(name: str, error: str, step: int = 0, **fields: object) -> Trial:
         "attempt": 1,
         "reason": error,
         "step": step,
+        "records": (AttemptRecord(attempt=1, began_at="2026-01-01T00:00:05Z", seconds=PhaseSeconds(training=1)),),
     }
     return Trial(**{**known, **fields})
+
+
+def begun(name: str, at: str) -> Trial:
+    return errored(name, "", phase=Phase.RUNNING, records=(AttemptRecord(attempt=1, began_at=at),))
 
 
 ALIKE = [
@@ -249,7 +255,9 @@ ALIKE = [
     ("trials", "is_over"),
     [
         (ALIKE, True),
-        ([*ALIKE, errored("3", "", phase=Phase.RUNNING), errored("4", "", phase=Phase.PENDING, attempt=0)], True),
+        ([*ALIKE, begun("3", "2026-01-01T00:00:07Z"), errored("4", "", phase=Phase.PENDING, attempt=0)], True),
+        ([*ALIKE, begun("3", "2026-01-01T00:00:04Z")], False),
+        ([*ALIKE, begun("3", "2026-01-01T00:00:06Z")], False),
         (ALIKE[:2], False),
         ([*ALIKE, errored("3", "ValueError: y")], False),
         ([*ALIKE, errored("3", "KeyError: 'x'", step=1)], False),

@@ -104,6 +104,13 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
     assert ended == states, log.read_text()
 
 
+def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with _process(str(_FLOWS), "checking", str(tmp_path / "runs"), url=prefect_server, log=log) as process:
+        assert process.wait(120) == -_INT, log.read_text()
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("program", long_after(1, ["main_thread", "training", "running"]))
 def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
 
 from prefect import flow, task
 
 import prefect_tune as pt
+from prefect_tune.prefect_api import flow_with_server
+from prefect_tune.prefect_api.argument_validation import require_valid
 from tests.trainables.fragile import Fragile
 
 _ONLY_ON_REQUEST = pt.Cadence(every_steps=4000, every_seconds=None)
@@ -39,6 +47,20 @@ async def awaiting(target: str) -> None:
 def submitting(target: str) -> None:
     """Search in a submitted task."""
     task(search).submit(target, "e").result()
+
+
+@flow
+def checking(target: str) -> None:
+    """Be interrupted while the arguments of a search in a submitted task are checked."""
+    check = require_valid
+
+    def interrupt(*arguments: Any) -> Mapping[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        return check(*arguments)
+
+    with patch.object(flow_with_server, "require_valid", interrupt):
+        task(search).submit(target, "e").result()
 
 
 def main_thread(target: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_UP = "\x1b[A"
-_CONTROL = re.compile(r"(\r?\n|\r|\x1b\[A)")
-_BEGUN_CONTROL = re.compile(r"\x1b\[?\Z")
+_UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
+_CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # a new state of the bar precedes or follows
+_BEGUN_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
 _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server takes no log entry of more than a million bytes
 _MAX_ROWS = 50
 
@@ -44,12 +45,14 @@ class OutputLines:
             match token:
                 case "\n" | "\r\n":
                     self._end_line()
-                case "\r":
+                case _ if up := _UP.fullmatch(token):
+                    for _ in range(int(up[1] or 1)):
+                        self._move_up()
+                    self._is_redrawn = True
+                case _ if _CONTROL.fullmatch(token):
                     self._is_redrawn = self._is_at_begin = True
-                case _ if token == _UP:
-                    self._move_up()
                 case _:
-                    self._add(token)
+                    self._add(_ERASE_REST.sub("", token))
 
     def unfinished(self) -> list[str]:
         """Return the lines that were not emitted yet, as they are now."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
 from prefect_tune.core.attempt_causes import Cause
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.core.values import AS_WHOLE, Value
+from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial import Trial
@@ -44,6 +45,7 @@ _LOST = "attempts were lost without a commit: "
 _LOSS = re.compile(rf"\d+ {_LOST}")
 _Count = Annotated[int, Field(ge=0), AS_WHOLE]
 _SAME_ERRORS = 3
+_UNKNOWN = datetime.min.replace(tzinfo=UTC)
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
 
@@ -137,19 +139,30 @@ def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool 
 def same_errors_reason(trials: Iterable[Trial]) -> str | None:
     """Return why a search ends in which three trials errored by the same error, and none has trained a step.
 
-    None if a trial has reported a step or completed, or if an error differs.
+    None if a trial has reported a step or completed, if an error differs, or while a trial trains its first step that
+    began before the third error.
     """
     from prefect_tune.core.experiment.trial import Phase  # the flows import this module, and need no journal
 
     begun = [trial for trial in trials if trial.attempt]
-    errors = [error_in(trial.reason) for trial in begun if trial.phase is Phase.ERRORED]
+    errored = [trial for trial in begun if trial.phase is Phase.ERRORED]
+    errors = [error_in(trial.reason) for trial in errored]
     if (
         any(trial.step or trial.phase is Phase.FINISHED for trial in begun)
         or len(errors) < _SAME_ERRORS
         or len(set(errors)) > 1
     ):
         return None
+    third_error_at = sorted(map(_last_sign_of, errored))[_SAME_ERRORS - 1]
+    if any(_last_sign_of(trial) <= third_error_at for trial in begun if trial.phase is Phase.RUNNING):
+        return None
     return f"{len(errors)} trials errored before their first step, all with: {errors[0]}; fail_fast=False goes on"
+
+
+def _last_sign_of(trial: Trial) -> datetime:
+    """Return when the last attempt of a trial ended, or when it began, if it has not reported a step yet."""
+    record = trial.records[-1]
+    return (parse_time(record.began_at or "") or _UNKNOWN) + timedelta(seconds=record.seconds.total)
 
 
 def error_in(reason: str) -> str:
