@@ -8,7 +8,6 @@ import signal
 import warnings
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 import prefect_tune as pt
 from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
 from prefect_tune.integrations.torch import ResumableLoader
-from prefect_tune.runtime.trainable import TrialOver, enter
-from tests.integrations.undisturbed import Undisturbed
+from prefect_tune.runtime.trainable import enter
+from tests.integrations.reports import Reports
 
 BATCHES = 6
 """In an epoch."""
@@ -32,32 +31,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "shortened epochs": {"limit_train_batches": 4, "limit_val_batches": 1},
     "accumulated gradients": {"accumulate_grad_batches": 2},
 }
-
-
-@dataclass
-class Reports(Undisturbed):
-    """Keeps what is reported, and a checkpoint of each step."""
-
-    restored_step: int = 0
-    pause_at: int | None = None
-    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.step = self.restored_step
-
-    def report_step(self, metrics: Mapping[str, Any], save: Any) -> None:
-        if self.step == self.pause_at:
-            raise TrialOver("it was paused before")
-        self.step += 1
-        self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
-        place = self.directory / str(self.step)
-        place.mkdir(parents=True, exist_ok=True)
-        save(str(place))
-        if self.step == self.pause_at:
-            raise TrialOver("paused")
-
-    def restored(self) -> Any:
-        return str(self.directory / str(self.restored_step)) if self.restored_step else None
 
 
 class Module(lightning.LightningModule):

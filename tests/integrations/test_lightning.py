@@ -11,6 +11,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.testing import without_server
 from tests.integrations.examples import Example
+from tests.integrations.reports import Reports
 from tests.integrations.states import flat
 
 pytestmark = pytest.mark.integrations
@@ -54,7 +55,7 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
 def test_a_training_resumed_from_any_of_its_checkpoints_reports_and_ends_as_undisturbed(
     kind: str, limit: Mapping[str, int], every_steps: int | None, tmp_path: Path
 ) -> None:
-    from tests.integrations.lightning_runs import Reports, run
+    from tests.integrations.lightning_runs import run
 
     undisturbed = Reports({}, 0, tmp_path)
     end = run(kind, limit, every_steps, undisturbed)
@@ -94,7 +95,7 @@ def test_trials_that_are_killed_report_as_undisturbed(tmp_path: Path) -> None:
 def test_a_training_paused_at_each_of_its_reports_reports_and_ends_as_undisturbed(
     every_steps: int | None, tmp_path: Path
 ) -> None:
-    from tests.integrations.lightning_runs import Reports, run
+    from tests.integrations.lightning_runs import run
 
     undisturbed = Reports({}, 0, tmp_path / "undisturbed")
     end = run("plateau", {"max_epochs": 3}, every_steps, undisturbed)
@@ -110,7 +111,7 @@ def test_a_training_paused_at_each_of_its_reports_reports_and_ends_as_undisturbe
 
 
 def test_a_report_has_the_metrics_of_a_validation_at_its_step(tmp_path: Path) -> None:
-    from tests.integrations.lightning_runs import Reports, run
+    from tests.integrations.lightning_runs import run
 
     reports = Reports({}, 0, tmp_path)
     run("validation within an epoch", {"max_epochs": 1}, 3, reports)
