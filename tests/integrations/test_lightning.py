@@ -155,3 +155,15 @@ def test_a_shortened_epoch_is_followed_by_a_new_one(option: Any, trained: int, v
     for epoch in range(3):
         for stage, batches in (("train", trained), ("validate", validated)):
             assert len(set(module.seen[stage, epoch])) == len(module.seen[stage, epoch]) == 2 * batches
+
+
+def test_another_training_loop_than_the_callback_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.loops import fit_loop
+
+    from tests.integrations.lightning_runs import run
+
+    monkeypatch.delattr(fit_loop._FitLoop, "on_advance_end")
+    with pytest.raises(pt.InvalidInput, match=r"version 2\.6, found another: .*on_advance_end"):
+        run("plain", {"max_epochs": 1}, None, Reports({}, 0, tmp_path))

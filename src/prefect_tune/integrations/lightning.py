@@ -43,11 +43,6 @@ _INTERNALS = (
     "_restarting",
     "_resuming_from_checkpoint",
     "epoch_progress.current.processed",
-    "on_advance_end",
-    "on_run_end",
-    "on_run_start",
-    "epoch_loop.on_advance_end",
-    "epoch_loop.reset",
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
 )
@@ -93,14 +88,13 @@ class TuneReportCheckpointCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning does not save: of the metrics, such as those of the last validation, too."""
-        trainer = self._trainer
-        validation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        validation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return {
             "validation": validation._state_dicts() if validation is not None else [],
             "random": random_state(),
             "reported_step": self._reported_step,
-            "metrics": dict(trainer.callback_metrics),
-            "should_stop": trainer.should_stop,
+            "metrics": dict(self._trainer.callback_metrics),
+            "should_stop": self._trainer.should_stop,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,22 +128,21 @@ class TuneReportCheckpointCallback(Callback):
         Raises:
             InvalidInput: this release of Lightning has other loops.
         """
-        for name in _INTERNALS:
-            try:
-                attrgetter(name)(fit_loop)
-            except AttributeError as error:
-                raise InvalidInput(
-                    f"lightning {lightning.__version__}: expected the training loop of Lightning 2.6, in which a "
-                    f"training can be resumed exactly, found one without {name}"
-                ) from error
-        for loop, name, method in (
-            (fit_loop, "on_run_start", self._start_run),
-            (fit_loop.epoch_loop, "reset", self._restore_epoch),
-            (fit_loop.epoch_loop, "on_advance_end", self._end_batch),
-            (fit_loop, "on_advance_end", self._end_epoch),
-            (fit_loop, "on_run_end", self._end_run),
-        ):
-            setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
+        epoch_loop = fit_loop.epoch_loop
+        try:
+            attrgetter(*_INTERNALS)(fit_loop)
+            for loop, name, method in (
+                (fit_loop, "on_run_start", self._start_run),
+                (epoch_loop, "reset", self._restore_epoch),
+                (epoch_loop, "on_advance_end", self._end_batch),
+                (fit_loop, "on_advance_end", self._end_epoch),
+                (fit_loop, "on_run_end", self._end_run),
+            ):
+                setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
+        except AttributeError as error:
+            raise InvalidInput(
+                f"lightning {lightning.__version__}: expected the training loop of version 2.6, found another: {error}"
+            ) from error
 
     def _start_run(self, on_run_start: Callable[[], None]) -> None:
         _require_exact(self._trainer)
