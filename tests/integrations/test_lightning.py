@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import prefect_tune as pt
+from prefect_tune.testing import without_server
 from tests.integrations.examples import Example
+from tests.integrations.reports import Reports
 from tests.integrations.states import flat
 
 pytestmark = pytest.mark.integrations
@@ -28,3 +31,139 @@ def learned(directory: Path) -> Mapping[str, Any]:
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
     example("lightning", "train").ends_as_undisturbed(learned, reach=4, interval=3, steps={6, 18})
+
+
+@pytest.mark.parametrize("every_steps", [None, 3, 4])
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 16}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "plateau",
+        "plateau within an epoch",
+        "one cycle",
+        "averaged weights",
+        "early stopping",
+        "early stopping at the end of an epoch",
+        "validation each second epoch",
+        "validation within an epoch",
+        "validation each fourth batch",
+        "shortened epochs",
+        "accumulated gradients",
+    ],
+)
+def test_a_training_resumed_from_any_of_its_checkpoints_reports_and_ends_as_undisturbed(
+    kind: str, limit: Mapping[str, int], every_steps: int | None, tmp_path: Path
+) -> None:
+    from tests.integrations.lightning_runs import run
+
+    undisturbed = Reports({}, 0, tmp_path)
+    end = run(kind, limit, every_steps, undisturbed)
+    assert len(undisturbed.metrics) > 1
+    for step in undisturbed.metrics:
+        resumed = Reports({}, 0, tmp_path, restored_step=step)
+        end_of_resumed = run(kind, limit, every_steps, resumed)
+        assert resumed.metrics == {later: undisturbed.metrics[later] for later in undisturbed.metrics if later > step}
+        if step < len(undisturbed.metrics):  # Lightning does not begin a training that has reached its limit
+            assert flat(end_of_resumed) == flat(end)
+
+
+@pytest.mark.timeout(600)
+def test_trials_that_are_killed_report_as_undisturbed(tmp_path: Path) -> None:
+    """Killed at the end of an epoch, and within one."""
+    from tests.integrations.lightning_runs import killed
+
+    with without_server():
+        results = pt.tune(
+            killed,
+            {"every_steps": pt.grid_search([None, 4]), "kill_at": pt.grid_search([None, 12, 15])},
+            target=str(tmp_path / "runs"),
+            experiment="e",
+            checkpoint=pt.Cadence(every_steps=1),
+            max_concurrent_trials=2,
+        )
+    curves: dict[object, list[Any]] = {}
+    for trial in results.trials.values():
+        assert trial.attempt == (1 if trial.config["kill_at"] is None else 2)
+        curve = [(point.step, point.metrics) for point in results.curve(trial)]
+        curves.setdefault(trial.config["every_steps"], []).append(curve)
+    for undisturbed, *others in curves.values():
+        assert others == [undisturbed] * 2
+
+
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_a_training_paused_at_each_of_its_reports_reports_and_ends_as_undisturbed(
+    every_steps: int | None, tmp_path: Path
+) -> None:
+    from tests.integrations.lightning_runs import run
+
+    undisturbed = Reports({}, 0, tmp_path / "undisturbed")
+    end = run("plateau", {"max_epochs": 3}, every_steps, undisturbed)
+    reports: dict[int, Mapping[str, float]] = {}
+    for step in range(len(undisturbed.metrics)):
+        paused = Reports({}, 0, tmp_path, restored_step=step, pause_at=step + 1)
+        end_of_paused = run("plateau", {"max_epochs": 3}, every_steps, paused)
+        reports |= paused.metrics
+    assert reports == undisturbed.metrics
+    assert flat(end_of_paused) == flat(end)
+    if every_steps is None:
+        assert all("val_loss" in metrics for metrics in reports.values())
+
+
+def test_a_report_has_the_metrics_of_a_validation_at_its_step(tmp_path: Path) -> None:
+    from tests.integrations.lightning_runs import run
+
+    reports = Reports({}, 0, tmp_path)
+    run("validation within an epoch", {"max_epochs": 1}, 3, reports)
+    assert ["val_loss" in metrics for metrics in reports.metrics.values()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("option", "trained", "validated"), [({"limit_train_batches": 4}, 4, 6), ({"overfit_batches": 2}, 2, 2)]
+)
+def test_a_shortened_epoch_is_followed_by_a_new_one(option: Any, trained: int, validated: int, tmp_path: Path) -> None:
+    """A loader without the callback, in training and in validation, after Lightning's sanity check of two batches."""
+    import lightning
+
+    from prefect_tune.integrations.torch import ResumableLoader
+    from tests.integrations.lightning_runs import BATCHES
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: dict[tuple[str, int], list[float]] = {}
+
+        def see(self, stage: str, batch: Any) -> None:
+            if not self.trainer.sanity_checking:
+                self.seen.setdefault((stage, self.trainer.current_epoch), []).extend(batch[0][:, 0].tolist())
+
+        def training_step(self, batch: Any, _number: int) -> Any:
+            self.see("train", batch)
+            return self.layer(batch[0]).mean()
+
+        def validation_step(self, batch: Any, _number: int) -> None:
+            self.see("validate", batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.TensorDataset(torch.arange(2.0 * BATCHES)[:, None])
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **option}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, default_root_dir=str(tmp_path), **options)
+    trainer.fit(module := Module(), ResumableLoader(data, 2), ResumableLoader(data, 2))
+    for epoch in range(3):
+        for stage, batches in (("train", trained), ("validate", validated)):
+            assert len(set(module.seen[stage, epoch])) == len(module.seen[stage, epoch]) == 2 * batches
+
+
+def test_another_training_loop_than_the_callback_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.loops import fit_loop
+
+    from tests.integrations.lightning_runs import run
+
+    monkeypatch.delattr(fit_loop._FitLoop, "on_advance_end")
+    with pytest.raises(pt.InvalidInput, match=r"version 2\.6, found another: .*on_advance_end"):
+        run("plain", {"max_epochs": 1}, None, Reports({}, 0, tmp_path))

@@ -26,6 +26,7 @@ class Undisturbed:
     steps: int
     directory: Path
     step: int = 0
+    trains_here: bool = True
 
     def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
         del metrics

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,30 @@ from prefect_tune.integrations.common import (
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
+    import lightning
     import torch
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 except ModuleNotFoundError as error:
     raise missing(error, "lightning", "lightning", "torch") from error
 
-from prefect_tune.integrations.torch import random_state, set_random_state
+from prefect_tune.integrations.torch import ResumableLoader, random_state, set_random_state
 
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
 
 _FILE = "checkpoint.ckpt"
 _RANK_FILE = "random-{}.pt"
+_INTERNALS = (
+    "_combined_loader",
+    "_combined_loader_states_to_load",
+    "_data_fetcher",
+    "_restarting",
+    "_resuming_from_checkpoint",
+    "epoch_progress.current.processed",
+    "epoch_loop.restarting",
+    "epoch_loop.val_loop._combined_loader",
+)
+"""Of Lightning's training loop: it has no public way to save between two batches or epochs."""
 
 
 def restored_checkpoint() -> str | None:
@@ -68,64 +82,131 @@ class TuneReportCheckpointCallback(Callback):
         self._every_steps = every_steps
         self._restored: Mapping[str, Any] | None = None
         self._reported_step = 0
+        self._due: Mapping[str, object] | None = None
         self._rank = 0
+        self._trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"random": random_state(), "reported_step": self._reported_step}
+        """Return what Lightning does not save: of the metrics, such as those of the last validation, too."""
+        validation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return {
+            "validation": validation._state_dicts() if validation is not None else [],
+            "random": random_state(),
+            "reported_step": self._reported_step,
+            "metrics": dict(self._trainer.callback_metrics),
+            "should_stop": self._trainer.should_stop,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored, self._reported_step = state_dict["random"], state_dict["reported_step"]
+        self._restored, self._reported_step = state_dict, state_dict["reported_step"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse another number of processes than the trial's, before anything is trained, and keep its files apart.
 
         Lightning sets up a `ModelCheckpoint` after all other callbacks.
         """
-        del pl_module, stage
+        del pl_module
         self._rank = require_ranks("Trainer", trainer.world_size)
         root = trainer.default_root_dir
         option = None if root == os.getcwd() else "Trainer(default_root_dir)"  # noqa: PTH109 - Lightning's default
-        trainer._default_root_dir = path_of_trial(root, option)  # noqa: SLF001 - its one name
+        trainer._default_root_dir = path_of_trial(root, option)  # its one name
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):
                 _move_logger(logger, None if logger.save_dir == root else f"{type(logger).__name__}(save_dir)")
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", None):
                 checkpoint.dirpath = path_of_trial(checkpoint.dirpath, "ModelCheckpoint(dirpath)")
+        self._trainer = trainer
+        if stage == "fit":
+            self._enter_loops(trainer.fit_loop)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        del pl_module
-        _require_exact(trainer)
+    def _enter_loops(self, fit_loop: Any) -> None:
+        """Let this callback act between Lightning's batches and epochs, where nothing of them is left to do.
+
+        All hooks of callbacks are too early: other hooks, a validation, and schedulers that monitor a metric follow.
+
+        Raises:
+            InvalidInput: this release of Lightning has other loops.
+        """
+        epoch_loop = fit_loop.epoch_loop
+        try:
+            attrgetter(*_INTERNALS)(fit_loop)
+            for loop, name, method in (
+                (fit_loop, "on_run_start", self._start_run),
+                (epoch_loop, "reset", self._restore_epoch),
+                (epoch_loop, "on_advance_end", self._end_batch),
+                (fit_loop, "on_advance_end", self._end_epoch),
+                (fit_loop, "on_run_end", self._end_run),
+            ):
+                setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
+        except AttributeError as error:
+            raise InvalidInput(
+                f"lightning {lightning.__version__}: expected the training loop of version 2.6, found another: {error}"
+            ) from error
+
+    def _start_run(self, on_run_start: Callable[[], None]) -> None:
+        _require_exact(self._trainer)
         if restored_checkpoint() is not None and self._restored is None:
             raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial resumes from a checkpoint")
-        if self._restored is not None:  # the iterator of the data is made, and its first batch not yet drawn
-            set_random_state(self._restored if self._rank == 0 else _random_state_of(self._rank, self._restored))
-            self._restored = None
+        on_run_start()
+        if self._restored is None:
+            return
+        state, self._restored = self._restored, None
+        fit_loop = self._trainer.fit_loop
+        validation = fit_loop.epoch_loop.val_loop
+        states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
+        if states:  # Lightning loads them within an epoch only, and not if the loader was made before they were read
+            fit_loop._combined_loader._load_state_dicts(states)
+            iter(fit_loop._data_fetcher)
+        epochs = fit_loop.epoch_progress.current
+        if epochs.ready == epochs.processed:  # the next epoch begins like any other
+            fit_loop.epoch_loop.restarting = fit_loop._resuming_from_checkpoint = False
+            _leave_epochs(fit_loop._combined_loader)
+        if state["validation"]:
+            self._trainer.validating = True
+            validation.setup_data()
+            self._trainer.training = True
+            validation._combined_loader._load_state_dicts(state["validation"])
+            _leave_epochs(validation._combined_loader)
+        self._trainer.callback_metrics.update(state["metrics"])
+        self._trainer.should_stop |= state["should_stop"]
+        set_random_state(state["random"] if self._rank == 0 else _random_state_of(self._rank, state["random"]))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        del pl_module, outputs, batch, batch_idx
-        step = trainer.global_step
+    def _restore_epoch(self, reset: Callable[[], None]) -> None:
+        """Restore the place in the epoch; then nothing of an earlier batch has to be repeated or left out."""
+        reset()
+        fit_loop = self._trainer.fit_loop
+        fit_loop._restarting = fit_loop.epoch_loop.restarting = False
+
+    def _end_batch(self, on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
+        on_advance_end(data_fetcher)
+        step = self._trainer.global_step
         if self._every_steps and step % self._every_steps == 0 and step > self._reported_step:
-            self._report(trainer)
+            self._reported_step = step
+            self._due = dict(self._trainer.callback_metrics)
+            if not self._trainer.fit_loop.epoch_loop.done:
+                self._report(self._due)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        del pl_module
+    def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
+        on_advance_end()
         if self._every_steps is None:
-            self._report(trainer)
+            self._report(self._trainer.callback_metrics)
+        elif self._due is not None:
+            self._report(self._due)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        del pl_module
-        save_last_step(lambda directory: self._save(trainer, directory))
+    def _end_run(self, on_run_end: Callable[[], None]) -> None:
+        save_last_step(self._save)
+        on_run_end()
 
-    def _report(self, trainer: Any) -> None:
-        self._reported_step = trainer.global_step
-        metrics = {} if self._rank else chosen(trainer.callback_metrics, self._metrics)  # those of rank 0 count
-        if not goes_on_after(metrics, lambda directory: self._save(trainer, directory)):
-            trainer.should_stop = True
+    def _report(self, metrics: Mapping[str, object]) -> None:
+        self._due = None
+        reported = {} if self._rank else chosen(metrics, self._metrics)  # those of rank 0 count
+        if not goes_on_after(reported, self._save):
+            self._trainer.should_stop = True
 
-    def _save(self, trainer: Any, directory: str) -> None:
+    def _save(self, directory: str) -> None:
         """Save on all ranks: Lightning gathers what rank 0 writes, and each rank has its own random generators."""
-        trainer.save_checkpoint(Path(directory, _FILE))
+        self._trainer.save_checkpoint(Path(directory, _FILE))
         if self._rank:
             torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
 
@@ -142,10 +223,10 @@ def _move_logger(logger: Any, option: str | None) -> None:
         for path in Path(before).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
             path.unlink()
         Path(before).rmdir()
-    logger._root_dir = logger._save_dir = directory  # noqa: SLF001 - a logger has no other way to be moved
-    logger._experiment = None  # noqa: SLF001 - as above
-    if isinstance(logger._version, int):  # noqa: SLF001 - as above
-        logger._version = None  # noqa: SLF001 - as above
+    logger._root_dir = logger._save_dir = directory  # a logger has no other way to be moved
+    logger._experiment = None
+    if isinstance(logger._version, int):
+        logger._version = None
 
 
 def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,8 +235,15 @@ def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any
     return dict(torch.load(path, weights_only=True)) if path.exists() else of_first
 
 
+def _leave_epochs(combined_loader: Any) -> None:
+    """Say that what was restored is the end of an epoch, although `limit_train_batches` may have left a part of it."""
+    for loader in combined_loader.flattened:
+        if isinstance(loader, ResumableLoader):
+            loader.batch_sampler.set_epoch(0)
+
+
 def _require_exact(trainer: Any) -> None:
-    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001  the only place where all of them are
+    loaders = trainer.fit_loop._combined_loader.flattened  # the only place where all of them are
     if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
         raise InvalidInput(
             f"{strange}: a resumed training would begin with other batches; use "

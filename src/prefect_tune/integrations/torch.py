@@ -208,7 +208,8 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` that resumes in the middle of an epoch, with the next batch.
 
     It shuffles, unless `shuffle=False`: the order of epoch n depends only on `seed` and n. Each `for` over it yields
-    the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores it by itself.
+    the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores it by itself, and
+    begins a new epoch each time (so does Fabric), also after a part of one (`limit_train_batches`, the sanity check).
 
     The ranks of `torch.distributed` divide each `batch_size * world size` examples among them, and may be more or fewer
     after a resume: the epoch goes on with the examples that no rank has had. Where the last examples of an epoch are
@@ -259,6 +260,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue at that place."""
         self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
+        self._order.is_restored = True
 
 
 def _order_of(dataset: Any, batch_size: Any, shuffle: Any, seed: Any, options: dict[str, Any]) -> _Order:
@@ -301,6 +303,19 @@ class _Order:
         self._size, self._batch_size, self._seed, self._drop_last = size, batch_size, seed, drop_last
         self._shuffle = shuffle
         self.epoch = self.examples_done = 0
+        self.is_restored = False
+
+    @property
+    def sampler(self) -> _Order:
+        """What Lightning calls `set_epoch` of."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next epoch if a part of this one is done, unless it has just been restored."""
+        del epoch  # the trainer's number, which counts what it has done in this process, or in all
+        if self.examples_done and not self.is_restored:
+            self.epoch, self.examples_done = self.epoch + 1, 0
+        self.is_restored = False
 
     @property
     def examples_each(self) -> int:

@@ -21,7 +21,7 @@ from prefect_tune.integrations.common import (
 )
 
 try:
-    from transformers import TrainerCallback
+    from transformers import PreTrainedModel, TrainerCallback
 except ModuleNotFoundError as error:
     raise missing(error, "transformers") from error
 
@@ -87,11 +87,21 @@ class TuneReportCheckpointCallback(TrainerCallback):
                 'TrainingArguments(save_strategy="best"): expected another, such as "no"; with "best" the Trainer does '
                 "not save when this callback asks it to"
             )
-        if args.ignore_data_skip or args.save_only_model:
-            raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
+        if args.ignore_data_skip or args.save_only_model or args.dataloader_persistent_workers:
+            raise InvalidInput(
+                "TrainingArguments(ignore_data_skip, save_only_model, dataloader_persistent_workers): expected False "
+                "for each, or a resumed training would differ"
+            )
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise InvalidInput(
+                "Trainer(model): found a model with `model.add_adapter(config)`, whose checkpoints the Trainer cannot "
+                "load; pass `peft.get_peft_model(model, config)`"
+            )
         if restored_checkpoint() is not None and state.global_step == 0:
             raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial resumes")
-        if (directory := restored_checkpoint()) is not None and hasattr(model, "from_pretrained"):
+        for logs in state.log_history:  # of a resumed trial: a report also has the metrics of an earlier evaluation
+            self._metrics.update({name: value for name, value in logs.items() if name != "step"})
+        if (directory := restored_checkpoint()) is not None and isinstance(model, PreTrainedModel):
             # The Trainer writes weights under the names of the hub, looks for the model's own, and takes what it finds.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
