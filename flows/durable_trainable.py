@@ -142,7 +142,7 @@ def durable_trainable(
     from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
 
     plan = SearchPlan(**given)
-    found = trained(name_by_call(plan) if experiment is None else plan, config)
+    found = trained(name_by_call(plan, config) if experiment is None else plan, config)
     if isinstance(found, TrialFailed):
         return failed_by(found, TrialResult)
     spec, trial = found

@@ -21,6 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from itertools import chain, count
 from typing import TypeVar
 from uuid import UUID, uuid4
 
@@ -54,7 +56,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.storage.generations import claim_name, exists, require_not_of_before
+from prefect_tune.core.storage.generations import call_that_has, claim_name, require_not_of_before
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.journal_access import (
@@ -64,6 +66,7 @@ from prefect_tune.journal_access import (
     current_owner,
     new_write_id,
     open_journal,
+    read_known,
     read_undamaged,
     utc_now,
 )
@@ -103,31 +106,70 @@ def check_target(target: StorageTarget) -> TargetCheck:
 
 # The experiment of a call without a name.
 
-_first_calls: dict[str, str] = {}
-"""By root run, the call that has the root's id as the name of its experiment, on any target."""
+_first_targets: dict[str, str] = {}
+"""By root run, the target on which its first call has the root's id as the name of its experiment."""
+_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
+"""By target and experiment, the try of the caller that has asked for it last in this process."""
 
 
-def name_by_call(plan: SearchPlan) -> SearchPlan:
+def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
     """Return the plan of a call without an experiment name, with the name that each repetition of the call has, too.
 
-    The first call of a root run has the root's id. Each other one has the id and a digest of its place in the run: what
-    a retry calls first depends on what has been completed before. The target says which call was the first.
+    Each experiment of a root run has a document that says which call has it: where the call is made, and a digest of
+    what it trains. The first call has the root's id as its name, each other one the id and a digest of its number. So a
+    retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: another call runs now from which a retry could not tell this one.
+        InvalidInput: another call runs now from which a retry could not tell this one; or no earlier try has made this
+            call, and one that it has made is neither finished nor repeated: this may be that one, changed.
     """
-    root, _, call = call_path().partition("/")
-    if not call:
+    decisive = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
+    path, uri = call_path(decisive), plan.target.uri
+    root = path.key.partition("/")[0]
+    if not path.place:
         return plan.extended(experiment=root)
-    require_order(f"{root}/{call}")
-    named = f"{root}-{digest_of(call.encode())[:12]}"
+    require_order(path.key)
 
-    def is_first(store: ObjectStore) -> bool:
-        if exists(store, named) or _first_calls.setdefault(root, call) != call:
-            return False
-        return claim_name(store, root, call)
+    def find(store: ObjectStore) -> tuple[str, list[str]]:
+        """Return the name of this call, or the first free one, and the experiments that no call of this try has."""
+        free, left = "", []
+        for name in chain([root], (f"{root}-{digest_of(f'{path.place}:{n}'.encode())[:12]}" for n in count())):
+            call = call_that_has(store, name)
+            if call == path.key:
+                return name, []
+            is_root_of_other_target = name == root and _first_targets.setdefault(root, uri) != uri
+            if not call and not free and not is_root_of_other_target:
+                free = name
+            if call is None and name != root:
+                break
+            if call and call.rpartition("-")[0] == path.place and is_of_earlier_try(name):
+                left.append(name)
+        return free, left
 
-    return plan.extended(experiment=root if on_target(plan.target, is_first) else named)
+    def is_of_earlier_try(name: str) -> bool:
+        execution, task, task_try = _callers.get((uri, name), ("", None, 0))
+        return execution != path.caller[0] or (task == path.caller[1] and task_try != path.caller[2])
+
+    with _writing[uri, root]:
+        is_claimed = False
+        while not is_claimed:
+            name, left = on_target(plan.target, find)
+            for other in left:
+                _require_finished(plan.target, other)
+            is_claimed = on_target(plan.target, partial(claim_name, experiment=name, call=path.key))
+        _callers[uri, name] = path.caller
+    return plan.extended(experiment=name)
+
+
+def _require_finished(target: StorageTarget, name: str) -> None:
+    trials = with_retries(lambda: read_known(target, name)).experiment.trials.values()
+    if not all(trial.phase is Phase.FINISHED for trial in trials):
+        raise InvalidInput(
+            f"experiment: an earlier try of this run has begun {name!r} by a call without a name, and it is not "
+            "finished. This call trains something else: its trainable or what that holds, space, config, metric, mode, "
+            f"search, scheduler or seed differs. If it is the same call, changed, pass experiment={name!r}, which "
+            "continues it; if it is another call, pass another name"
+        )
 
 
 # The flow run of a search or a training: not in a crash loop, and not beside a live run.

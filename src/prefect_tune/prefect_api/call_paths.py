@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -19,7 +19,7 @@ from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.utilities.hashing import hash_objects
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.values import digest_of
+from prefect_tune.runtime.stable_values import stable_digest
 
 # The context of a run of ours, apart from that of its caller.
 #
@@ -64,25 +64,38 @@ _numbers: defaultdict[str, list[UUID]] = defaultdict(list)
 """By caller, the runs that it has called in this process, in order."""
 _keys_in_use: dict[str, UUID] = {}
 """The flow runs of this process that have asked for an order, by key."""
+_arguments: dict[UUID, str] = {}
+"""By task run, the digest of its arguments when it first called: a retry of the task may find them changed."""
 _guard = threading.Lock()
 
 
-def call_path() -> str:
-    """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.
+class CallPath(NamedTuple):
+    """Which call of a flow run this run is."""
 
-    A run that is started again keeps its id; its subflow runs and its task runs may be new runs. The key therefore
-    consists of the root run's id and, for each level, the flow and which call of it. A run that calls the search every
-    night has another key for each call. Journals and names of experiments hold these keys: with another key, a run
-    would add samples again, or train from step 0.
+    key: str
+    """The same if this run, or a run that called it, is started again by any means."""
+    place: str
+    """What the key begins with: the caller, and what it calls; empty for a run without a caller."""
+    caller: tuple[str, UUID | None, int]
+    """The execution of the calling flow, the id of the calling task run, and its try."""
 
-    A flow tells its calls apart by their order. A task is told apart from others by its name and its arguments, and
-    only then by its order: tasks run side by side. Without a flow run, the root is the task run.
+
+def call_path(what: object = "") -> CallPath:
+    """Return which call of which run this run is, by its root run's id and, for each level, the flow and its call.
+
+    A run that is started again keeps its id; its subflow runs and its task runs may be new runs. A run that calls the
+    search every night has another key for each call. Journals and names of experiments hold these keys: with another
+    key, a run would add samples again, or train from step 0.
+
+    A call is told apart from others of the same caller by `what` it does and by the parameters of the subflows that
+    lead to it, and only then by its order. A task is told apart by its name and its arguments, and only then by its
+    order: tasks run side by side. Subflows are by their order. Without a flow run, the root is the task run.
 
     To ask upstream: an id of a call that a retry of its caller keeps.
     """
     run, calls = _this_run(), deque[tuple[FlowRun, TaskRun]]()
     if run.parent_task_run_id is None:
-        return _key_below(run, (), None)
+        return _path_below(run, (), what, None)
     with get_client(sync_client=True) as client:
         while run.parent_task_run_id is not None:
             call = client.read_task_run(run.parent_task_run_id)
@@ -90,7 +103,7 @@ def call_path() -> str:
             if call.flow_run_id is None:
                 break
             run = client.read_flow_run(call.flow_run_id)
-        return _key_below(run, calls, client)
+        return _path_below(run, calls, what, client)
 
 
 def _this_run() -> FlowRun:
@@ -100,35 +113,55 @@ def _this_run() -> FlowRun:
     return context.flow_run
 
 
-def _key_below(root: FlowRun, calls: Iterable[tuple[FlowRun, TaskRun]], client: SyncPrefectClient | None) -> str:
-    """Return the key of the last of `calls`, each a flow run with the task run that represents its call."""
-    key, execution, task = str(root.id), f"{root.id}@{root.run_count}", _calling_context()
+def _path_below(
+    root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], what: object, client: SyncPrefectClient | None
+) -> CallPath:
+    """Return the path of the last of `calls`, each a flow run with the task run that represents its call."""
+    path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _calling_context()
+    parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
-        key = f"{task.task_run.id}/{_call_in_task(root, task.task_run, task.parameters, execution='')}"
+        does = "" if calls else stable_digest(what)
+        path = _call_in_task(root, task.task_run, _arguments_of(task), does, str(task.task_run.id), "")
     for run, call in calls:
+        above, execution = path.key, path.caller[0]
         # The key `__parents__` is described at `TaskRun.task_inputs`.
         callers = call.task_inputs.get("__parents__", ())
         caller = next((each.id for each in callers if isinstance(each, TaskRunResult)), None)
+        # A subflow's call is the same whatever it calls; the parameters that lead to a call belong to what it does.
+        does = stable_digest([what, parameters]) if run.id == _this_run().id else ""
         if caller is None:
-            key = f"{key}/{run.flow_id}:{call.dynamic_key}"
+            place = f"{above}/{run.flow_id}"
+            number = _number(run.id, f"{path.caller}/{place}-{does}") if does else call.dynamic_key
+            path = CallPath(f"{place}-{does}:{number}", place, path.caller)
         elif task is not None and task.task_run.id == caller:
-            key = f"{key}/{_call_in_task(run, task.task_run, task.parameters, execution)}"
+            path = _call_in_task(run, task.task_run, _arguments_of(task), does, above, execution)
         elif client is not None:  # only the server knows it: by the arguments of the flow run that it called
-            key = f"{key}/{_call_in_task(run, client.read_task_run(caller), run.parameters, execution)}"
-        execution = f"{execution}/{run.id}@{run.run_count}"
-    return key
+            digest = _digest_of(run.parameters)
+            path = _call_in_task(run, client.read_task_run(caller), digest, does, above, execution)
+        parameters.append(run.parameters)
+        path = path._replace(caller=path.caller if does else (f"{execution}/{run.id}@{run.run_count}", None, 0))
+    return path
 
 
 def _calling_context() -> TaskRunContext | None:
     return TaskRunContext.get() or _calling_task.get()
 
 
-def _call_in_task(run: FlowRun, task: TaskRun, arguments: dict[str, Any], execution: str) -> str:
-    """Return which call of a flow a run is, of all calls of it by tasks in this `execution` of the tasks' flow run."""
+def _arguments_of(task: TaskRunContext) -> str:
+    return _arguments.setdefault(task.task_run.id, _digest_of(task.parameters))
+
+
+def _digest_of(arguments: dict[str, Any]) -> str:
+    return hash_objects(arguments) or stable_digest(arguments)
+
+
+def _call_in_task(run: FlowRun, task: TaskRun, arguments: str, does: str, above: str, execution: str) -> CallPath:
+    """Return which call a run is, of all that do the same by alike tasks in this `execution` of the tasks' flow run."""
     name = task.task_key.rpartition("-")[0]  # without the digest of its code
-    alike = f"{run.flow_id}-{digest_of(f'{name} {hash_objects(arguments)}'.encode())[:16]}"
-    of_tasks = _number(task.id, f"{execution}/{alike}")
-    return f"{alike}:{of_tasks}:{_number(run.id, f'{task.id}@{task.run_count}/{run.flow_id}')}"
+    place = f"{above}/{run.flow_id}-{stable_digest([name, arguments])}"
+    of_tasks = _number(task.id, f"{execution}/{place}-{does}")
+    number = _number(run.id, f"{execution}/{task.id}@{task.run_count}/{place}-{does}")
+    return CallPath(f"{place}-{does}:{of_tasks}:{number}", place, (execution, task.id, task.run_count))
 
 
 def _number(called: UUID, by: str) -> int:
@@ -150,14 +183,17 @@ def require_order(key: str) -> None:
         _keys_in_use[key] = _this_run().id
     if not others:
         return
+    task = _calling_context()
+    advice = "; or call from tasks with different arguments, or one after the other"
+    if task is not None and hash_objects(task.parameters) is None:
+        advice = f": the arguments of task {task.task_run.name!r} cannot be told apart, since Prefect cannot hash them"
     with get_client(sync_client=True) as client:
         for _, run in others:
             state = client.read_flow_run(run).state
             if state is not None and not state.is_final():
                 raise InvalidInput(
                     f"experiment: another call without a name runs now (flow run {run}), and a retry could not tell "
-                    "the two apart, since only their order differs. Pass experiment='...' in both; or call from tasks "
-                    "with different arguments, or one after the other"
+                    f"the two apart, since only their order differs. Pass experiment='...' in both{advice}"
                 )
 
 

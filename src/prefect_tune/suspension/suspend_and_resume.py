@@ -318,7 +318,7 @@ def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:
     if shown is None and plan.samples_per_run is None:
         return Turn(plan if known is None else search_limits.with_default_samples(plan, known.experiment), known)
     known = known or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = search_limits.extended(plan, known.experiment, call_path)
+    plan, _ = search_limits.extended(plan, known.experiment, lambda: call_path(plan.experiment).key)
     return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
 
 

@@ -289,7 +289,7 @@ def _opened(
         require_code(known.experiment, plan)
     state = take_over(turn, known, slots.count)
     warn_of_takeover(known.experiment, log)
-    now, added = search_limits.extended(with_seed_of(state, plan), state, call_path)
+    now, added = search_limits.extended(with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     log_space(state, now, log)

@@ -227,6 +227,21 @@ def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_a
     assert list(experiment_at(local_target, "nightly").extensions.values()) == [1, 1]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
+def test_a_retry_that_calls_experiments_in_another_order_adds_samples_to_each_once(local_target: LocalTarget) -> None:
+    @flow(retries=1)
+    def nightly() -> None:
+        is_first = _is_first_try()
+        for name in ("a", "b") if is_first else ("b", "a"):
+            search(local_target, samples_per_run=1, experiment=name)
+        if is_first:
+            raise _Dies
+
+    nightly()
+    assert [list(experiment_at(local_target, name).extensions.values()) for name in ("a", "b")] == [[1], [1]]
+
+
 @pytest.mark.usefixtures("prefect_server")
 def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTarget) -> None:
     assert len(search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
@@ -236,7 +251,7 @@ def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTar
 
 @flow
 def _search_run() -> str:
-    return call_path()
+    return call_path().key
 
 
 @flow
@@ -254,7 +269,7 @@ def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not
         tries.append([_search_run(), *_weekly()])
         if _is_first_try():
             raise _Dies
-        return call_path()
+        return call_path().key
 
     run = yearly()
     before, again = tries

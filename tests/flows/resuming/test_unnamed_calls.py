@@ -192,7 +192,7 @@ def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tm
     def second() -> None:
         assert _is_running.wait(120)
         try:
-            search(tmp_path, 2)
+            search(tmp_path, 1, trainable=waiting)
         finally:
             _may_end.set()
 
@@ -208,9 +208,112 @@ def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tm
 
 
 @pytest.mark.long
+def test_tasks_whose_arguments_cannot_be_hashed_are_refused_at_the_same_time_and_told_why(tmp_path: Path) -> None:
+    _is_running.clear()
+    _may_end.clear()
+
+    @task
+    def searching(lock: object) -> None:
+        del lock
+        try:
+            search(tmp_path, 1, trainable=waiting)
+        finally:
+            _may_end.set()
+
+    @flow
+    def several() -> Sequence[Any]:
+        first = searching.submit(threading.Lock())
+        assert _is_running.wait(120)
+        second = searching.submit(threading.Lock())
+        return [each.result(raise_on_failure=False) for each in (first, second)]
+
+    _, error = several()
+    assert isinstance(error, InvalidInput)
+    assert "the arguments of task 'searching-" in str(error)
+    assert "cannot hash them" in str(error)
+
+
+@pytest.mark.long
 def test_a_call_that_follows_another_in_a_thread_is_told_apart_by_its_order(tmp_path: Path) -> None:
     @flow
     async def both() -> list[str]:
         return [(await asyncio.to_thread(search, tmp_path, data)).experiment.name for data in (1, 2)]
 
     assert len(set(asyncio.run(both()))) == 2
+
+
+def _search_of_data(folder: Path, data: Any, space: Mapping[str, Any]) -> pt.Results:
+    def training(config: Mapping[str, Any]) -> None:
+        pt.report({"loss": 0.0, "data": str(data), "space": str(sorted(config))})
+
+    options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "isolation": "thread"}
+    return pt.tune(training, space, target=str(folder), **options)
+
+
+def _in_closure(folder: Path, data: str) -> pt.Results:
+    return _search_of_data(folder, data, {"rate": pt.uniform(0, 1)})
+
+
+def _in_list(folder: Path, data: str) -> pt.Results:
+    return _search_of_data(folder, {"files": [Path("files") / data]}, {})
+
+
+def _in_space(folder: Path, data: str) -> pt.Results:
+    return _search_of_data(folder, "", {data: pt.uniform(0, 1)})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [_in_closure, pytest.param(_in_list, marks=pytest.mark.long), pytest.param(_in_space, marks=pytest.mark.long)],
+)
+def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(
+    call: Callable[[Path, str], pt.Results], tmp_path: Path
+) -> None:
+    tries: list[dict[str, str]] = []
+
+    @flow(retries=1)
+    def several() -> None:
+        order = ["small", "large"] if not tries else ["new", "large", "small"]
+        tries.append({data: call(tmp_path, data).experiment.name for data in order})
+        if len(tries) == 1:
+            raise ConnectionError
+
+    several()
+    first, second = tries
+    assert {data: second[data] for data in first} == first
+    assert len(names_below(tmp_path)) == 3
+
+
+def _failing(config: Mapping[str, Any]) -> None:
+    pt.report({"loss": float(config["data"])})
+    raise ConnectionError
+
+
+def test_a_retry_whose_first_call_is_another_one_does_not_take_over_an_unfinished_experiment(tmp_path: Path) -> None:
+    @flow(retries=1)
+    def several() -> None:
+        data = 1 if flow_run.run_count == 1 else 2
+        search(tmp_path, data, _failing)
+
+    with pytest.raises(InvalidInput, match=r"an earlier try of this run has begun '.*' by a call without a name.*pass"):
+        several()
+    assert len(names_below(tmp_path)) == 1
+
+
+@pytest.mark.long
+def test_a_retried_task_that_has_changed_its_argument_finds_its_experiment(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    @task(retries=1)
+    def searching(data: list[int]) -> None:
+        data.append(len(names))
+        names.append(search(tmp_path).experiment.name)
+        if len(names) == 1:
+            raise ConnectionError
+
+    @flow
+    def calling() -> None:
+        searching([])
+
+    calling()
+    assert names[0] == names[1]

@@ -77,9 +77,13 @@ def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
     return True
 
 
-def exists(store: ObjectStore, experiment: str) -> bool:
-    """Return whether there is an experiment of this name now."""
-    return store.size(current_journal(store, experiment).entry_path(1)) is not None
+def call_that_has(store: ObjectStore, experiment: str) -> str | None:
+    """Return the call that has this experiment; empty if that was deleted, None if no call has had the name."""
+    journal = current_journal(store, experiment)
+    try:
+        return read_sealed(store, UnnamedCall, journal.unnamed_call, JournalCorrupt).call
+    except ObjectNotFound:
+        return "" if journal.generation > 1 else None
 
 
 def current_generation(store: ObjectStore, experiment: str) -> Generation:
