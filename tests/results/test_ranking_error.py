@@ -31,7 +31,7 @@ def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
 
 
 def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
-    return why_none(trials, LOSS, scope, lambda: {"00000": curves})
+    return why_none(trials, LOSS, scope, {"00000": curves})
 
 
 def test_where_all_errored_the_first_error_is_said() -> None:
