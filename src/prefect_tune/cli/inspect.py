@@ -187,9 +187,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         cloned = [each for each, now in zip(known, today, strict=True) if now.cloned is not None]
         exploited = [each for one in cloned for each in exploited_by(_entries_of(store, state, one), one.trial)]
         trained = known or ([] if is_search(state) else [*state.trials.values()])
-        failed = [one for one in trained[:1] if one.phase in (Phase.PENDING, Phase.ERRORED)]
-        outputs = [_outputs_of(store, state, one, _LAST_ENTRIES).get(one.attempt) for one in failed]
-        last_output = next((output.last_output for output in outputs if output is not None), "")
+        last_output = _last_output_of(store, state, trained[0]) if trained else ""
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
@@ -328,6 +326,14 @@ class _Output:
     attempt: int
     reason: str | None = None  # how it ended; None until then
     last_output: str = ""
+
+
+def _last_output_of(store: ObjectStore, state: Experiment, trial: Trial) -> str:
+    """Return what the last attempt of a trial has printed last, if that attempt failed; else an empty text."""
+    if trial.phase not in (Phase.PENDING, Phase.ERRORED):
+        return ""
+    output = _outputs_of(store, state, trial, _LAST_ENTRIES).get(trial.attempt)
+    return output.last_output if output is not None else ""
 
 
 def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial, last: int | None = None) -> Mapping[int, _Output]:

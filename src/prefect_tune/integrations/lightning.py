@@ -138,6 +138,7 @@ class TuneReportCheckpointCallback(Callback):
                 (fit_loop, "on_advance_end", self._end_epoch),
                 (fit_loop, "on_run_end", self._end_run),
             ):
+                # That of the class: this callback has replaced that of the loop if `fit` is called again.
                 setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
         except AttributeError as error:
             raise InvalidInput(

@@ -431,8 +431,8 @@ def _set_up(url: str | None) -> None:
         os.environ.pop("PREFECT_API_URL", None)
     else:
         os.environ["PREFECT_API_URL"] = url
-        if getproxies() and not proxy_bypass(LOOPBACK):
-            hosts = ",".join(filter(None, [getproxies().get("no"), LOOPBACK]))
+        if (proxies := getproxies()) and not proxy_bypass(LOOPBACK):
+            hosts = ",".join(filter(None, [proxies.get("no"), LOOPBACK]))
             os.environ |= {"NO_PROXY": hosts, "no_proxy": hosts}
     refresh_global_settings_context()
 

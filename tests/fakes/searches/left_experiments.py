@@ -107,9 +107,9 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
         return 0
     # The entry that ends a search frees a slot. Nobody sees the end of one that was killed.
     types = [{event.type for event in each.events} for each in entries]
-    killed = [0 for last, first in pairwise(types) if "opened" in first and "slot-freed" not in last]
+    killed_count = sum("opened" in first and "slot-freed" not in last for last, first in pairwise(types))
     outlived = [sum(_held_in(gap, each) for each in cost.attempts if each.use is not None) for gap in _gaps(runs)]
-    unseen = HEARTBEAT * (len(killed) + _is_running(experiment) + sum(map(bool, outlived)))
+    unseen = HEARTBEAT * (killed_count + _is_running(experiment) + sum(map(bool, outlived)))
     _require_sum(cost, runs, sum(outlived), said, unseen=unseen)
     return len(runs)
 
