@@ -36,9 +36,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 class Module(lightning.LightningModule):
     """Logs all that a checkpoint may miss: its examples, the learning rate, how often a hook was called."""
 
-    def __init__(self, kind: str, kill_at: int | None = None) -> None:
+    def __init__(self, kind: str, kill_at: int | None = None, sent: int = signal.SIGKILL) -> None:
         super().__init__()
-        self.kind, self.kill_at = kind, kill_at
+        self.kind, self.kill_at, self.sent = kind, kill_at, sent
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
         self.register_buffer("calls", torch.zeros(5))
 
@@ -47,7 +47,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, number: int) -> Any:
         if self.trainer.global_step == self.kill_at and pt.get_trial().attempt == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.sent)
         loss = self.loss(batch)
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.log_dict({"loss": loss, "example": batch[1][0], "rate": rate, "number": float(number)})
@@ -99,7 +99,12 @@ def callbacks_of(kind: str) -> Sequence[Any]:
 
 
 def fit(
-    kind: str, limit: Mapping[str, int], every_steps: int | None, directory: Path, kill_at: int | None = None
+    kind: str,
+    limit: Mapping[str, int],
+    every_steps: int | None,
+    directory: Path,
+    kill_at: int | None = None,
+    sent: int = signal.SIGKILL,
 ) -> Mapping[str, Any]:
     """Train to the end, or to the pause; return the state then."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -117,7 +122,7 @@ def fit(
         enable_model_summary=False,
         **{**limit, **OPTIONS.get(kind, {})},
     )
-    module = Module(kind, kill_at)
+    module = Module(kind, kill_at, sent)
     validation = ResumableLoader(data, batch_size=16)
     path = restored_checkpoint()
     trainer.fit(module, ResumableLoader(data, batch_size=8), validation, ckpt_path=path, weights_only=True)
@@ -136,5 +141,6 @@ def run(kind: str, limit: Mapping[str, int], every_steps: int | None, reports: R
 
 
 def killed(config: Mapping[str, Any]) -> None:
-    """A trainable whose first attempt is killed before the batch after step `kill_at`."""
-    fit("plateau", {"max_epochs": 4}, config["every_steps"], pt.get_trial().directory, config["kill_at"])
+    """A trainable whose first attempt is sent a signal before the batch after step `kill_at`."""
+    directory, sent = pt.get_trial().directory, config["signal"]
+    fit("plateau", {"max_epochs": 4}, config["every_steps"], directory, config["kill_at"], sent)

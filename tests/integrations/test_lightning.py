@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,15 @@ def test_a_training_resumed_from_any_of_its_checkpoints_reports_and_ends_as_undi
 
 
 @pytest.mark.timeout(600)
-def test_trials_that_are_killed_report_as_undisturbed(tmp_path: Path) -> None:
-    """Killed at the end of an epoch, and within one."""
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_trials_that_get_a_signal_report_as_undisturbed(sent: signal.Signals, tmp_path: Path) -> None:
+    """At the end of an epoch, and within one. SIGTERM, which clusters send to a whole group, ends none of them."""
     from tests.integrations.lightning_runs import killed
 
     with without_server():
         results = pt.tune(
             killed,
-            {"every_steps": pt.grid_search([None, 4]), "kill_at": pt.grid_search([None, 12, 15])},
+            {"every_steps": pt.grid_search([None, 4]), "kill_at": pt.grid_search([None, 12, 15]), "signal": int(sent)},
             target=str(tmp_path / "runs"),
             experiment="e",
             checkpoint=pt.Cadence(every_steps=1),
@@ -84,7 +86,7 @@ def test_trials_that_are_killed_report_as_undisturbed(tmp_path: Path) -> None:
         )
     curves: dict[object, list[Any]] = {}
     for trial in results.trials.values():
-        assert trial.attempt == (1 if trial.config["kill_at"] is None else 2)
+        assert trial.attempt == (1 if trial.config["kill_at"] is None or sent == signal.SIGTERM else 2)
         curve = [(point.step, point.metrics) for point in results.curve(trial)]
         curves.setdefault(trial.config["every_steps"], []).append(curve)
     for undisturbed, *others in curves.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -42,6 +43,8 @@ _INTERNALS = (
     "_data_fetcher",
     "_restarting",
     "_resuming_from_checkpoint",
+    "trainer._signal_connector._original_handlers",
+    "trainer._signal_connector._register_signal",
     "epoch_progress.current.processed",
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
@@ -147,6 +150,9 @@ class TuneReportCheckpointCallback(Callback):
 
     def _start_run(self, on_run_start: Callable[[], None]) -> None:
         _require_exact(self._trainer)
+        # Lightning's own handler of SIGTERM would end the training at the next batch, before it is reported and saved.
+        signals = self._trainer._signal_connector
+        signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
         if restored_checkpoint() is not None and self._restored is None:
             raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial resumes from a checkpoint")
         on_run_start()

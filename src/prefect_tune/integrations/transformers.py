@@ -92,6 +92,11 @@ class TuneReportCheckpointCallback(TrainerCallback):
                 "TrainingArguments(ignore_data_skip, save_only_model, dataloader_persistent_workers): expected False "
                 "for each, or a resumed training would differ"
             )
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise InvalidInput(
+                "TrainingArguments(enable_jit_checkpoint): expected False, found True: the Trainer would end the "
+                "training at SIGTERM, as if it were complete; the trial saves and ends without it"
+            )
         if getattr(model, "_hf_peft_config_loaded", False):
             raise InvalidInput(
                 "Trainer(model): found a model with `model.add_adapter(config)`, whose checkpoints the Trainer cannot "

@@ -55,7 +55,7 @@ from prefect_tune.runtime.ranks import (
 )
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
 from prefect_tune.runtime.trainable import TrialOver, enter, session_of_process
-from prefect_tune.runtime.trial_errors import broke
+from prefect_tune.runtime.trial_errors import broke, was_raised_by_signal_handler
 
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -343,7 +343,11 @@ def _end(process: int, session: TrialSession) -> None:
         return
     error = sys.exc_info()[1]
     with suppress(Exception):  # the supervisor is gone
-        if error is None or isinstance(error, RankOver) or (isinstance(error, SystemExit) and not error.code):
+        if (
+            error is None
+            or isinstance(error, RankOver)
+            or (isinstance(error, SystemExit) and not error.code and not was_raised_by_signal_handler(error))
+        ):
             session.end(session.finish(None))
         else:
             session.end(broke(error.__context__ or error if isinstance(error, SystemExit) else error))

@@ -39,6 +39,8 @@ def _advice(error: BaseException) -> str:
     if type(error).__qualname__ == "BdbQuit":
         return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if was_raised_by_signal_handler(error):
+        return ", raised by a signal handler. A trial ignores SIGTERM, and is asked to save and end by its supervisor"
     if isinstance(error, SystemExit):
         return ". sys.exit(0) in a function completes its trial, as the end of a script; a class returns {'done': True}"
     if isinstance(error, MemoryError) and limit_bytes != resource.RLIM_INFINITY:
@@ -66,6 +68,12 @@ def text_of(error: BaseException) -> str:
         return f"(its text is not available: str() raised {type(unsayable).__name__})"
 
 
+def was_raised_by_signal_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal raised it, such as one that exits at SIGTERM: the training did not end."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _SENT_SIGNALS}
+    return any(frame.f_code in handlers for frame, _line in traceback.walk_tb(error.__traceback__))
+
+
 def _cause(error: BaseException) -> Cause:
     match error:
         case NotLoaded() | ImportError():
@@ -73,6 +81,8 @@ def _cause(error: BaseException) -> Cause:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
             return Cause.MACHINE
         case subprocess.CalledProcessError(returncode=code) if -code in _SENT_SIGNALS:
+            return Cause.MACHINE
+        case SystemExit() if was_raised_by_signal_handler(error):
             return Cause.MACHINE
         case MemoryError():
             return Cause.OUT_OF_MEMORY

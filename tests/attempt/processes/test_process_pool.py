@@ -22,6 +22,7 @@ import pytest
 from prefect_tune.attempt.processes import fork_client
 from prefect_tune.attempt.processes.process_channel import trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StopAndSave, TrialEnded
 from tests.fakes.trial_processes import (
     Family,
@@ -36,7 +37,7 @@ from tests.fakes.trial_processes import (
     until,
 )
 from tests.long_cases import long_after
-from tests.trainables.processes.forked import daemonizes, dies, looks_around, prints, waits
+from tests.trainables.processes.forked import daemonizes, dies, exits_at_sigterm, looks_around, prints, waits
 from tests.trainables.witness import Act, acts_of
 
 LOG = log_to(LogRecorder())
@@ -178,6 +179,20 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
         os.kill(ours.one("tune-subreaper"), signal.SIGUSR1)
         gate.touch()
         assert isinstance(messages_of(channel)[-1], TrialEnded)
+
+
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
+@pytest.mark.parametrize(("code", "as_method"), [(0, False), (None, True), (143, False)])
+def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
+    pool: TrialProcessPool, tmp_path: Path, forks: bool, as_method: bool, code: int | None
+) -> None:
+    config = {"code": code, "as_method": as_method}
+    process = pool.process if forks else trial_process
+    with process(start_of(exits_at_sigterm, tmp_path, config), LOG) as channel:
+        end = messages_of(channel)[-1]
+    assert isinstance(end, Broke)
+    assert end.cause is Cause.MACHINE
+    assert "raised by a signal handler" in end.message
 
 
 # ----------------------------------------------------------------------------------------- messages and output

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,24 @@ def dies(config: Config) -> None:
     else:
         os._exit(how)
     time.sleep(60)  # a signal comes when it comes
+
+
+class ExitsAtSigterm:
+    """Exit at SIGTERM, as many scripts for clusters do."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def exit(self, number: int, frame: object) -> None:
+        del number, frame
+        sys.exit(self.code)
+
+
+def exits_at_sigterm(config: Config) -> None:
+    code = config["code"]
+    signal.signal(signal.SIGTERM, ExitsAtSigterm(code).exit if config["as_method"] else lambda *_: sys.exit(code))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
 def waits(config: Config) -> Metrics:

@@ -57,7 +57,7 @@ from prefect_tune.runtime.trainable import (
     require_saves,
     require_trainable_class,
 )
-from prefect_tune.runtime.trial_errors import NotLoaded, broke
+from prefect_tune.runtime.trial_errors import NotLoaded, broke, was_raised_by_signal_handler
 
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
@@ -260,7 +260,7 @@ class _Attempts:
             with forks_end():
                 returned = function(dict(start.config))
         except SystemExit as left:
-            if isinstance(left, TrialOver) or left.code not in (None, 0):
+            if isinstance(left, TrialOver) or left.code not in (None, 0) or was_raised_by_signal_handler(left):
                 raise
         require_no_coroutine(returned)
         return session.finish(returned)
