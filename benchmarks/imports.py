@@ -1,6 +1,6 @@
 """Searches of trainables that import PyTorch, Lightning, scikit-learn or XGBoost: prefect-tune, Ray Tune and Optuna.
 
-    python -m benchmarks.imports --peers PYTHON [--running] [--write] [--rounds 3] [--only torch_mlp ...]
+    python -m benchmarks.imports --peers PYTHON [--running] [--write [TABLE]] [--rounds 3] [--only torch_mlp ...]
 
 PYTHON is an interpreter with `ray[tune]`, Optuna and the four libraries, and nothing of ours; the interpreter that runs
 this has ours and the libraries. Each search is a process of its own with an empty directory, two trials at a time; the
@@ -120,7 +120,9 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", required=True, metavar="PYTHON", help="an interpreter that has Ray and Optuna")
     parser.add_argument("--running", action="store_true", help="a Prefect server and a Ray cluster run already")
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument(
+        "--write", nargs="?", const="imports", metavar="TABLE", help="which table of benchmarks/README.md to replace"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=None, help="modules of benchmarks.real")
     parser.add_argument("--trials", type=int, nargs="+", default=[20, 200])
@@ -153,7 +155,8 @@ def _main() -> None:
     text = f"{table(head, rows)}\n\n{how} {circumstances('prefect', 'torch')}"
     print(text)
     if asked.write:
-        write("imports", text)
+        write(asked.write, text)
+    if asked.write == "imports":
         write("imports", _sentence(rows[: len(peers)]), _REPOSITORY / "README.md")
 
 

@@ -67,8 +67,15 @@ def language_model() -> Any:
 
 
 def with_lora() -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    import peft
+
+    return peft.get_peft_model(language_model(), lora())
+
+
+def lora() -> Any:
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
 
 
 def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
@@ -141,7 +148,7 @@ def test_options_with_which_a_resumed_training_would_differ_are_refused(
 def test_an_adapter_whose_checkpoints_the_trainer_cannot_load_is_refused(tmp_path: Path) -> None:
     def model() -> Any:
         made = language_model()
-        made._hf_peft_config_loaded = True  # as `add_adapter` of an installed PEFT does
+        made.add_adapter(lora())
         return made
 
     with pytest.raises(pt.InvalidInput, match="get_peft_model"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,10 +14,15 @@ from typing import Any
 
 import pytest
 from prefect import flow, task
+from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
+from tests.fakes.trial_processes import until
+from tests.flows.resuming import unnamed_run
+from tests.flows.resuming.unnamed_run import SIZES, two_searches
+from tests.trainables.witness import acts_of
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -317,3 +325,43 @@ def test_a_retried_task_that_has_changed_its_argument_finds_its_experiment(tmp_p
 
     calling()
     assert names[0] == names[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_and_retried_by_another_process_finds_the_experiment_of_each_call(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    """With other hash seeds; the second process calls in another order, so that the interrupted search comes first."""
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(two_searches, parameters={"folder": str(tmp_path), "sizes": list(SIZES)}).id
+    command = [sys.executable, "-m", unnamed_run.__name__, str(run), str(tmp_path)]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server}
+
+    with (tmp_path / "log").open("wb") as log:
+        first = subprocess.Popen([*command, *SIZES], env={**environment, "PYTHONHASHSEED": "1"}, stdout=log, stderr=log)
+    try:
+        until(
+            lambda: "held" in {each.act for each in acts_of(tmp_path / "witness-large")},
+            seconds=120,
+            what=(tmp_path / "log").read_text,
+        )
+    finally:
+        first.kill()
+        first.wait()
+    before = {path.name: path.read_text() for path in tmp_path.glob("experiment-*")}
+    (tmp_path / "gate").touch()
+
+    second = subprocess.run(
+        [*command, *reversed(SIZES)],
+        env={**environment, "PYTHONHASHSEED": "2"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert second.returncode == 0, second.stderr
+    assert before == {"experiment-small": (tmp_path / "experiment-small").read_text()}
+    assert len(names_below(tmp_path / "runs")) == 2
+    assert [each.step for each in acts_of(tmp_path / "witness-small") if each.act == "begin"] == [1]
+    assert [each.step for each in acts_of(tmp_path / "witness-large") if each.act == "begin"] == [1, 2]
