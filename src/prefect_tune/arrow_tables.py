@@ -16,7 +16,7 @@ from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.values import StepReport, flat
+from prefect_tune.core.values import StepReport, leaves
 from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def trials_as_arrow(experiment: Experiment) -> pa.Table:
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
-    config = _spread((flat(each.config, "config/") for each in trials), len(trials), ())
-    metrics = _spread((flat(each.metrics) for each in trials), len(trials), {*_FIRST, *_LAST, *config})
+    config = _spread((dict(leaves(each.config, "config/")) for each in trials), len(trials), ())
+    metrics = _spread((dict(leaves(each.metrics)) for each in trials), len(trials), {*_FIRST, *_LAST, *config})
 
     def built(columns: _Columns) -> dict[str, pa.Array]:
         return {
@@ -62,7 +62,7 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
         "step": pa.array([report.step for _, report in rows], "int64"),
         "trained_seconds": pa.array([report.trained_seconds or None for _, report in rows], "float64"),
     }
-    return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
+    return pa.table({**columns, **_spread((dict(leaves(report.metrics)) for _, report in rows), len(rows), columns)})
 
 
 def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
@@ -175,13 +175,17 @@ def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[
 
 
 def _inferred(column: list[Any]) -> pa.Array:
-    """Return a column of one type; mixed types, and integers beyond 64 bits or a float's range, become JSON text."""
+    """Return a column of one type; lists, mixed types, and integers beyond 64 bits or a float's range, become JSON."""
     import pyarrow as pa
 
     kinds = {type(value) for value in column if value is not None}
     if kinds == {int, float} and all(value is None or is_finite(value) for value in column):
         column = [None if value is None else float(value) for value in column]
-    elif len(kinds) > 1 or (kinds == {int} and not all(value is None or -_INT64 <= value < _INT64 for value in column)):
+    elif (
+        len(kinds) > 1
+        or kinds & {list, tuple}
+        or (kinds == {int} and not all(value is None or -_INT64 <= value < _INT64 for value in column))
+    ):
         column = [None if value is None else json.dumps(value) for value in column]
     return pa.array(column, pa.float64() if not kinds else None)
 

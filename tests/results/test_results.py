@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -212,6 +213,18 @@ def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:
         search.adds(name, {"rate": rate})
     column = trials_as_arrow(search.state).column("config/rate").to_pylist()
     assert column == [f"1{'0' * 400}", "0.5", "2"]
+
+
+@pytest.mark.parametrize(
+    ("values", "column"),
+    [([[1, 2], None], ["[1, 2]", None]), ([[1, 2], "a"], ["[1, 2]", '"a"'])],
+    ids=["lists", "mixed"],
+)
+def test_a_list_is_json_in_a_table_once(values: Sequence[object], column: Sequence[str]) -> None:
+    search = JournalBuilder()
+    for name, value in zip("ab", values, strict=True):
+        search.adds(name, {} if value is None else {"layers": value})
+    assert trials_as_arrow(search.state).column("config/layers").to_pylist() == column
 
 
 def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_reported(tmp_path: Path) -> None:
