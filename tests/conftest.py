@@ -169,6 +169,15 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
             yield str(get_current_settings().api.url)
 
 
+@pytest.fixture
+def no_prefect_server() -> Iterator[None]:
+    """Let searches run without a server, for tests that look at nothing on it."""
+    from prefect_tune.testing import without_server
+
+    with without_server():
+        yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the figures that tests recorded with `record_property("figure: ...", number)`, summed by name."""
     figures: Counter[str] = Counter()

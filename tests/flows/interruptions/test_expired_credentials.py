@@ -21,7 +21,7 @@ from prefect_tune.tasks.experiments import write_stamped_entry
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 TRIALS = 4
 EXPIRED = ("403 Forbidden", "ExpiredToken")

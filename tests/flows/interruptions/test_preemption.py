@@ -13,11 +13,13 @@ import pytest
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events import Started
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
+    entries_at,
     log_of_flow_run,
     owners_at,
     state_of_flow_run,
@@ -142,8 +144,13 @@ def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Pre
 
 @pytest.mark.deep
 def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Preempted) -> None:
+    def has_begun() -> bool:  # its process is there before
+        return any(
+            isinstance(event, Started) for entry in entries_at(preempted.target, _NAME) for event in entry.events
+        )
+
     driver = preempted.start()
-    until(driver.trials, seconds=60, what=lambda: driver.log)
+    until(has_begun, seconds=60, what=lambda: driver.log)
     _ended_by(driver, signal.SIGTERM, within=25)
     preempted.require_resumable()
     preempted.require_continued(from_step=preempted.committed())

@@ -110,7 +110,7 @@ def test_bad_input_gives_one_clear_error_before_anything_is_touched(
     assert not target.exists()
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     with pytest.raises(StoreRefused, match="target"):
@@ -120,7 +120,7 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_target_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect_tune.tasks import experiments
 
@@ -141,7 +141,7 @@ WHILE_TRAINING: list[tuple[str, Callable[[dict[str, object]], object], tuple[str
 ]
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(("trainable", "names"), long_after(2, _rows(WHILE_TRAINING)))
 def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
     trainable: Callable[[dict[str, object]], object], names: tuple[str, ...], tmp_path: Path
@@ -152,32 +152,41 @@ def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
         assert name in str(raised.value)
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_name_that_the_module_does_not_have_is_told_before_a_step(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="has no 'NoSuchName'; did you mean 'NoStep'"):
         _train(tmp_path / "target", tmp_path / "trained", trainable="tests.trainables.faulty:NoSuchName")
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_metric_that_stop_waits_for_in_vain_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrialFailed, match="accuracy"):
         _train(tmp_path / "target", tmp_path / "trained", stop={"accuracy": 0.9})
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_another_config_under_the_same_name_is_refused_and_says_both(tmp_path: Path) -> None:
     _train(tmp_path / "target", tmp_path / "first", config={"lr": 0.1})
     with pytest.raises(InvalidInput, match=r"0\.1.*0\.2"):
         _train(tmp_path / "target", tmp_path / "second", config={"lr": 0.2})
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_journal_that_cannot_be_read_is_never_started_over(tmp_path: Path) -> None:
     _train(tmp_path / "target", tmp_path / "first")
     entry = next((tmp_path / "target" / "bad" / "1" / "journal").iterdir())
     entry.write_bytes(entry.read_bytes()[:-9])
     with pytest.raises(ResumeFailed, match="Nothing was started"):
         _train(tmp_path / "target", tmp_path / "second")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
+def test_a_deployment_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    target, missing = str(tmp_path / "target"), "train-trial/nobodys"
+    with pytest.raises(InvalidInput, match=f"there is no deployment '{missing}'"):
+        pt.tune(f"{_HERE}:fine", {}, target=target, trials="deployment", trial_deployment=missing)
+    assert not (tmp_path / "target").exists()
 
 
 def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:

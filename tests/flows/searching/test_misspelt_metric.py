@@ -36,7 +36,7 @@ def statuses(results: pt.Results) -> list[tuple[str, int, int]]:
     return [(str(each.status), each.step, each.attempt) for each in results.trials.values()]
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
     ("options", "ended", "continued"),
     long_after(
@@ -75,7 +75,7 @@ def test_a_search_with_a_misspelt_metric_fails_at_once_and_continues_with_the_ri
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_is_complete_fails_too_until_its_metric_is_right(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +91,7 @@ def rarely(config: Mapping[str, Any]) -> None:
         pt.report({"loss": config["x"], **({"rare": config["x"]} if step == 1 else {})})
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_whose_trials_report_the_metric_rarely_completes(local_target: LocalTarget) -> None:
     common: Mapping[str, Any] = {"target": local_target, "experiment": "e", "metric": "rare", "isolation": "thread"}
     for samples in (2, 2, 3):  # the second run has nothing to train
@@ -104,7 +104,7 @@ def skipping(config: Mapping[str, Any]) -> None:
     pt.report({"accuracy": 0.5} if config["point"] else {"skipped": 1})
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
     ("scheduler", "first"),
     [(None, "completed"), (pt.ASHA(max_t=4, variant="stopping"), "errored")],
@@ -121,7 +121,7 @@ def test_a_search_whose_first_trial_reports_something_else_goes_on(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 @pytest.mark.parametrize("trainable", [Moody, train_forever])
 def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_first_report_and_continues_with_another(
@@ -145,7 +145,7 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_firs
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_stop_whose_metric_some_trials_report_fails_only_those_that_do_not(local_target: LocalTarget) -> None:
     space = {"name": pt.grid_search(["loss", "other", "loss"])}
     results = searched(local_target, "loss", trainable=named, space=space, num_samples=1, stop={"loss": 2})

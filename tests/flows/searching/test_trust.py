@@ -76,7 +76,7 @@ _LATE = ("trainable", "trainable of the standard library", "syncer", "place of a
 """Roads whose code would run late; that of the others would run before any request to Prefect: see the test above."""
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
     "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in ROADS])
 )
@@ -87,7 +87,7 @@ def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Un
     require_untouched(untrusted)
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("road", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
 def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, untrusted: Untrusted) -> None:
     untrusted.forge(road)
@@ -103,7 +103,7 @@ def everything(untrusted: Untrusted) -> Mapping[str, Any]:
     return {name: value for road in roads for name, value in ROADS[road](untrusted.module, "x").items()}
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(untrusted: Untrusted) -> None:
     for name in ("mine", "theirs"):
         describe(untrusted.target, name, everything(untrusted))
@@ -227,7 +227,7 @@ def count(results: pt.Results) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target: S3Target) -> None:
     begun(s3_target)
     with pytest.raises(UnsafePayload, match="the target is not a folder of this machine"):
@@ -237,7 +237,7 @@ def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
     s3_target: S3Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +266,7 @@ def test_a_name_that_no_package_can_have_is_no_trust_in_everything(name: Any, un
         resume.fn("e", target=untrusted.target, trusted_packages=[name])
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget) -> None:
     begun(local_target)
     assert count(pt.resume("e", target=local_target, num_samples=2)) == 2
@@ -300,7 +300,7 @@ def keyed(untrusted: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
     return LocalTarget(path=untrusted.target.path, signing_key=key)
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untrusted: Untrusted) -> None:
     begun(keyed(untrusted), computes=True, stop={"loss": 9.0}, scheduler={"ASHA": {"max_t": 9, "variant": "stopping"}})
     assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
@@ -310,7 +310,7 @@ def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untr
     assert "does not match the target's signing_key" in refused(keyed(untrusted, SecretStr("another user's long key")))
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(untrusted: Untrusted) -> None:
     begun(keyed(untrusted))
     begun(untrusted.target)

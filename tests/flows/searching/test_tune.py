@@ -16,7 +16,7 @@ from tests.flows.training import statuses
 from tests.long_cases import long_after
 from tests.trainables.moody import Moody, differently, silent, train
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 MOODY = "tests.trainables.moody:Moody"
 
@@ -181,10 +181,6 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
             ({"search": 3}, "search: expected an object"),
             ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),
             ({"trials": "deployment"}, "another machine has to import the trainable"),
-            (
-                {"trials": "deployment", "trainable": MOODY, "trial_deployment": "train-trial/nobodys"},
-                "there is no deployment 'train-trial/nobodys'",
-            ),
             ({"callbacks": [3]}, "callback"),
             ({"mode": ["min", "max"]}, "mode"),
         ],

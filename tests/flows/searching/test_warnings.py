@@ -115,7 +115,7 @@ class _Descent(pt.Trainable):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("applies", [False, True])
 def test_a_score_that_is_minimized_and_exploits_that_change_nothing_are_warnings_of_a_search(
     applies: bool, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
@@ -187,7 +187,7 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_changed_code_is_reported_by_the_run_that_trains_with_it(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +237,7 @@ def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogC
     assert caplog.messages == []
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
     broken = results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
@@ -280,7 +280,7 @@ def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
     assert said in caplog.text
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_of_constants_says_so_once(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     pt.tune(train, {"x": 1}, target=local_target, experiment="e", num_samples=2, isolation="thread")
     assert caplog.text.count("the space has no distribution, so all 2 trials train the same configuration") == 1
@@ -296,7 +296,7 @@ def unsaved(_config: Mapping[str, Any]) -> None:
         pt.report({"loss": 1.0})
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_trial_that_never_saved_says_that_it_goes_on_from_nothing(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
