@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.trial_transitions import ENDED
+from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.executors.trial_executor import Message
+from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.flows.simulated_search import SimulatedSearch, StoppableExecutor
+from tests.long_cases import long_after
 
 _AT_ONCE = 8
 
@@ -47,3 +56,19 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
     SimulatedSearch(LocalTarget(path=str(tmp_path)), executor, samples=3, slots=20).run()
     assert executor.polls[0][0] == 3
     assert all(patience > timedelta(0) for _, patience in executor.polls)
+
+
+@pytest.mark.parametrize("seed", long_after(1, [4, 3, 0, 1, 2]))
+def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(seed: int, tmp_path: Path) -> None:
+    """Its open pause is carried out, and the scheduler names it for a promotion, while the same slots are filled."""
+    options: dict[str, Any] = {"scheduler": ASHA(STEPS, variant="promotion", reduction_factor=2), "num_samples": 4}
+    for poll in range(1, 25):
+        target, executor = LocalTarget(path=str(tmp_path / str(poll))), UnreliableExecutor(seed=seed)
+        search = PlannedSearch(target, slots=4, executor=executor)
+        search.run(_after(poll), **options)
+        assert all(each.phase in ENDED for each in search.run(**options).trials.values())
+
+
+def _after(polls: int) -> Callable[[], bool]:
+    asked = count()
+    return lambda: next(asked) > polls

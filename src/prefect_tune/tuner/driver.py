@@ -183,7 +183,7 @@ class Driver:
         )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got the slot: the run's clock, monotonic
+        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got its slot: the run's clock, monotonic
         self._search_is_done = False
         begin_run_clock()
 
@@ -253,12 +253,12 @@ class Driver:
         return self._resume(paused)
 
     def _stop_unneeded(self) -> None:
-        while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._executor:
+        while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._slots:
             self._put(Finished(trial=stopped[0], reason=stopped[1].reason, ended_early=True))
 
     def _resume(self, trial: str) -> str | None:
         """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
-        if trial in self._executor:
+        if trial in self._slots:  # the executor has it only once the entry of its start is written
             return None
         self._put(Resumed(trial=trial))
         return trial

@@ -51,6 +51,7 @@ class InstantExecutor:
 
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         trial = spec.trial.trial
+        assert trial not in self, f"trial {trial}: attempt {attempt} begins beside another"
         self._started(trial)
         self._trials[trial] = simulated = _Attempt(trial, absorbed, self._saved)
         if request.exploit is not None:

@@ -71,6 +71,7 @@ class UnreliableExecutor(InstantExecutor):
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         self._stopped = False
         trial = spec.trial.trial
+        assert trial not in self, f"trial {trial}: attempt {attempt} begins beside another"
         cause, count = self._fails.get(trial, (Cause.USER, 0))
         if attempt > count:
             super().start(spec, request, attempt, absorbed)
