@@ -10,6 +10,7 @@ from typing import Any
 from prefect_tune.core.journal.journal import decode_entry
 from prefect_tune.core.journal_events import (
     Absorbed,
+    AttemptEnded,
     Cause,
     Cloned,
     Committed,
@@ -100,6 +101,20 @@ def inconsistencies_of(entries: Sequence[Entry], config: Mapping[str, Any]) -> I
                     yield Alteration(entry.number, kind, place, events)
                 if isinstance(each, Decided) and _trains_on(entries, entry.number, each):
                     yield Alteration(entry.number, "no decision", place, ())
+                if isinstance(each, Reported) and _is_last(entries, each):
+                    yield Alteration(entry.number, "no last report", place, ())
+
+
+def _is_last(entries: Sequence[Entry], reported: Reported) -> bool:
+    """Whether a decision is about the report, and the attempt reports nothing more and ends by itself."""
+    outer = [event for entry in entries for event in entry.events]
+    events = [each for event in outer for each in (event.events if isinstance(event, Absorbed) else (event,))]
+    of_trial = [each for each in events if getattr(each, "trial", None) == reported.trial]
+    steps = [each.report.step for each in of_trial if isinstance(each, Decided)]
+    later = of_trial[of_trial.index(reported) + 1 :]
+    kinds = (Reported, Paused, Finished, AttemptEnded, Started)
+    following = next((each for each in later if isinstance(each, kinds)), None)
+    return reported.report.step in steps and isinstance(following, Paused | Finished)
 
 
 def _trains_on(entries: Sequence[Entry], number: int, decided: Decided) -> bool:
@@ -130,6 +145,8 @@ def _inconsistencies(event: Event, config: Mapping[str, Any]) -> Iterator[tuple[
             metrics = {name: value + 1e-9 for name, value in checkpoint.metrics.items()}
             changed = checkpoint.model_copy(update={"metrics": metrics})
             yield "metrics of a checkpoint", (event.model_copy(update={"checkpoint": changed}),)
+            later = checkpoint.model_copy(update={"step": checkpoint.step + 500})
+            yield "step of a checkpoint", (event.model_copy(update={"checkpoint": later}),)
         case Reported(trial=trial, report=report):
             decided = Decided(trial=trial, report=report, decision=Continue())
             yield "decision of an attempt", (event, decided)

@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -145,7 +146,10 @@ def propose(untrusted: Untrusted) -> None:
         append(store, state, [decided], next(stamps))
 
 
-def test_a_trial_is_counted_once_though_its_own_journal_begins_with_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("altered", [{}, {"fingerprint": {"code": "another"}}, {"own_journal": False}], ids=str)
+def test_a_trial_is_counted_once_though_its_own_journal_begins_with_it_too(
+    altered: Mapping[str, object], tmp_path: Path
+) -> None:
     write_experiment(tmp_path, "e", [])
     stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
     with LocalTarget(path=str(tmp_path)).open(timeout=timedelta(seconds=9)) as store:
@@ -153,9 +157,11 @@ def test_a_trial_is_counted_once_though_its_own_journal_begins_with_it_too(tmp_p
         added = TrialAdded(trial="00000", config={"x": 1.0}, own_journal=True)
         state = append(store, state, [added], next(stamps))
         opened = Opened(experiment="e", generation=1, trial="00000", term=1, owner=Owner(name="n", host="h", pid=1))
-        append(store, state, [Absorbed(trial="00000", number=1, events=(opened, added), at="now")], next(stamps))
+        copy = added.model_copy(update=altered)
+        append(store, state, [Absorbed(trial="00000", number=1, events=(opened, copy), at="now")], next(stamps))
     report = pt.audit("e", target=LocalTarget(path=str(tmp_path)))
     assert report.derived.get("trial-added", 0) + report.observed.get("trial-added", 0) == 2, "`trial` and `00000`"
+    assert (report.difference is not None) == bool(altered)
 
 
 class _Counting(pt.Search):
@@ -266,11 +272,38 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
     assert unnamed(targets, tmp_path, 40) == []
 
 
+def test_an_event_of_another_trial_in_what_a_trial_wrote_is_damage(
+    targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    entries = entries_of(Path(targets("asha").path), KEY)
+    altered = next(each for each in inconsistencies_of(entries, {}) if each.kind == "no last report")
+    (index, within), entry = altered.place, entries[altered.entry - 1]
+    absorbed = entry.events[index]
+    assert isinstance(absorbed, Absorbed)
+    other = next(name for name in ("00000", "00001") if name != absorbed.trial)
+    event = absorbed.events[within or 0].model_copy(update={"trial": other})
+    write_altered(tmp_path, KEY, entries, replace(altered, events=(event,)))
+    with pytest.raises(JournalCorrupt, match=f"trial '{absorbed.trial}': its journal has an event of trial '{other}'"):
+        pt.audit("e", target=str(tmp_path))
+
+
+def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
+    target, fails = LocalTarget(path=str(tmp_path)), {f"0000{number}": (Cause.USER, 1) for number in range(2)}
+    search = PlannedSearch(target, slots=1, executor=UnreliableExecutor(fails=fails))
+    options: dict[str, Any] = {"num_samples": 5, "stop": {"step": STEPS, "MaxFailures": {"failures": 2}}}
+    assert len(search.run(**options, fail_fast=False).trials) == 2
+    search.slots = 4
+    assert len(search.run(**options, fail_fast=False, rerun_errored=True).trials) == 5
+    assert pt.audit("e", target=str(tmp_path)).difference is None
+
+
 KINDS_OF_INCONSISTENCY = (
     "report of a decision",
     "decision twice",
     "no decision",
     "metrics of a checkpoint",
+    "step of a checkpoint",
+    "no last report",
     "decision of an attempt",
     "end by an attempt",
     "configuration of a clone",

@@ -161,8 +161,9 @@ class _Audit:
 
 def _shown(event: Event, *others: Event) -> str:
     """Return the type of an event, and its values that differ from those of the first of `others` of this type."""
-    fields = event.model_dump(mode="json", exclude={"type", "report", "fingerprint", "own_journal", *MEASURED})
     other = next((each.model_dump(mode="json") for each in others if each.type == event.type), {})
+    long = set() if other else {"report", "fingerprint", "own_journal"}
+    fields = event.model_dump(mode="json", exclude={"type", *long, *MEASURED})
     differing = {name: value for name, value in fields.items() if not other or value != other.get(name)}
     words = ", ".join(f"{name} {json.dumps(value)}" for name, value in differing.items() if other or value)
     text = f"{event.type}: {words}" if words else event.type

@@ -259,6 +259,8 @@ class Derivation:
             trial = now.trial(str(getattr(event, "trial", "")))
             for past_event in trial.past[before.past_count - now.past_count :]:
                 self._policy.record(trial, past_event)
+        if isinstance(event, Requeued):
+            self._must_end = self._policy.why_end()  # an errored trial that is begun again counts no more
         if isinstance(event, Absorbed):
             self._policy.has_trained(now.trial(event.trial))
 
@@ -443,6 +445,8 @@ class Derivation:
             if (why := misplacement_reason(each, trial, event)) is not None:
                 yield each, Expected((), why)
             yield from self._repeated(trial, each)
+            if self._policy is not None and (step := self._report_copies.missing_step(trial, each)) is not None:
+                yield each, Expected((), f"a report of step {step}")
             match each:
                 case Reported():
                     yield each, self._reported(before, trial, each)
@@ -452,7 +456,8 @@ class Derivation:
                     self._requested_in[trial.trial] = owner.search_term
                     yield each, self._retried(trial, each)
                 case TrialAdded():
-                    proposed = each.model_copy(update={"config": trial.config})
+                    same = ("config", "fingerprint", "own_journal")
+                    proposed = each.model_copy(update={name: getattr(trial, name) for name in same})
                     if not is_same(each, proposed):  # a copy of the proposal, which was counted
                         yield each, Expected([proposed])
                 case Adopted():

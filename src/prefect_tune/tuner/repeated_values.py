@@ -116,6 +116,19 @@ class ReportCopies:
         """Return the last step that the trial's present attempt has reported; None before its first report."""
         return next(reversed(self._reports.get(trial, {})), None)
 
+    def missing_step(self, trial: Trial, event: Event) -> int | None:
+        """Return a step that the trial's attempt must have reported before `event`, and has not; None if there is none.
+
+        A decision is about a report, which the attempt journals before its end; a checkpoint is saved after a report.
+        """
+        match event:
+            case Paused() | Finished():
+                return next((step for step in self._copies.get(trial.trial, ()) if step > trial.step), None)
+            case Committed(checkpoint=checkpoint) if self._report_of(trial, checkpoint.step) is None:
+                return checkpoint.step
+            case _:
+                return None
+
     def _report_of(self, trial: Trial, step: int) -> StepReport | None:
         is_last = trial.step == step > 0
         return self._reports.get(trial.trial, {}).get(step) or (last_report(trial) if is_last else None)

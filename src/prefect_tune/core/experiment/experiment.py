@@ -457,6 +457,8 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
                 continue
             case Adopted():
                 experiment = _with(experiment, with_adopted(trial, each))
+            case _ if each.trial != event.trial:
+                raise IllegalTransition(f"trial {event.trial!r}: its journal has an event of trial {each.trial!r}")
             case _:
                 experiment = _noted(experiment, trial, each, after(trial, each, event.number, event.writer))
     return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
