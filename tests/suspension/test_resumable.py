@@ -12,6 +12,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
+import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import ResumeFailed
 from prefect_tune.core.experiment.experiment import nothing_yet
@@ -64,7 +65,25 @@ def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_se
     trainable, target = "tests.trainables.counting:Counting", LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable=trainable, target=target, experiment="e", metric="loss", **options)
     limits = SEARCH_QUESTION.limits(plan, nothing_yet(first_generation("e")))
-    assert (limits.samples, limits.scheduler_steps) == (samples, scheduler_steps)
+    assert (limits.samples, limits.scheduler_steps, limits.stop_trials) == (samples, scheduler_steps, 0)
+    budget = plan.extended(stop=[{"step": 3}, {"TrialBudget": {"trials": 7}}])
+    assert SEARCH_QUESTION.limits(budget, nothing_yet(first_generation("e"))).stop_trials == 7
+
+
+class _CountsItself(pt.Search):
+    """A search that decides itself how many it proposes."""
+
+    num_samples = 4
+
+    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.Proposals:
+        raise NotImplementedError
+
+
+def test_the_form_offers_no_number_of_samples_for_a_search_that_decides_it(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path))
+    plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e", metric="loss")
+    limits = SEARCH_QUESTION.limits(plan.extended(search=_CountsItself()), nothing_yet(first_generation("e")))
+    assert limits.samples == 0
 
 
 def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp_path: Path) -> None:

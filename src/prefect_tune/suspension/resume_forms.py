@@ -23,7 +23,7 @@ from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits, choice_of, stop_extended
-from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper
+from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Answered, Question, answer_to, default_of, valid_fields
@@ -356,6 +356,7 @@ def limits_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()
     said = stop_to_json(stop) if stop is not None else {}
     return ResumeLimits(
         samples=samples,
+        stop_trials=min((part.trials for part in of_experiment(stopper) if isinstance(part, TrialBudget)), default=0),
         steps=stopper.step_count or 0,
         hours=_hours_in(stopper),
         checkpoints=tuple(checkpoints),

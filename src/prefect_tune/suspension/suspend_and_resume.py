@@ -328,9 +328,11 @@ def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
 
 
 def _samples(plan: SearchPlan) -> int:
-    """Return the total of samples; 0 if the search has no fixed number of them."""
+    """Return the total of samples; 0 if the search has no fixed number of them, or none that can be changed."""
     if plan.search is None:
         return plan.num_samples or DEFAULT_SAMPLES
+    if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
+        return 0  # as `with_samples` has it
     total = plan.num_samples or getattr(plan.search, "num_samples", None)
     return total if isinstance(total, int) and total > 0 else 0
 

@@ -40,6 +40,7 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
         ({"way": "begin again"}, "way: "),
         ({"samples": -1}, "samples: "),
         ({"hours": float("inf")}, "hours: "),
+        ({"way": "extend", "hours": 1e12}, "hours: "),
         ({"colour": "red"}, "colour: "),
         ({"way": "extend"}, "nothing is larger"),
         ({"way": "extend", "samples": 10, "steps": 100}, "nothing is larger"),
@@ -76,6 +77,15 @@ def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
     assert choice_of({"way": "extend", "steps": 27}, there).steps == 27
     with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, and the form has 28"):
         choice_of({"way": "extend", "steps": 28}, there)
+
+
+def test_samples_that_would_change_nothing_are_refused() -> None:
+    there = ResumeLimits(samples=10, stop_trials=15)
+    assert choice_of({"way": "extend", "samples": 15}, there).samples == 15
+    with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, and the form has 16"):
+        choice_of({"way": "extend", "samples": 16}, there)
+    with pytest.raises(InvalidInput, match="no number of samples that a form can change"):
+        choice_of({"way": "extend", "samples": 16}, ResumeLimits())
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:

@@ -23,7 +23,7 @@ class ResumeChoice(Value):
     """The new total of samples."""
     steps: int = Field(default=0, ge=0)
     """The new total of steps of each trial."""
-    hours: float = Field(default=0, ge=0, allow_inf_nan=False)
+    hours: float = Field(default=0, ge=0, le=1e6, allow_inf_nan=False)
     """For a search: hours until this run saves and ends. For a single training: its total training hours."""
     checkpoint: int = Field(default=0, ge=0)
     """The step of the checkpoint to resume from."""
@@ -33,6 +33,8 @@ class ResumeLimits(Value):
     """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
 
     samples: int = 0
+    stop_trials: int = 0
+    """The trials after which the stop criterion proposes no more."""
     steps: int = 0
     hours: float = 0
     checkpoints: tuple[int, ...] = ()
@@ -92,6 +94,13 @@ def _require_more(choice: ResumeChoice, limits: ResumeLimits) -> None:
         raise InvalidInput(f"extend: less than before: {said}")
     if not any(value > there[name] for name, value in asked.items()):
         raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
+    if choice.samples and not limits.samples:
+        raise InvalidInput("samples: the search of this run has no number of samples that a form can change")
+    if 0 < limits.stop_trials < choice.samples:
+        raise InvalidInput(
+            f"samples: the stop criterion TrialBudget ends the search after {limits.stop_trials} trials, and the form "
+            f"has {choice.samples}; a run of the deployment resume can pass another stop"
+        )
     if limits.stop_is_code and choice.steps:
         raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
     if limits.scheduler_steps and choice.steps > max(limits.scheduler_steps, limits.steps):
