@@ -19,7 +19,7 @@ ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # all holds here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, vague names, a reason for each exemption
 FILE_LINES = 700
 # 60,478 before the faults that outside testers found were fixed; that issue raised it.
-PACKAGE_LINES = 65_400
+PACKAGE_LINES = 65_430
 """It only goes down, or up for an issue that says so: a feature brings its lines from somewhere else."""
 
 # Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.

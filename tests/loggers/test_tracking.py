@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.journal_events import Started
 from tests.fakes.trial_processes import until
-from tests.loggers.telling import SEARCH, errored, finished, killed, report, started
+from tests.loggers.telling import SEARCH, errored, finished, killed, report, started, trial
 
 # ---------------------------------------------------------------------------------------------- TensorBoard
 
@@ -194,6 +195,68 @@ def test_a_trial_that_ends_before_a_lost_step_is_compared_by_its_last_metrics(ml
     (run,) = runs(mlflow_uri)
     assert run.info.run_id == before.info.run_id
     assert run.data.metrics["loss"] == 0.75
+
+
+def test_names_that_mlflow_refuses_cost_no_other_value(mlflow_uri: str) -> None:
+    logger = mlflow_logger(mlflow_uri)
+    logger.on_trial_start(trial(config={"lr@start": 0.1, "width": 3}), Started(trial="00000", attempt=1, from_step=0))
+    report(logger, 1, **{"acc@1": 0.5})
+    (run,) = runs(mlflow_uri)
+    assert run.data.params == {"lr_start": "0.1", "width": "3"}
+    assert (run.data.metrics["acc_1"], run.data.metrics["loss"]) == (0.5, 1.0)
+
+
+def test_the_parameters_of_a_run_that_was_made_without_them_are_logged_later(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    def fail(*_: object, **_options: object) -> None:
+        raise ConnectionError
+
+    logger = mlflow_logger(mlflow_uri)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", fail)
+        with pytest.raises(ConnectionError):
+            started(logger)
+    report(logger, 1)
+    (run,) = runs(mlflow_uri)
+    assert run.data.params == {"lr": "0.1", "model/depth": "2"}
+
+
+def test_a_run_that_a_person_deletes_is_replaced(mlflow_uri: str) -> None:
+    from mlflow import MlflowClient, MlflowException
+
+    logger = mlflow_logger(mlflow_uri)
+    started(logger)
+    (run,) = runs(mlflow_uri)
+    MlflowClient(mlflow_uri).delete_run(run.info.run_id)
+    with pytest.raises(MlflowException, match="active"):
+        report(logger, 1)
+    report(logger, 2)
+    (other,) = runs(mlflow_uri)
+    assert other.info.run_id != run.info.run_id
+    assert points(mlflow_uri, other.info.run_id) == [(2, 0.5)]
+
+
+def test_an_experiment_that_a_person_deletes_is_named(mlflow_uri: str) -> None:
+    from mlflow import MlflowClient
+
+    mlflow_logger(mlflow_uri)
+    experiment = MlflowClient(mlflow_uri).get_experiment_by_name("e")
+    assert experiment is not None
+    MlflowClient(mlflow_uri).delete_experiment(experiment.experiment_id)
+    with pytest.raises(pt.InvalidInput, match="the experiment 'e' was deleted in MLflow; restore it"):
+        mlflow_logger(mlflow_uri)
+
+
+def test_a_nan_that_is_delivered_again_is_logged_once(mlflow_uri: str) -> None:
+    for _ in range(2):
+        logger = mlflow_logger(mlflow_uri)
+        started(logger)
+        report(logger, 1, other=float("nan"))
+    (run,) = runs(mlflow_uri)
+    assert [step for step, _ in points(mlflow_uri, run.info.run_id, "other")] == [1]
 
 
 def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isnan
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
@@ -23,6 +27,8 @@ _MARK = "prefect_tune.mark"
 _STEPS = "trained_seconds"  # reported with every step, and so the metric that has them all
 _BATCH = 1000  # the most metrics that a server takes at once
 _LONGEST_PARAMETER = 6000
+_LONGEST_NAME = 250
+_REFUSED = re.compile(r"[^\w\-. :/]")  # in the name of a metric or parameter; one such name would cost its whole batch
 
 
 class MLflowLogger(Callback):
@@ -31,6 +37,7 @@ class MLflowLogger(Callback):
     A trial keeps its run, and so the run's ID, when it resumes. MLflow cannot delete metrics: where a step that is
     trained again has another value, it has both, and MLflow shows the newer one as the last. If a trial ends before a
     step that it had reported earlier, its last metrics are logged at that step too, so that runs compare by them.
+    Characters that MLflow refuses in names, such as `@`, become `_`. A run that a person deletes is replaced.
 
     Args:
         tracking_uri: such as `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
@@ -38,7 +45,7 @@ class MLflowLogger(Callback):
         tags: of every run.
 
     Raises:
-        InvalidInput: MLflow is not installed.
+        InvalidInput: MLflow is not installed; at the start of a search: its experiment in MLflow was deleted.
     """
 
     def __init__(
@@ -62,6 +69,11 @@ class MLflowLogger(Callback):
         self._client = MlflowClient(tracking_uri=self._tracking_uri)
         name = self._experiment_name or search.experiment
         found = self._client.get_experiment_by_name(name)
+        if found and found.lifecycle_stage != "active":
+            raise InvalidInput(
+                f"MLflowLogger: the experiment {name!r} was deleted in MLflow; restore it there "
+                f"(mlflow experiments restore -x {found.experiment_id}), or pass another experiment_name"
+            )
         self._experiment_id = found.experiment_id if found else self._client.create_experiment(name)
         self._mark = (found.tags.get(_MARK) if found else None) or uuid.uuid4().hex
         self._client.set_experiment_tag(self._experiment_id, _MARK, self._mark)
@@ -74,13 +86,16 @@ class MLflowLogger(Callback):
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
         del started
-        self._run(trial).begin()
+        with self._run(trial) as run:
+            run.begin()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        self._run(trial).log(report)
+        with self._run(trial) as run:
+            run.log(report)
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        self._run(trial).tag("prefect_tune.last_failure", f"{ended.cause}: {ended.message}")
+        with self._run(trial) as run:
+            run.tag("prefect_tune.last_failure", f"{ended.cause}: {ended.message}")
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
         self._end(trial, "FINISHED", finished.reason)
@@ -89,18 +104,24 @@ class MLflowLogger(Callback):
         self._end(trial, "FAILED", gave_up.message)
 
     def _end(self, trial: Trial, status: str, reason: str) -> None:
-        run = self._run(trial)
-        run.log_last(StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds))
-        run.tag("prefect_tune.reason", reason)
-        run.end(status)
+        with self._run(trial) as run:
+            run.log_last(StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds))
+            run.tag("prefect_tune.reason", reason)
+            run.end(status)
         del self._runs[trial.trial]
 
-    def _run(self, trial: Trial) -> _TrialRun:
+    @contextmanager
+    def _run(self, trial: Trial) -> Iterator[_TrialRun]:
+        """Yield the trial's run; after an error it is looked for again, since a person may have deleted it."""
         if trial.trial not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.trial}"
             tags = {**self._tags, _TRIAL: name}
             self._runs[trial.trial] = _TrialRun(self._client, self._experiment_id, tags, trial)
-        return self._runs[trial.trial]
+        try:
+            yield self._runs[trial.trial]
+        except Exception:
+            del self._runs[trial.trial]
+            raise
 
 
 class _TrialRun:
@@ -112,7 +133,9 @@ class _TrialRun:
         self._tags = tags
         self._name = trial.trial
         runs = self._tagged(_TRIAL, tags[_TRIAL])
-        self._id = runs[0].info.run_id if runs else self._create(trial)
+        self._id = str(runs[0].info.run_id) if runs else self._create()
+        if not (runs and runs[0].data.params):
+            self._log_parameters(trial)
         self._values: dict[str, dict[int, float]] = {}
         """By metric and step, the newest value in the run; of metrics that were needed."""
         self._last = max(self._values_of(_STEPS), default=0) if runs else 0
@@ -121,9 +144,8 @@ class _TrialRun:
         """Log the numbers of a step, except those that the run has at this step already."""
         metrics = _numbers_of(report)
         if report.step <= self._last:
-            metrics = {
-                name: value for name, value in metrics.items() if value != self._values_of(name).get(report.step)
-            }
+            known = {name: self._values_of(name).get(report.step) for name in metrics}
+            metrics = {name: value for name, value in metrics.items() if not _is_same(value, known[name])}
         self._log_metrics(metrics, report.step)
         self._last = max(self._last, report.step)
 
@@ -141,14 +163,17 @@ class _TrialRun:
     def end(self, status: str) -> None:
         self._client.set_terminated(self._id, status)
 
-    def _create(self, trial: Trial) -> str:
+    def _create(self) -> str:
+        run = self._client.create_run(self._experiment_id, run_name=self._name, tags=dict(self._tags))
+        return str(run.info.run_id)
+
+    def _log_parameters(self, trial: Trial) -> None:
         from mlflow.entities import Param
 
-        run = self._client.create_run(self._experiment_id, run_name=self._name, tags=dict(self._tags))
-        params = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(trial.config).items()]
+        config = flat(trial.config).items()
+        params = [Param(_accepted(name), str(value)[:_LONGEST_PARAMETER]) for name, value in config]
         if params:
-            self._client.log_batch(run.info.run_id, params=params)
-        return str(run.info.run_id)
+            self._client.log_batch(self._id, params=params)
 
     def _log_metrics(self, numbers: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -175,5 +200,14 @@ class _TrialRun:
 
 
 def _numbers_of(report: StepReport) -> dict[str, float]:
-    numbers = {name: float(value) for name, value in flat(report.metrics).items() if isinstance(value, int | float)}
+    metrics = flat(report.metrics).items()
+    numbers = {_accepted(name): float(value) for name, value in metrics if isinstance(value, int | float)}
     return {**numbers, _STEPS: float(report.trained_seconds)}
+
+
+def _accepted(name: str) -> str:
+    return _REFUSED.sub("_", name)[:_LONGEST_NAME]
+
+
+def _is_same(value: float, known: float | None) -> bool:
+    return value == known or (known is not None and isnan(value) and isnan(known))
