@@ -456,8 +456,7 @@ class Derivation:
                     self._requested_in[trial.trial] = owner.search_term
                     yield each, self._retried(trial, each)
                 case TrialAdded():
-                    same = ("config", "fingerprint", "own_journal")
-                    proposed = each.model_copy(update={name: getattr(trial, name) for name in same})
+                    proposed = each.model_copy(update={"config": trial.config, "fingerprint": trial.fingerprint})
                     if not is_same(each, proposed):  # a copy of the proposal, which was counted
                         yield each, Expected([proposed])
                 case Adopted():

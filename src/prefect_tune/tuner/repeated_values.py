@@ -55,6 +55,8 @@ def misplacement_reason(event: Event, trial: Trial | None, absorbed: Absorbed | 
     if absorbed is None:
         is_misplaced = trial is not None and trial.own_journal and isinstance(event, _BY_ATTEMPTS)
         return "an event of the search: attempts write to the trial's own journal" if is_misplaced else None
+    if trial is not None and not trial.own_journal:
+        return "no event of a journal of the trial's own: it has none"
     if absorbed.writer == "guest" and not isinstance(event, _BY_GUESTS):
         return "an event that a guest may write"
     return "an event of the attempt: only the search writes this one" if isinstance(event, _BY_THE_SEARCH) else None
