@@ -88,6 +88,7 @@ def test_what_was_forgotten_is_named_and_the_flow_fails(
     assert json.loads(json.dumps(report.fields()))["forgotten"][0]["kind"] == "rng"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [False, True])
 def test_without_a_target_the_runs_are_in_a_temporary_folder(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     targets: list[pt.LocalTarget] = []

@@ -204,6 +204,7 @@ def limit() -> Iterator[str]:
         client.delete_global_concurrency_limit_by_name(name)
 
 
+@pytest.mark.long
 def test_a_global_concurrency_limit_has_trials_wait_for_each_other_and_none_fails(limit: str, tmp_path: Path) -> None:
     results = limited(tmp_path, concurrency_limits=[limit])
     assert values_of(results, "gpus") == ["any"] * 2

@@ -174,6 +174,7 @@ def test_all_that_is_delivered_again_changes_no_mlflow_run(mlflow_uri: str) -> N
             assert [step for step, _ in points(mlflow_uri, run.info.run_id, metric)] == [1, 2]
 
 
+@pytest.mark.long
 def test_the_trials_of_a_new_experiment_of_the_same_name_have_runs_of_their_own(mlflow_uri: str) -> None:
     for generation in (1, 2):
         logger = mlflow_logger(mlflow_uri, replace(SEARCH, generation=generation))
@@ -250,6 +251,7 @@ def test_an_experiment_that_a_person_deletes_is_named(mlflow_uri: str) -> None:
         mlflow_logger(mlflow_uri)
 
 
+@pytest.mark.long
 def test_a_nan_that_is_delivered_again_is_logged_once(mlflow_uri: str) -> None:
     for _ in range(2):
         logger = mlflow_logger(mlflow_uri)

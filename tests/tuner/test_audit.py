@@ -312,7 +312,7 @@ KINDS_OF_INCONSISTENCY = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_INCONSISTENCY)
+@pytest.mark.parametrize("kind", long_after(4, KINDS_OF_INCONSISTENCY))
 def test_a_value_that_differs_from_its_copy_and_an_event_of_another_writer_are_differences(
     kind: str, targets: Callable[[str], LocalTarget], tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
         assert (refused.code, problem in refused.err) == (2, True)
 
 
+@pytest.mark.long
 def test_the_output_of_ranks_has_their_names_and_a_single_training_needs_no_name_of_a_trial(
     tmp_path: Path, run: Run
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_output_of_ranks_has_their_names_and_a_single_training_needs_no_name
     assert "rank 1:\nline 11 of work\n" in printed
 
 
+@pytest.mark.long
 def test_each_attempt_of_a_class_that_fails_in_its_setup_has_its_output(tmp_path: Path, run: Run) -> None:
     target = str(tmp_path / "target")
     space = {"how": pt.grid_search(["a"])}

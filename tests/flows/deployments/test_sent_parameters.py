@@ -141,6 +141,7 @@ def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(local_t
     assert not experiment_at(local_target, "single").number
 
 
+@pytest.mark.long
 def test_a_target_is_passed_by_a_reference_and_its_object_is_an_error_of_the_client(local_target: LocalTarget) -> None:
     name = deployed("tune", "target", local_target)
     secret = pt.S3Target(bucket="durable", access_key_id="k", secret_access_key="never shown")

@@ -111,6 +111,7 @@ def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", long_after(1, ["main_thread", "training", "running"]))
 def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path

@@ -65,6 +65,7 @@ def test_a_search_is_no_training_and_a_training_is_no_search(local_target: Local
     assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
 
 
+@pytest.mark.long
 def test_more_samples_are_those_of_the_search_that_was_asked_for(local_target: LocalTarget) -> None:
     searched(local_target, search=TPE, stop={"step": 1})
     whole = searched(local_target, "whole", search=TPE, num_samples=8, stop={"step": 1}, seed=5)

@@ -110,6 +110,7 @@ def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(
     assert len(names_below(tmp_path)) == 3
 
 
+@pytest.mark.long
 def test_a_call_of_which_the_first_is_not_repeated_is_found_again(tmp_path: Path) -> None:
     names: list[str] = []
 
@@ -132,6 +133,7 @@ def test_a_call_of_which_the_first_is_not_repeated_is_found_again(tmp_path: Path
     assert len(names_below(tmp_path)) == 2
 
 
+@pytest.mark.long
 def test_a_task_that_is_retried_finds_its_experiment_and_may_call_twice(tmp_path: Path) -> None:
     tries: list[list[str]] = []
 

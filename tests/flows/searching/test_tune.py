@@ -119,6 +119,7 @@ def test_one_trial_without_the_metric_ends_no_search_while_another_may_still_rep
     assert results.best.trial == "00001"
 
 
+@pytest.mark.long
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     first = searched(tmp_path, MOODY, space={"x": pt.uniform(0, 1)}, num_samples=2)
     proposed = [each.config for each in first.trials.values()]
