@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.testing import without_server
 from tests.long_cases import long_after
 from tests.trainables.unreadable import Unreadable, reports_unreadable
 
 KINDS = ["a link to itself", "a long path", "many levels", "a name that is not UTF-8", "a pipe", "a device"]
 
 
-@pytest.fixture(autouse=True)
-def no_server() -> Iterator[None]:
-    with without_server():
-        yield
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 @pytest.mark.parametrize("kind", long_after(1, KINDS))

@@ -10,7 +10,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import prefect_tune as pt
 from prefect_tune.attempt import machine_limits
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
-from prefect_tune.testing import without_server
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
     Different,
@@ -57,10 +55,7 @@ supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def _without_server() -> Iterator[None]:
-    with without_server():
-        yield
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 def trained(target: Path, trainable: Any, config: dict[str, Any] | None = None, **options: Any) -> pt.TrialResult:

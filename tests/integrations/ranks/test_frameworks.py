@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.testing import without_server
 from tests.integrations.ranks.killed import killed
 from tests.integrations.states import flat
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.integrations, pytest.mark.timeout(1800)]
 torch = pytest.importorskip("torch")
-
-
-@pytest.fixture(autouse=True)
-def _without_server() -> Iterator[None]:
-    with without_server():
-        yield
 
 
 def of_lightning(directory: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,11 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.testing import without_server
 from tests.integrations.states import flat
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.integrations, pytest.mark.timeout(900)]
 torch = pytest.importorskip("torch")
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _without_server() -> Iterator[None]:
-    with without_server():
-        yield
 
 
 def _example(name: str) -> Any:
