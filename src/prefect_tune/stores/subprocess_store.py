@@ -1,82 +1,26 @@
-"""A store in child processes that are killed at the deadline: no other timeout ends a blocking C call."""
+"""A store in child processes that are killed at the deadline: no other timeout ends a blocking C call.
+
+A timer kills the child that serves a call. So sending and receiving may block: the death of the child ends both.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing import Pipe
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, cast
 
 import cloudpickle
 
-from prefect_tune.core import errors
-from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
-
-# The protocol between an `IsolatedStore` and its child: frames of one JSON object and raw bytes.
-
-Head: TypeAlias = Mapping[str, Any]
-_LENGTHS = struct.Struct(">QQ")
-_LONGEST_WAIT_SECONDS = 86_400.0  # of one system call; without a deadline the wait is repeated
-
-
-def send(channel: socket.socket, head: Head, body: Buffer = b"", *, deadline: Deadline) -> None:
-    """Send one frame.
-
-    Raises:
-        TimeoutError: the deadline passed; a frame may be half sent, so the channel cannot be used again.
-        OSError: the other side is gone.
-    """
-    text = json.dumps(head).encode()
-    raw = memoryview(body).cast("B")
-    _wait_until(channel, deadline)
-    channel.sendall(_LENGTHS.pack(len(text), len(raw)) + text)
-    while raw:
-        _wait_until(channel, deadline)
-        raw = raw[channel.send(raw) :]
-
-
-def receive(channel: socket.socket, *, deadline: Deadline) -> tuple[Head, bytearray]:
-    """Return the next frame.
-
-    Raises:
-        TimeoutError: the deadline passed; a frame may be half read, so the channel cannot be used again.
-        EOFError: the other side closed.
-        OSError: the other side is gone.
-    """
-    head_length, body_length = _LENGTHS.unpack(_exactly(channel, _LENGTHS.size, deadline))
-    head = json.loads(_exactly(channel, head_length, deadline))
-    return head, _exactly(channel, body_length, deadline)
-
-
-def _exactly(channel: socket.socket, length: int, deadline: Deadline) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        _wait_until(channel, deadline)
-        count = channel.recv_into(view)
-        if not count:
-            raise EOFError("the other side closed the channel")
-        view = view[count:]
-    return data
-
-
-def _wait_until(channel: socket.socket, deadline: Deadline) -> None:
-    left = deadline.remaining_seconds
-    if not left:
-        raise TimeoutError("the deadline has passed")
-    channel.settimeout(min(left, _LONGEST_WAIT_SECONDS))
-
 
 _CHILD_MODULE = "prefect_tune.stores.subprocess_worker"
 _REAP_SECONDS = 2.0
@@ -94,201 +38,176 @@ class IsolatedStore:
     """
 
     def __init__(
-        self,
-        factory: Callable[[], ObjectStore],
-        *,
-        deadline: Deadline | None = None,
-        children_max: int = 4,
+        self, factory: Callable[[], ObjectStore], *, deadline: Deadline | None = None, children_max: int = 4
     ) -> None:
         self._factory = factory
         self._deadline = deadline or Deadline.never()
-        self._children_max = children_max
-        self._children: set[_Child] = set()
+        self._free_slots = threading.Semaphore(children_max)
+        self._guard = threading.Lock()
+        self._children: list[_Child] = []
         self._idle: list[_Child] = []
-        self._starting = 0
         self._is_closed = False
-        self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Kill the children. A running operation raises `StoreUnavailable` (`create`: `CommitUnknown`)."""
-        with self._changed:
+        with self._guard:
             self._is_closed = True
-            children = tuple(self._children)
-            self._children.clear()
-            self._idle.clear()
-            self._changed.notify_all()
+            children, self._children, self._idle = self._children, [], []
         for child in children:
             child.kill()
 
     @property
     def conditional_create(self) -> bool:
-        with self._taken("opening the store") as child:
+        with self._leased_child("opening the store") as child:
             return child.conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
         """If the child dies or does not answer in time: `CommitUnknown`."""
-        what = f"create of {checked_path(path)!r}"
-        with self._taken(what) as child, self._alone(child, path, what):
+        operation = f"create of {checked_path(path)!r}"
+        with self._leased_child(operation) as child, self._create_lock(child, path, operation):
             try:
-                child.ask(what, {"method": "create", "path": path}, data)
+                child.call(operation, "create", path, body=data)
             except StoreUnavailable as error:
                 if child.is_alive:
                     raise
                 raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
 
-    def _alone(self, child: _Child, path: str, what: str) -> AbstractContextManager[None]:
+    def _create_lock(self, child: _Child, path: str, operation: str) -> AbstractContextManager[None]:
         """Without conditional create, let one thread at a time create `path`: children cannot lock each other out."""
-        place = f"{self._factory} {path}"
-        return nullcontext() if child.conditional_create else one_at_a_time(place, what, self._deadline)
+        if child.conditional_create:
+            return nullcontext()
+        return one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
 
     def put(self, path: str, data: Buffer) -> None:
-        self._ask({"method": "put", "path": checked_path(path)}, data)
+        self._call("put", checked_path(path), body=data)
 
-    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytearray:
-        request = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
-        return self._ask(request)[1]
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        return cast("bytes", self._call("read", checked_path(path), offset=offset, length=length))
 
     def size(self, path: str) -> int | None:
-        size: int | None = self._ask({"method": "size", "path": checked_path(path)})[0]["size"]
-        return size
+        return cast("int | None", self._call("size", checked_path(path)))
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        reply, _ = self._ask({"method": "list", "path": checked_folder(prefix), "after": after})
-        return [Listed(path, size_bytes) for path, size_bytes in reply["listed"]]
+        return cast("Sequence[Listed]", self._call("list", checked_folder(prefix), after=after))
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._ask({"method": "delete", "paths": [checked_path(path) for path in paths]})
+        self._call("delete", [checked_path(path) for path in paths])
 
-    def _ask(self, request: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
-        what = f"{request['method']} of {request.get('path', 'objects')!r}"
-        with self._taken(what) as child:
-            return child.ask(what, request, body)
+    def _call(self, method: str, argument: object, *, body: Buffer | None = None, **options: object) -> object:
+        operation = f"{method} of {argument!r}"
+        with self._leased_child(operation) as child:
+            return child.call(operation, method, argument, body=body, **options)
 
     @contextmanager
-    def _taken(self, what: str) -> Iterator[_Child]:
+    def _leased_child(self, operation: str) -> Iterator[_Child]:
         """Yield a child for one operation; afterwards it is idle again, if it is still alive."""
-        child = self._take(what)
+        if not self._free_slots.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
+            raise self._deadline.exceeded(operation)
         try:
-            yield child
+            child = self._take_child(operation)
+            try:
+                yield child
+            finally:
+                with self._guard:
+                    if child.is_alive and not self._is_closed:
+                        self._idle.append(child)
         finally:
-            self._give_back(child)
+            self._free_slots.release()
 
-    def _take(self, what: str) -> _Child:
-        with self._changed:
-            while not self._idle and len(self._children) + self._starting >= self._children_max:
-                self._check_open(what)
-                left = self._deadline.remaining_seconds
-                if not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
-                    self._deadline.check(what)
-            self._check_open(what)
+    def _take_child(self, operation: str) -> _Child:
+        """Return an idle child, or start one."""
+        self._deadline.check(operation)
+        with self._guard:
+            if self._is_closed:
+                raise StoreUnavailable(f"{operation}: the store was closed")
             if self._idle:
                 return self._idle.pop()
-            self._starting += 1
-        return self._started(what)
-
-    def _check_open(self, what: str) -> None:
-        self._deadline.check(what)
-        if self._is_closed:
-            raise StoreUnavailable(f"{what}: the store was closed")
-
-    def _started(self, what: str) -> _Child:
-        child = None
-        try:
-            child = _Child(self._deadline)
-            child.open(self._factory, what)
-        finally:
-            with self._changed:
-                self._starting -= 1
-                is_wanted = child is not None and child.is_alive and not self._is_closed
-                if child is not None and is_wanted:
-                    self._children.add(child)
-                self._changed.notify()
-            if child is not None and not is_wanted:
-                child.kill()
+            self._children = [child for child in self._children if child.is_alive]
+            self._children.append(child := _Child(self._deadline))
+        child.open(self._factory, operation)
         return child
-
-    def _give_back(self, child: _Child) -> None:
-        with self._changed:
-            if not child.is_alive:
-                self._children.discard(child)
-            elif child in self._children:
-                self._idle.append(child)
-            self._changed.notify()
 
 
 class _Child:
-    """One child process and the socket to it."""
+    """One child process and the connection to it."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
-        self._channel, theirs = socket.socketpair()
-        self._lock = threading.Lock()
+        self._guard = threading.Lock()
         self.is_alive = True
         self.conditional_create = False
-        with theirs:
+        self._connection, childs_end = Pipe()
+        with childs_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", _CHILD_MODULE, str(childs_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path)},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[childs_end.fileno()],
                 start_new_session=True,
             )
 
-    def open(self, factory: Callable[[], ObjectStore], what: str) -> None:
-        """Have the child make its store."""
-        reply, _ = self.ask(what, {}, cloudpickle.dumps(factory))
-        self.conditional_create = reply["conditional_create"]
+    def open(self, factory: Callable[[], ObjectStore], operation: str) -> None:
+        """Let the child make its store; kill the child if it cannot."""
+        try:
+            self.conditional_create = self.call(operation, "open", body=cloudpickle.dumps(factory))
+        except BaseException:
+            self.kill()
+            raise
 
-    def ask(self, what: str, head: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
-        """Return the child's answer, or raise the store's error; kill the child if it does not answer.
+    def call(
+        self, operation: str, method: str, *arguments: object, body: Buffer | None = None, **options: object
+    ) -> Any:
+        """Return the child's answer, or raise the store's error.
 
         Raises:
             DeadlineExceeded: no answer in time; the child was killed.
             StoreUnavailable: the child died.
             RuntimeError: the store raised something else than a store error.
         """
-        is_in_step = False
+        timer = threading.Timer(min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX), self.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            send(self._channel, head, body, deadline=self._deadline)
-            reply, result = receive(self._channel, deadline=self._deadline)
-            is_in_step = True
-        except TimeoutError as error:
-            raise self._deadline.exceeded(what) from error
+            self._connection.send((method, arguments, options, body is not None))
+            if body is not None:
+                self._connection.send_bytes(memoryview(body).cast("B"))
+            kind, answer = self._connection.recv()
+            if kind == "bytes":
+                answer = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
-            message = f"{what}: its child process died ({self.kill()}); whether it was done is not known"
+            exit_text = self.kill()
+            self._deadline.check(operation)
+            message = f"{operation}: its child process died ({exit_text}); whether it was done is not known"
             raise StoreUnavailable(message) from error
+        except BaseException:  # such as a signal: the next caller must not get this call's answer
+            self.kill()
+            raise
         finally:
-            if not is_in_step:
-                self.kill()
-        if "error" in reply:
-            raise _error(reply)
-        if "bug" in reply:
-            raise RuntimeError(f"{what}: expected a store error, but the store raised:\n{reply['bug']}")
-        return reply, result
+            timer.cancel()
+        if kind == "error":
+            raise answer
+        if kind == "bug":
+            raise RuntimeError(f"{operation}: expected a store error, but the store raised:\n{answer}")
+        return answer
 
     def kill(self) -> str:
-        """Kill the process and its process group; return how it ended, for a message."""
-        with self._lock:
+        """Kill the process and its process group; return how it ended, for a message.
+
+        The connection stays open: another thread may be in `call`, and must not read from a file that got its number.
+        """
+        with self._guard:
             if self.is_alive:
                 self.is_alive = False
                 with suppress(ProcessLookupError):  # it died by itself
                     os.killpg(self._process.pid, signal.SIGKILL)
-                self._channel.close()
         # A process in an uninterruptible system call stays until that call returns, and then ends.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_SECONDS)
         return f"exit code {self._process.returncode}"
-
-
-def _error(reply: Head) -> TuneError:
-    kind: type[TuneError] = getattr(errors, reply["error"])
-    return kind(reply["message"])

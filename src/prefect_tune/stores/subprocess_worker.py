@@ -5,30 +5,24 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import cast
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
 from prefect_tune.core.errors import StoreRefused, TuneError
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
-from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.subprocess_store import Head, receive, send
+from prefect_tune.core.storage.object_store import ObjectStore
 
 _ORPHANED = 75
 
 
 def _main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(channel.fileno(),), daemon=True).start()
-    try:
-        store = _opened(channel)
-        while store is not None:
-            _answer(channel, store)
-    except (EOFError, ConnectionError):  # the parent closed the channel: end
-        pass
+    connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the parent closed the channel: end
+        _serve(connection)
 
 
 def _end_with_parent(channel: int) -> None:
@@ -39,62 +33,38 @@ def _end_with_parent(channel: int) -> None:
     os._exit(_ORPHANED)
 
 
-def _opened(channel: socket.socket) -> ObjectStore | None:
-    _, pickled = receive(channel, deadline=Deadline.never())
+def _serve(connection: Connection) -> None:
+    store: Any = None
+    while True:
+        method, arguments, options, has_body = connection.recv()
+        if has_body:
+            arguments = *arguments, connection.recv_bytes()
+        try:
+            if method == "open":
+                store = _open_store(*arguments)
+                reply = "value", store.conditional_create
+            else:
+                reply = "value", getattr(store, method)(*arguments, **options)
+        except TuneError as error:
+            reply = "error", error
+        except Exception:  # noqa: BLE001  the edge of a process: the parent raises it
+            reply = "bug", traceback.format_exc()
+        if isinstance(reply[1], bytes | bytearray | memoryview):
+            connection.send(("bytes", None))
+            connection.send_bytes(reply[1])
+        else:
+            connection.send(reply)
+
+
+def _open_store(pickled_factory: bytes) -> ObjectStore:
     try:
         # Pickled by the parent process and sent over a socket pair that no other process has.
-        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
-        store = factory()
-        reply: Head = {"conditional_create": store.conditional_create}
-    except TuneError as error:
-        store, reply = None, _error_reply(error)
-    except Exception as error:  # noqa: BLE001  the edge of a process: the parent raises it
-        refused = StoreRefused(f"the store cannot be opened: {type(error).__name__}: {error}")
-        store, reply = None, _error_reply(refused)
-    send(channel, reply, deadline=Deadline.never())
+        store: ObjectStore = pickle.loads(pickled_factory)()  # noqa: S301  from our parent
+    except TuneError:
+        raise
+    except Exception as error:
+        raise StoreRefused(f"the store cannot be opened: {type(error).__name__}: {error}") from error
     return store
-
-
-def _answer(channel: socket.socket, store: ObjectStore) -> None:
-    request, body = receive(channel, deadline=Deadline.never())
-    result: Buffer = b""
-    reply: Head = {}
-    try:
-        match _done(store, request, body):
-            case bytes() | bytearray() | memoryview() as result:
-                pass
-            case [*entries]:
-                reply = {"listed": [[entry.path, entry.size_bytes] for entry in entries]}
-            case size_or_none:
-                reply = {"size": size_or_none}
-    except TuneError as error:
-        reply = _error_reply(error)
-    except Exception:  # noqa: BLE001  the edge of a process: the parent raises it
-        reply = {"bug": traceback.format_exc()}
-    send(channel, reply, result, deadline=Deadline.never())
-
-
-def _done(store: ObjectStore, request: Head, body: bytearray) -> Buffer | list[Listed] | int | None:
-    match request:
-        case {"method": "create", "path": path}:
-            store.create(path, body)
-        case {"method": "put", "path": path}:
-            store.put(path, body)
-        case {"method": "delete", "paths": paths}:
-            store.delete(paths)
-        case {"method": "size", "path": path}:
-            return store.size(path)
-        case {"method": "read", "path": path, "offset": offset, "length": length}:
-            return store.read(path, offset=offset, length=length)
-        case {"method": "list", "path": prefix, "after": after}:
-            return list(store.list(prefix, after=after))
-        case _:
-            raise ValueError(request)
-    return None
-
-
-def _error_reply(error: TuneError) -> Head:
-    return {"error": type(error).__name__, "message": str(error)}
 
 
 if __name__ == "__main__":

@@ -130,6 +130,22 @@ def test_a_child_killed_between_two_calls_costs_one_call(tmp_path: Path) -> None
         assert store.size("a") == 1
 
 
+def test_the_answer_of_an_interrupted_call_is_not_given_to_the_next_caller(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with _moody(tmp_path, children_max=1) as store:
+            child = store.read("pid")
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                store.read("sleep")
+            assert store.read("pid") not in {child, b"slept"}
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_bug_of_the_store_is_raised_with_its_traceback(tmp_path: Path) -> None:
     with _moody(tmp_path) as store, pytest.raises(RuntimeError, match="a bug of the store's"):
         store.put("bug", b"")
