@@ -45,7 +45,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.documents import is_signed, signed, unsigned
 from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import JournalKey, Rows, delete_older_results, results_path
+from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import Opening, append_entry, current_owner, new_write_id, opened_journal
@@ -419,5 +419,5 @@ def publish_results(
             table = trials_as_arrow(experiment) if rows == "trials" else curves_as_arrow(experiment, read)
             with suppress(AlreadyExists):  # the name holds the entry's number, and the entry decides the content
                 store.create(path, as_parquet(table, {**about, "version": COLUMNS_VERSIONS[rows]}))
-            delete_older_results(store, experiment.key, rows, experiment.number)
+            delete_numbered(store, before=path)
     return paths

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
+from prefect_tune.core.errors import JournalCorrupt
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -28,8 +28,8 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import JournalKey, number_in, numbered
+from prefect_tune.core.storage.documents import Document, read_newest, seal
+from prefect_tune.core.storage.layout import JournalKey, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import StepReport, Value, valid_name
 
@@ -147,14 +147,7 @@ def newest_state(store: ObjectStore, experiment: JournalKey, name: str) -> Callb
     Raises:
         JournalCorrupt: the state is torn or altered.
     """
-    folder = _folder(experiment, name)
-    while number := max((number_in(folder, each.path) or 0 for each in store.list(folder)), default=0):
-        path = numbered(folder, number)
-        try:
-            return read_sealed(store, CallbackState, path, JournalCorrupt)
-        except ObjectNotFound:
-            continue  # deleted since: there is a newer one
-    return None
+    return read_newest(store, CallbackState, _folder(experiment, name), JournalCorrupt)
 
 
 def keep_state(store: ObjectStore, experiment: JournalKey, name: str, state: CallbackState) -> None:

@@ -34,7 +34,6 @@ from prefect_tune.core.messages.target_messages import (
     StopRequest,
     answer,
     ask,
-    delete_journaled,
     is_journaled,
     is_lost,
     read_request,
@@ -42,7 +41,7 @@ from prefect_tune.core.messages.target_messages import (
 )
 from prefect_tune.core.shown_text import format_span, visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
@@ -241,7 +240,7 @@ class StopRequestPoller(StopSource):
         if count == deleted_count:
             return count
         with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
-            delete_journaled(store, self._experiment, count)
+            delete_numbered(store, before=self._experiment.request_path(count + 1))
             return count
         return deleted_count
 

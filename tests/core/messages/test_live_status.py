@@ -81,11 +81,13 @@ def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
 
 def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_first_object_on() -> None:
     store = MemoryStore()
-    for term, number in ((1, 6), (1, 7), (2, 9), (3, 1)):
-        store.put(KEY.live_status_path(term, number), b"left by a kill, or by a deleted experiment of this name")
+    for term, number in ((0, 2), (1, 6), (1, 7)):
+        store.put(KEY.live_status_path(term, number), b"left by a kill")
+    for name in (".keep", "notes.txt"):
+        store.put(f"{KEY.live}/{name}", b"a foreign file")
     write_live_status(store, KEY, status(1, term=2))
     assert newest_live_status(store, KEY) == status(1, term=2)
-    assert len(store.objects) == 1
+    assert len(store.objects) == 3
     write_live_status(store, KEY, status(8, term=1))  # a paused machine resumes
     assert newest_live_status(store, KEY) == status(1, term=2)
 

@@ -21,7 +21,6 @@ from prefect_tune.core.messages.target_messages import (
     NodeMessages,
     StopRequest,
     ask,
-    delete_journaled,
     is_journaled,
     is_lost,
     newest_attempt,
@@ -31,7 +30,7 @@ from prefect_tune.core.messages.target_messages import (
     stop_event,
     write_messages,
 )
-from prefect_tune.core.storage.layout import NodesKey, numbered
+from prefect_tune.core.storage.layout import NodesKey, delete_numbered, numbered
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY
 from tests.fakes.checkpoints import first_generation
@@ -134,19 +133,20 @@ def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
     store, state = MemoryStore(), running()
     for name in ("one", "two"):
         ask(store, state, request(name))
-    assert delete_journaled(store, first_generation("e"), 1) == 1
+    delete_numbered(store, before=first_generation("e").request_path(2))
     assert (read_request(store, first_generation("e"), 1), read_request(store, first_generation("e"), 2)) == (
         None,
         request("two"),
     )
-    assert delete_journaled(store, first_generation("e"), 1) == 0
+    delete_numbered(store, before=first_generation("e").request_path(2))
+    assert store.operations["delete"] == 1
 
 
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
     ask(store, before, request("fast"))
     after = after_request(before, request("fast"))
-    delete_journaled(store, first_generation("e"), 1)
+    delete_numbered(store, before=first_generation("e").request_path(2))
     number = ask(store, before, request("slow"))  # it listed the requests before all that
     assert number == 1
     assert is_lost(after, request("slow"), number)

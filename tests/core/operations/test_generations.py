@@ -302,6 +302,7 @@ def test_a_deletion_leaves_one_small_marker_of_the_next_generation() -> None:
         assert path == f"old/generations/000000000{generation}.json"
         assert len(store.objects[path]) < 300
         marker = read_sealed(store, GenerationMarker, path, TuneError)
+        assert marker
         assert (marker.generation, marker.deleted_by) == (generation, "deleter (pid 3 on here)")
     assert experiment_names(store) == []
     assert current_generation(store, "old") == 3

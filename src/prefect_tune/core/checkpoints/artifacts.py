@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from prefect_tune.core.checkpoints.manifest import BLOB_BYTES
-from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
+from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import PortablePath, in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
@@ -133,11 +133,8 @@ def _numbers(store: ObjectStore, folder: str) -> list[int]:
 
 def _read(store: ObjectStore, folder: str, number: int) -> ArtifactIndex | None:
     path = _path(folder, number)
-    try:
-        index = read_sealed(store, ArtifactIndex, path, CheckpointCorrupt)
-    except ObjectNotFound:
-        return None
-    if index.number != number:
+    index = read_sealed(store, ArtifactIndex, path, CheckpointCorrupt)
+    if index is not None and index.number != number:
         raise CheckpointCorrupt(f"{path}: holds the index of another number: {index.number}")
     return index
 

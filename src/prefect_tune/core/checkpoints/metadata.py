@@ -17,7 +17,6 @@ from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CommitUnknown,
     InvalidInput,
-    ObjectNotFound,
     StoreUnavailable,
 )
 from prefect_tune.core.search.domains import as_dicts
@@ -98,19 +97,9 @@ def revise_metadata(
 
 
 def _newest(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
-    listed = (number_in(folder, each.path) for each in store.list(folder))
-    number = max((number for number in listed if number), default=0)
-    found = _read(store, folder, number) if number else None
-    while True:  # a listing may lag behind its store
-        later = _read(store, folder, number + 1)
-        if later is None:
-            return (number, found) if found else None
-        number, found = number + 1, later
-
-
-def _read(store: ObjectStore, folder: str, number: int) -> _Revision | None:
-    path = numbered(folder, number)
-    try:
-        return read_sealed(store, _Revision, path, CheckpointCorrupt)
-    except ObjectNotFound:
-        return None
+    number = max((number_in(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
+    newest = read_sealed(store, _Revision, numbered(folder, number), CheckpointCorrupt) if number else None
+    # A listing may lag behind its store.
+    while later := read_sealed(store, _Revision, numbered(folder, number + 1), CheckpointCorrupt):
+        number, newest = number + 1, later
+    return (number, newest) if newest else None

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.commit import Reusable, names_of, require_stored, sent
 from prefect_tune.core.checkpoints.manifest import BlobRef, ChunkRef, Contents, FileRef, Manifest, Source
-from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, ObjectNotFound, PartMissing
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
@@ -114,9 +114,7 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
 def _part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int) -> StoredPart | None:
     """Return the part of a node; None while there is none."""
     path = wanted.nodes.part_path(key, node)
-    try:
-        part = read_sealed(store, StoredPart, path, CheckpointCorrupt)
-    except ObjectNotFound:
+    if (part := read_sealed(store, StoredPart, path, CheckpointCorrupt)) is None:
         return None
     found = part.key, part.attempt, part.term, part.node
     expected = key, wanted.nodes.attempt, wanted.term, node

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
+from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.journal_events import (
@@ -35,8 +35,8 @@ from prefect_tune.core.journal_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.documents import Document, read_newest, seal
+from prefect_tune.core.storage.layout import JournalKey, delete_numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, StepReport, TrialId, Value
 
@@ -56,8 +56,6 @@ __all__ = [
     "view_of",
     "write_live_status",
 ]
-
-_TRIES = 3  # a listing may be older than the deletion of what it lists
 
 
 @dataclass
@@ -264,7 +262,7 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the one before it; the first one of an owner deletes all others.
+    """Write `status`, and delete the one before it; the first one of an owner deletes those of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
@@ -275,27 +273,20 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
     if status.number > 1:
         store.delete([key.live_status_path(status.term, status.number - 1)])
     else:
-        _delete(store, [each for each in _listed(store, key) if each != path])
+        delete_numbered(store, before=path)
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
     """Delete the live status of the owner of the term `term`, and those of earlier ones."""
-    until = key.live_status_path(term + 1, 0)
-    _delete(store, [each for each in _listed(store, key) if each < until])
+    delete_numbered(store, before=key.live_status_path(term + 1, 0))
 
 
 def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
     """Return the live status of the newest owner that has written one; None if there is none that can be read."""
-    for _ in range(_TRIES):
-        if not (paths := _listed(store, key)):
-            return None
-        try:
-            return read_sealed(store, LiveStatus, paths[-1], JournalCorrupt)
-        except ObjectNotFound:
-            continue  # its owner has written the next one since
-        except (JournalCorrupt, UnknownVersion):
-            return None  # the journal says everything else
-    return None
+    try:
+        return read_newest(store, LiveStatus, key.live, JournalCorrupt)
+    except (JournalCorrupt, UnknownVersion):
+        return None  # the journal says everything else
 
 
 def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
@@ -346,12 +337,3 @@ def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str
         for each, trial in known
         if trial is not None and trial.status is Status.RUNNING and trial.attempt == each.attempt
     }
-
-
-def _listed(store: ObjectStore, key: JournalKey) -> Sequence[str]:
-    return [each.path for each in store.list(key.live)]
-
-
-def _delete(store: ObjectStore, paths: Sequence[str]) -> None:
-    if paths:
-        store.delete(paths)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 from blake3 import blake3
 from pydantic import Field
 
-from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, UnknownVersion
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal_events import StopAsked
@@ -29,7 +29,7 @@ from prefect_tune.core.messages.process_messages import (
     StopAndSave,
 )
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, number_in, numbered
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 from prefect_tune.core.values import Message, TrialId, Value, canonical_json
 
@@ -50,7 +50,6 @@ __all__ = [
     "answer",
     "answers_up_to",
     "ask",
-    "delete_journaled",
     "is_journaled",
     "is_lost",
     "is_signed_with",
@@ -201,21 +200,19 @@ def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int, sec
         JournalCorrupt: it is damaged, or no node that has `secret` wrote it.
     """
     path = numbered(key.messages(node), number)
-    try:
-        found = read_sealed(store, NodeMessages, path, JournalCorrupt)
-    except ObjectNotFound:
-        return None
-    if not found.is_signed(secret, path):
+    written = read_sealed(store, NodeMessages, path, JournalCorrupt)
+    if written is not None and not written.is_signed(secret, path):
         raise JournalCorrupt(f"{path}: expected the signature of a node of this attempt, found another one")
-    return found
+    return written
 
 
 def is_signed_with(store: ObjectStore, path: str, secret: str) -> bool:
     """Whether the object at `path` is there, and a node that has `secret` wrote it."""
     try:
-        return read_sealed(store, NodeMessages, path, JournalCorrupt).is_signed(secret, path)
-    except (ObjectNotFound, JournalCorrupt, UnknownVersion):
+        written = read_sealed(store, NodeMessages, path, JournalCorrupt)
+    except (JournalCorrupt, UnknownVersion):
         return False
+    return written is not None and written.is_signed(secret, path)
 
 
 def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int, secret: str) -> NodesKey | None:
@@ -266,11 +263,8 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
     Raises:
         JournalCorrupt: the reply is damaged.
     """
-    path = trial.answer_path(attempt, step)
-    try:
-        return read_sealed(store, TrialReply, path, JournalCorrupt).answer
-    except ObjectNotFound:
-        return None
+    reply = read_sealed(store, TrialReply, trial.answer_path(attempt, step), JournalCorrupt)
+    return reply.answer if reply else None
 
 
 def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
@@ -351,11 +345,8 @@ def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
 
 def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
     """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
-    path = experiment.request_path(number)
     try:
-        return read_sealed(store, StopRequest, path, JournalCorrupt)
-    except ObjectNotFound:
-        return None
+        return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
     except (JournalCorrupt, UnknownVersion) as error:
         return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), term=0, unreadable=True)
 
@@ -379,13 +370,3 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
         return f"there is no trial {request.trial!r}"
     trial = experiment.trial(request.trial)
     return f"trial {request.trial!r} is {trial.status} already" if trial.phase in ENDED else ""
-
-
-def delete_journaled(store: ObjectStore, experiment: JournalKey, journaled_count: int) -> int:
-    """Delete the first `journaled_count` requests, which the journal names; return the number of deleted objects."""
-    folder = experiment.requests
-    listed = [(number_in(folder, each.path), each.path) for each in store.list(folder)]
-    paths = [path for number, path in listed if number is not None and number <= journaled_count]
-    if paths:
-        store.delete(paths)
-    return len(paths)

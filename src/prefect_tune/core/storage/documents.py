@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
 from prefect_tune.core.shown_text import shown_size
+from prefect_tune.core.storage.layout import numbered_paths
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
@@ -87,15 +88,24 @@ def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buff
     return store.read(path, length=size_bytes)
 
 
-def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type[Exception]) -> _Sealed:
-    """Read the object at `path`, and `unseal` it.
+def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type[Exception]) -> _Sealed | None:
+    """Read the object at `path`, and `unseal` it; None where there is none. Raises as `unseal`."""
+    try:
+        data = read_document(store, path, error)
+    except ObjectNotFound:
+        return None
+    return unseal(model, data, path, error)
 
-    Raises:
-        ObjectNotFound: there is no object.
-        UnknownVersion: as `unseal`.
-    What else is wrong with it is raised as `error`.
+
+def read_newest(store: ObjectStore, model: type[_Sealed], folder: str, error: type[Exception]) -> _Sealed | None:
+    """Read the last numbered document in `folder`; None where there is none. Raises as `unseal`.
+
+    It is for documents whose writer deletes the one before: a listed one that is gone has a successor.
     """
-    return unseal(model, read_document(store, path, error), path, error)
+    while paths := numbered_paths(store, folder):
+        if (document := read_sealed(store, model, paths[-1], error)) is not None:
+            return document
+    return None
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:

@@ -30,7 +30,6 @@ from prefect_tune.core.errors import (
     AlreadyExists,
     InvalidInput,
     JournalCorrupt,
-    ObjectNotFound,
     Superseded,
     TuneError,
     UnknownVersion,
@@ -80,10 +79,9 @@ def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
 def call_that_has(store: ObjectStore, experiment: str) -> str | None:
     """Return the call that has this experiment; empty if that was deleted, None if no call has had the name."""
     journal = current_journal(store, experiment)
-    try:
-        return read_sealed(store, UnnamedCall, journal.unnamed_call, JournalCorrupt).call
-    except ObjectNotFound:
-        return "" if journal.generation > 1 else None
+    if (claim := read_sealed(store, UnnamedCall, journal.unnamed_call, JournalCorrupt)) is not None:
+        return claim.call
+    return "" if journal.generation > 1 else None
 
 
 def current_generation(store: ObjectStore, experiment: str) -> Generation:
@@ -141,9 +139,8 @@ def _writers_before(store: ObjectStore, journal: JournalKey) -> Sequence[str]:
     if journal.generation == 1:
         return ()
     path = numbered(_markers(journal.experiment), journal.generation)
-    with suppress(ObjectNotFound):  # the generation is over, too: its journal cannot be opened
-        return read_sealed(store, GenerationMarker, path, JournalCorrupt).writers
-    return ()
+    marker = read_sealed(store, GenerationMarker, path, JournalCorrupt)
+    return marker.writers if marker else ()  # without it the generation is over, too: its journal cannot be opened
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
@@ -198,11 +195,10 @@ def _generation_of(path: str) -> Generation | None:
 
 def _deleted_by(store: ObjectStore, journal: JournalKey) -> str:
     path = numbered(_markers(journal.experiment), journal.generation + 1)
-    try:
-        marker = read_sealed(store, GenerationMarker, path, JournalCorrupt)
-    except TuneError:  # it is only told to people, and a later deletion has deleted it
-        return ""
-    return f" at {marker.at} by {marker.deleted_by}"
+    with suppress(TuneError):  # it is only told to people
+        if marker := read_sealed(store, GenerationMarker, path, JournalCorrupt):
+            return f" at {marker.at} by {marker.deleted_by}"
+    return ""  # a later deletion has deleted it
 
 
 _MARKERS = "generations"

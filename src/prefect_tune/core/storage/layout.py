@@ -27,6 +27,7 @@ and paths come from keys. The paths of callback states are built in `callback_de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol, TypeAlias
 
@@ -37,6 +38,7 @@ from prefect_tune.core.values import Digest, Value, valid_name
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
+_NUMBERED = re.compile(r"[0-9]{10}(-[0-9]{10})?\.(json|parquet)")
 
 
 def _portable(path: str) -> str:
@@ -146,6 +148,17 @@ def number_in(folder: str, path: str, kind: str = "json") -> int | None:
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
     return int(stem) if suffix == kind and is_number else None
+
+
+def numbered_paths(store: ObjectStore, folder: str) -> Sequence[str]:
+    """Return the paths of the objects in `folder` that are named by one number or two, in their order."""
+    return [listed.path for listed in store.list(folder) if _NUMBERED.fullmatch(listed.path.removeprefix(f"{folder}/"))]
+
+
+def delete_numbered(store: ObjectStore, before: str) -> None:
+    """Delete the objects with lower numbers in the folder of the path `before`; other files stay."""
+    if paths := [path for path in numbered_paths(store, before.rpartition("/")[0]) if path < before]:
+        store.delete(paths)
 
 
 def below(root_uri: str, folder: str) -> str:
@@ -300,20 +313,7 @@ Rows: TypeAlias = Literal["trials", "reports"]
 
 def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
     """Return the path of the results after entry `number` of the journal."""
-    return numbered(_folder(experiment, rows), number, "parquet")
-
-
-def delete_older_results(store: ObjectStore, experiment: JournalKey, rows: Rows, number: int) -> None:
-    """Delete result files with a number below `number`; other files in the folder stay."""
-    folder = _folder(experiment, rows)
-    listed = [each.path for each in store.list(folder)]
-    older = [path for path in listed if 0 < (number_in(folder, path, "parquet") or 0) < number]
-    if older:
-        store.delete(older)
-
-
-def _folder(experiment: JournalKey, rows: Rows) -> str:
-    return f"{experiment.folder}/results/{rows}"
+    return numbered(f"{experiment.folder}/results/{rows}", number, "parquet")
 
 
 # The range of journal entries that each segment holds: decimal levels, so that few segments cover all entries.
