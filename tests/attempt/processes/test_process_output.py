@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from pathlib import Path
 
 import pytest
 
@@ -223,48 +221,24 @@ def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: 
         assert recorder.answers == ["this task"]
 
 
-@pytest.fixture
-def overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the files for what is not logged; after the first 1,000 lines none is."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lines(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
-    return tmp_path
-
-
-def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(pipe: tuple[int, int], overflow: Path) -> None:
     recorder, output = logged(pipe)
     lines = [f"line {number}" for number in range(20_000)]
     for line in lines:
         os.write(pipe[1], f"{line}\n".encode())
     last = output.stop()
-    (file,) = overflow.glob("prefect-tune-*/output-*.log")
-    *begin, notice = recorder.lines
-    assert (len(begin), begin + file.read_text().splitlines()) == (1000, lines)
-    assert f"in {file}, up to 256 MiB of it" in notice
+    *begin, notice, count = recorder.lines
+    assert begin == lines[:1000]
+    assert "dropped until there is less" in notice
+    assert count == "19000 lines of output were dropped"
     assert last.splitlines() == lines[-20:]
 
 
-def test_a_flood_after_its_file_was_removed_is_in_a_new_one(
-    pipe: tuple[int, int], overflow: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder, output = logged(pipe)
-    os.write(pipe[1], b"first\n" * 1001)
-    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
-    (file,) = overflow.glob("prefect-tune-*/output-*.log")
-    file.unlink()
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
-    os.write(pipe[1], b"a step\n")
-    until(lambda: recorder.lines[-1] == "a step", what=lambda: "the end of the flood")
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
-    os.write(pipe[1], b"again\n" * 1000)
-    output.stop()
-    (file,) = overflow.glob("prefect-tune-*/output-*.log")
-    assert set(file.read_text().splitlines()) == {"again"}
-    assert str(file) in recorder.lines[-1]
-
-
-@pytest.mark.usefixtures("overflow")
 def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
     recorder, output = logged(pipe)
     os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
     until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
@@ -273,3 +247,5 @@ def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch
     os.write(pipe[1], b"a step\n")
     output.stop()
     assert recorder.lines[-1] == "a step"
+    (count,) = (line for line in recorder.lines if line.endswith("lines of output were dropped"))
+    assert int(count.split()[0]) == 2002 - (len(recorder.lines) - 2)  # the other one says that the flood begins

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from prefect_tune.stores.local import scratch
-from prefect_tune.stores.local.scratch import ScratchDirectory, new_output_file
+from prefect_tune.stores.local.scratch import ScratchDirectory
 from tests.trainables.unreadable import make_deep
 
 FOLDERS = ("staging", "artifacts")
@@ -55,22 +53,6 @@ def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeyp
     monkeypatch.setattr(scratch, "_home", scratch._Home())
     with ScratchDirectory("1") as path:
         assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48
-
-
-def test_a_file_of_output_is_left_for_its_reader_and_removed_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "_home", scratch._Home())
-    old, new = (Path(str(new_output_file().name)) for _ in range(2))
-    other_machine = old.with_name("output-0123abcd-x.log")
-    other_machine.touch()
-    day_seconds = 24 * 60 * 60
-    for file in (old, other_machine):
-        os.utime(file, (time.time() - day_seconds - 1,) * 2)
-    os.utime(new, (time.time() - day_seconds + 600,) * 2)
-    with ScratchDirectory():
-        assert [each.exists() for each in (old, new, other_machine)] == [False, True, True]
 
 
 def _below(folder: Path, characters: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import fcntl
-import io
 import logging
 import os
 import struct
@@ -13,15 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import MutableMapping
-from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, TypeAlias, cast
 
 from prefect_tune.attempt.processes.output_lines import OutputLines
-from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.local.scratch import new_output_file
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
@@ -29,7 +25,6 @@ _GOODBYE = timedelta(seconds=5)
 _FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
-_OVERFLOW_MIB = 256
 _LAST_BYTES = 64 * 1024  # of the last lines together, of a process that died
 _JOURNALED_BYTES = 8 * 1024  # of the same, for each attempt
 _CATCH_UP = timedelta(seconds=0.5)
@@ -73,16 +68,15 @@ class TrialOutput:
 
     Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
     more memory than that. Prefect's log takes about a millisecond for each line, while the process waits: of a flood,
-    1,000 lines are logged, and the rest is written to a file (`new_output_file`), up to 256 MiB for each `TrialOutput`.
+    1,000 lines are logged, and the others are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._lines = OutputLines(self._tell)
+        self._lines = OutputLines(self._log_line)
         self._last: deque[str] = deque(maxlen=_LAST_WORDS)
         self._room, self._counted_at = _BURST_LINES, time.monotonic()
-        self._overflow: io.FileIO | None = None
-        self._is_flooded = False
+        self._dropped_count = 0
         self._reading = threading.Lock()
         self._source: int | None = None
         self._pump: threading.Thread | None = None
@@ -130,40 +124,27 @@ class TrialOutput:
             with self._reading:
                 self._lines.feed(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
                 self._lines.close()
+                self._log_dropped_count()
                 self._source = None
-        self._close_overflow()
 
-    def _close_overflow(self) -> None:
-        if self._overflow is not None:
-            self._overflow.close()
-            self._overflow = None
-
-    def _tell(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         self._last.append(line)
         now = time.monotonic()
         self._room = min(_BURST_LINES, self._room + (now - self._counted_at) * _LINES_PER_SECOND)
         self._counted_at = now
-        if self._is_flooded and self._room < _BURST_LINES / 2:
-            self._write(line)
+        if self._room <= 0 or (self._dropped_count and self._room < _BURST_LINES / 2):
+            if not self._dropped_count:
+                self._log.warning("more output than the log can take: lines are dropped until there is less of it")
+            self._dropped_count += 1
             return
-        self._is_flooded = self._room <= 0
-        if not self._is_flooded:
-            self._room -= 1 + len(line) // _LINE_CHARACTERS
-            self._log.info("%s", line)
-            return
-        if self._overflow is not None and not os.fstat(self._overflow.fileno()).st_nlink:  # it was removed meanwhile
-            self._close_overflow()
-        self._write(line)
-        where = "left out" if self._overflow is None else f"in {self._overflow.name}, up to {_OVERFLOW_MIB} MiB of it"
-        self._log.warning("more output than the log can take; until there is less of it, it is %s", where)
+        self._log_dropped_count()
+        self._room -= 1 + len(line) // _LINE_CHARACTERS
+        self._log.info("%s", line)
 
-    def _write(self, line: str) -> None:
-        """Write to the file for what is not logged: at most 256 MiB, so that no disk fills."""
-        with suppress(OSError, StoreRefused):  # no space, or no folder: the process must not wait for that
-            if self._overflow is None:
-                self._overflow = new_output_file()
-            if self._overflow.tell() < _OVERFLOW_MIB * 1024**2:
-                self._overflow.write(f"{line}\n".encode("utf-8", "replace"))
+    def _log_dropped_count(self) -> None:
+        if self._dropped_count:
+            self._log.warning("%d lines of output were dropped", self._dropped_count)
+            self._dropped_count = 0
 
 
 def _waiting_bytes(pipe: int) -> int:

@@ -1,12 +1,8 @@
-"""Temporary directories that end with their process; those of killed processes are removed by later ones.
-
-So are files of output, which are left for their reader, once they are a day old.
-"""
+"""Temporary directories that end with their process; those of killed processes are removed by later ones."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import logging
 import os
@@ -14,7 +10,6 @@ import socket
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -56,8 +51,6 @@ def user_folder(base: str | None = None) -> Path:
 
 
 _LOCK = ".alive"
-_OUTPUT = "output-"
-_OUTPUT_STAYS = timedelta(days=1)
 _LINK = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
 _MAX_SOCKET_BYTES = 107  # of a socket's path on Linux
@@ -135,25 +128,12 @@ def _replace_home() -> None:
 os.register_at_fork(after_in_child=_replace_home)
 
 
-def new_output_file() -> io.FileIO:
-    """Open a new file for output in the user's folder; the caller closes it.
-
-    It is left for its reader. A later process removes it when nothing was written to it for a day.
-
-    Raises:
-        StoreRefused: as `user_folder`.
-        OSError: there is no space.
-    """
-    number, name = tempfile.mkstemp(prefix=f"{_OUTPUT}{_this_machine()}-", suffix=".log", dir=user_folder())
-    os.close(number)
-    return io.FileIO(name, "ab")
-
-
 @contextmanager
 def _locked_directory() -> Iterator[Path]:
     """Yield a new locked directory and remove it at the end; first remove those of killed processes."""
     shared = user_folder()
-    _clear_away(shared)
+    for left in shared.glob(f"{_this_machine()}-*"):
+        _remove_if_dead(left)
     directory, alive = _made(shared)
     try:
         yield directory
@@ -215,17 +195,6 @@ def _made(shared: Path) -> tuple[Path, FileLock]:
             return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
 
 
-def _clear_away(shared: Path) -> None:
-    """Remove what earlier processes of this machine have left, in one pass: other things in the folder cost little."""
-    machine = _this_machine()
-    with os.scandir(shared) as entries:
-        for each in entries:
-            if each.name.startswith(f"{machine}-"):
-                _remove_if_dead(Path(each.path))
-            elif each.name.startswith(f"{_OUTPUT}{machine}-"):
-                _remove_if_old(each)
-
-
 def _remove_if_dead(directory: Path) -> None:
     """Remove the directory of a dead process; a shared disk may not show other machines' locks."""
     if directory.is_symlink() or not (directory / _LOCK).exists():
@@ -234,10 +203,3 @@ def _remove_if_dead(directory: Path) -> None:
         if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
             remove_tree(directory)
             lock.release()
-
-
-def _remove_if_old(output: os.DirEntry[str]) -> None:
-    """Remove a file of output that nothing was written to for a day."""
-    with suppress(FileNotFoundError):  # another process removed it first
-        if time.time() - output.stat(follow_symlinks=False).st_mtime > _OUTPUT_STAYS.total_seconds():
-            Path(output.path).unlink()
