@@ -47,9 +47,8 @@ class Opens:
 
 
 def copies(temporary_files: Path) -> list[str]:
-    """Return the shared copies of checkpoints, without their locks."""
-    found = temporary_files.glob("prefect-tune-*/*/copies/*")
-    return sorted(path.name for path in found if path.suffix != ".lock")
+    """Return the shared copies of checkpoints."""
+    return sorted(str(path) for path in temporary_files.glob("prefect-tune-*/node/*/*copy*"))
 
 
 def first_generation(experiment: str) -> JournalKey:

@@ -121,27 +121,28 @@ class Checkpoint(metaclass=_Advising):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
         """
-        from prefect_tune.stores.local.node_cache import fill
+        from prefect_tune.stores.local.node_cache import fill_directory
 
         deadline = Deadline.after(timeout)
         if path is None:
             return self._to_temporary_directory(deadline)
         destination = Path(os.fspath(path)).expanduser().resolve()
-        fill(destination, self._place.now().filling(self._token, deadline), deadline)
+        with self._place.now().open_content(self._token, deadline) as content:
+            fill_directory(destination, content, deadline)
         return str(destination)
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
-        from prefect_tune.stores.local.node_cache import DestinationInUse, fill
+        from prefect_tune.stores.local.node_cache import DestinationInUse, fill_directory
         from prefect_tune.stores.local.scratch import user_folder
 
-        filling = self._place.now().filling(self._token, deadline)
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
-        for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
-            try:
-                fill(destination, filling, deadline)
-            except DestinationInUse:
-                continue  # the caller has changed its files: leave it, and use the next name
-            return str(destination)
+        with self._place.now().open_content(self._token, deadline) as content:
+            for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
+                try:
+                    fill_directory(destination, content, deadline)
+                except DestinationInUse:
+                    continue  # the caller has changed its files: leave it, and use the next name
+                return str(destination)
         raise AssertionError
 
     @contextmanager
@@ -149,14 +150,15 @@ class Checkpoint(metaclass=_Advising):
         """Yield a local directory of the files for a `with` block; do not write to it.
 
         A local directory is yielded itself, and is not removed. Any other checkpoint is downloaded once per machine,
-        however many processes and threads use it, and removed when the last of them has left the block or died.
+        however many processes and threads use it, and removed when the last of them has left the block. What a killed
+        process left is removed after a later reader of the checkpoint, or once it was not used for a week.
 
         Raises:
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not downloaded within `timeout`.
         """
-        with self._place.now().lent(self._token, Deadline.after(timeout)) as directory:
+        with self._place.now().local_directory(self._token, Deadline.after(timeout)) as directory:
             yield directory
 
     # ----------------------------------------------------------------------------------------- the metadata

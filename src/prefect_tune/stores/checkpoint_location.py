@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.html_tables import Html
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
-    from prefect_tune.stores.local.node_cache import DirectoryCopy, NodeCopies
+    from prefect_tune.stores.local.node_cache import DirectoryContent
 
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
@@ -148,17 +147,20 @@ class LocalPlace:
         return arrow.LocalFileSystem()
 
     @contextmanager
-    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
+    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
         self.require_there()
         yield self.path
 
-    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.node_cache import DirectoryCopy
+    @contextmanager
+    def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.node_cache import DirectoryContent
         from prefect_tune.stores.local.staging import copy_directory, seal_of
 
         self.require_there()
         here = f"{self.path} as {seal_of(Path(self.path))}"
-        return DirectoryCopy(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
+        yield DirectoryContent(
+            here, here, lambda destination, _: copy_directory(Path(self.path), destination), lambda _: False
+        )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
@@ -172,14 +174,11 @@ class LocalPlace:
 
         from prefect_tune.core.checkpoints.metadata import plain_metadata
         from prefect_tune.stores.local.download import METADATA_FILE
-        from prefect_tune.stores.local.file_lock import FileLock, Share
-        from prefect_tune.stores.local.node_cache import node_folder
+        from prefect_tune.stores.local.node_cache import locked_folder
         from prefect_tune.stores.local.staging import replace_file
 
         self.require_there()
-        locks = node_folder() / "metadata"
-        locks.mkdir(mode=0o700, exist_ok=True)
-        with FileLock.take(locks / f"{_short(os.fsencode(os.path.realpath(self.path)))}.lock", Share.ALONE, deadline):
+        with locked_folder(f"the metadata of {os.path.realpath(self.path)}", deadline):
             said = plain_metadata(change(self.metadata(deadline)))
             replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
 
@@ -187,14 +186,6 @@ class LocalPlace:
         """Raise `CheckpointNotFound` if there is no such directory."""
         if not Path(self.path).is_dir():
             raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
-
-
-def _never(directory: Path) -> bool:  # noqa: ARG001  the answer to whether it holds certain bytes
-    return False
-
-
-def _short(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------- on a target
@@ -223,32 +214,41 @@ class TargetPlace:
         return self.plain_filesystem()
 
     @contextmanager
-    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:
-        with ExitStack() as copies:
-            with self._opened(deadline) as (store, manifest):
-                metadata = self._metadata_of_copy(store, manifest)
-                key = self._named(token, manifest)
-                fetch = partial(self._fetch, store, manifest, None)
-                path = copies.enter_context(_copies().reading(key, fetch, deadline))
-            if metadata is not None:  # the bytes are shared by readers of other metadata, and downloaded once
-                link = partial(_link_with_metadata, path, metadata)
-                path = copies.enter_context(_copies().reading(f"{key}-{_short(metadata)}", link, deadline))
-            yield str(path)
+    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:
+        from prefect_tune.stores.local.node_cache import shared_copy
 
-    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
-        from prefect_tune.stores.local.download import manifest_of_copy
-        from prefect_tune.stores.local.node_cache import DirectoryCopy
+        with ExitStack() as stack:
+            with self.open_content(token, deadline) as content:
+                directory = stack.enter_context(shared_copy(content, deadline))
+            yield str(directory)
+
+    @contextmanager
+    def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:
+        from prefect_tune.core.checkpoints.manifest import encode_manifest
+        from prefect_tune.stores.local.download import fetch_committed, fetch_plain, manifest_of_copy, metadata_of_copy
+        from prefect_tune.stores.local.node_cache import DirectoryContent
         from prefect_tune.stores.local.staging import holds_exactly
 
         with self._opened(deadline) as (store, manifest):
-            metadata = self._metadata_of_copy(store, manifest)
+            versions = self._versions(manifest)
+            metadata = metadata_of_copy(store, versions, manifest)
 
-        def fetch(destination: Path) -> None:
-            with self._opened(deadline) as (store, _):
-                self._fetch(store, manifest, metadata, destination)
+            def fetch(destination: Path, metadata: bytes | None) -> None:
+                if manifest:
+                    fetch_committed(store, manifest, destination, metadata=metadata)
+                else:
+                    fetch_plain(store, self.folder, destination, without=versions, metadata=metadata)
 
-        verifies = partial(holds_exactly, manifest_of_copy(manifest, metadata)) if manifest else _never
-        return DirectoryCopy(self._named(token, manifest), self.name, fetch, verifies, metadata)
+            yield DirectoryContent(
+                # A plain directory may change: its bytes are those that this object has fetched.
+                hashlib.blake2b(encode_manifest(manifest), digest_size=16).hexdigest() if manifest else token,
+                self.name,
+                fetch,
+                lambda directory: (
+                    manifest is not None and holds_exactly(manifest_of_copy(manifest, metadata), directory)
+                ),
+                metadata,
+            )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.metadata import newest_metadata
@@ -303,25 +303,6 @@ class TargetPlace:
         trial = TrialKey(experiment=found["experiment"], generation=int(found["generation"]), trial=found["trial"])
         return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
 
-    def _named(self, token: str, manifest: Manifest | None) -> str:
-        """Return a name of the bytes: the manifest's digest, or `token` for a plain directory, which may change."""
-        from prefect_tune.core.checkpoints.manifest import encode_manifest
-
-        return _short(encode_manifest(manifest)) if manifest else token
-
-    def _fetch(self, store: ObjectStore, manifest: Manifest | None, metadata: bytes | None, destination: Path) -> None:
-        from prefect_tune.stores.local.download import fetch_committed, fetch_plain
-
-        if manifest:
-            fetch_committed(store, manifest, destination, metadata=metadata)
-        else:
-            fetch_plain(store, self.folder, destination, without=self._versions(None), metadata=metadata)
-
-    def _metadata_of_copy(self, store: ObjectStore, manifest: Manifest | None) -> bytes | None:
-        from prefect_tune.stores.local.download import metadata_of_copy
-
-        return metadata_of_copy(store, self._versions(manifest), manifest)
-
     def _versions(self, manifest: Manifest | None) -> str:
         """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
         key = self._key() if manifest else None
@@ -335,31 +316,6 @@ class TargetPlace:
         path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
         data = read_file(store, path)
         return {} if data is None else read_metadata(data, path)
-
-
-def _link_with_metadata(files: Path, metadata: bytes, destination: Path) -> None:
-    """Make `destination` a directory with the same files, and this `METADATA_FILE`."""
-    from prefect_tune.stores.local.download import METADATA_FILE
-
-    shutil.copytree(files, destination, copy_function=_link_or_copy)
-    file = destination / METADATA_FILE
-    file.unlink(missing_ok=True)
-    file.write_bytes(metadata)
-
-
-def _link_or_copy(file: str, destination: str) -> None:
-    try:
-        os.link(file, destination)
-    except OSError:  # the file system has no hard links
-        shutil.copy2(file, destination)
-
-
-def _copies() -> NodeCopies:
-    from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
-
-    folder = node_folder() / "copies"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return NodeCopies(folder)
 
 
 # A checkpoint as a notebook shows it: its location, what its manifest says, and how to open it.

@@ -36,11 +36,10 @@ _CANNOT: Mapping[str, str] = MappingProxyType(
         "names": f"this file system cannot list a folder: {_INSTEAD}",
         "is_empty": f"this file system cannot list a folder: {_INSTEAD}",
         "pread": f"this file system cannot read from the middle of a file: {_INSTEAD}",
-        "lock": "this file system has no locks, which temporary folders need: set TMPDIR to a local disk",
         "write": f"this file system cannot write this file: {_INSTEAD}",
     }
 )
-_MEANS_UNSUPPORTED = frozenset({(errno.EPERM, "link"), (errno.ENOLCK, "lock")})
+_MEANS_UNSUPPORTED = frozenset({(errno.EPERM, "link")})
 _CANNOT_ANYTHING = f"this file system does not support the operation: {_INSTEAD}"
 _KEYS = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
 _KEY_ERRORS = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only

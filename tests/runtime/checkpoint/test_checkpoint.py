@@ -6,14 +6,14 @@ import copy
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.fs as arrow
 import pytest
@@ -21,11 +21,11 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.file_lock import FileLock, Share
-from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
+from prefect_tune.stores.local import node_cache
+from prefect_tune.stores.local.node_cache import DirectoryContent, fill_directory, shared_copy
 from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in, write
 
 # --------------------------------------------------------------------------------------------- references
 
@@ -200,24 +200,30 @@ def test_one_that_was_never_committed_is_not_found(target: Path) -> None:
         pass
 
 
-def test_the_last_of_several_readers_in_one_process_removes_the_copy(target: Path) -> None:
+def test_the_last_of_several_readers_in_one_process_removes_the_copy(target: Path, temporary_files: Path) -> None:
     path = target / KEY.folder
     first, second = pt.Checkpoint(path).as_directory(), pt.Checkpoint(path).as_directory()
-    one = first.__enter__()
-    assert second.__enter__() == one  # two objects, one copy
+    one, other = Path(first.__enter__()), Path(second.__enter__())
+    assert (one / "model/weights.bin").samefile(other / "model/weights.bin")  # two objects, one copy
     first.__exit__(None, None, None)
-    assert files_in(one) == FILES
+    assert not one.exists()
+    assert files_in(other) == FILES
+    assert copies(temporary_files)
     second.__exit__(None, None, None)
-    assert not Path(one).exists()
+    assert not other.exists()
+    assert copies(temporary_files) == []
 
 
-def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint(checkpoint: pt.Checkpoint) -> None:
+def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint_and_leave_nothing(
+    checkpoint: pt.Checkpoint, temporary_files: Path
+) -> None:
     def read(_: int) -> bool:
         with checkpoint.as_directory() as directory:
             return files_in(directory) == FILES
 
     with ThreadPoolExecutor(16) as readers:
         assert all(readers.map(read, range(64)))
+    assert copies(temporary_files) == []
 
 
 def test_a_reader_that_writes_into_its_copy_changes_no_other_copy(checkpoint: pt.Checkpoint) -> None:
@@ -237,47 +243,48 @@ def test_a_forked_child_that_leaves_the_block_takes_nothing_with_it(checkpoint: 
     assert not Path(directory).exists()
 
 
+@pytest.mark.parametrize("act", ["borrow", "borrow and fork"])
 def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
-    checkpoint: pt.Checkpoint, target: Path, staged: Path, temporary_files: Path
+    act: str, checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
+) -> None:
+    with CheckpointUser(checkpoint, act) as reader:
+        answer = reader.answer()
+        reader.kill()
+        try:
+            assert copies(temporary_files)
+            with pt.Checkpoint(target / KEY.folder).as_directory() as directory:
+                assert files_in(directory) == FILES
+            assert copies(temporary_files) == []
+        finally:
+            if act == "borrow and fork":
+                os.kill(int(answer), signal.SIGKILL)
+
+
+def test_a_copy_that_a_killed_reader_left_is_removed_when_nobody_used_it_for_a_week(
+    checkpoint: pt.Checkpoint, staged: Path, target: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, "borrow") as reader:
-        assert files_in(reader.answer()) == FILES
+        reader.answer()
         reader.kill()
-    assert len(copies(temporary_files)) == 2  # the copy and its seal file
+    (left,) = temporary_files.glob("prefect-tune-*/node/*.lock")
     other = KEY.model_copy(update={"step": 50})
     (staged / "more").write_text("other bytes")
     with open_location(read_uri(target), timeout=MINUTE) as store:
         committed(store, staged, other)
-    with pt.Checkpoint(target / other.folder).as_directory():
-        assert len(copies(temporary_files)) == 2  # copy and seal of the other checkpoint
-    assert copies(temporary_files) == []
+    week_seconds = 7 * 24 * 60 * 60
+    for age_seconds, is_removed in ((week_seconds - 600, False), (week_seconds + 1, True)):
+        os.utime(left, (time.time() - age_seconds,) * 2)
+        with pt.Checkpoint(target / other.folder).as_directory():
+            assert left.exists() is left.with_suffix("").exists() is not is_removed
 
 
-def test_a_killed_readers_forked_child_pins_nothing(
-    checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
+def test_a_copy_of_an_earlier_boot_of_this_machine_or_of_another_machine_is_not_used(
+    checkpoint: pt.Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointUser(checkpoint, "borrow and fork") as reader:
-        child = int(reader.answer())
-        reader.kill()
-        try:
-            with pt.Checkpoint(target / KEY.folder).as_directory():
-                pass
-            assert copies(temporary_files) == []
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_what_an_earlier_boot_of_this_machine_left_is_removed_and_other_machines_keep_theirs(
-    checkpoint: pt.Checkpoint, temporary_files: Path
-) -> None:
-    folder = temporary_files / f"prefect-tune-{os.geteuid()}"
-    earlier, other = folder / f"{socket.gethostname()}.earlier" / "copies", folder / "elsewhere.now" / "copies"
-    folder.mkdir(mode=0o700)
-    earlier.mkdir(parents=True)
-    other.mkdir(parents=True)
-    with checkpoint.as_directory():
-        assert not earlier.exists()
-        assert other.exists()
+    with checkpoint.as_directory() as first:
+        monkeypatch.setattr(node_cache, "_this_boot", lambda: "another")
+        with checkpoint.as_directory() as second:
+            assert not Path(first, "model/weights.bin").samefile(Path(second, "model/weights.bin"))
 
 
 def test_a_folder_that_others_can_write_to_is_refused(checkpoint: pt.Checkpoint, temporary_files: Path) -> None:
@@ -352,34 +359,31 @@ def test_threads_do_not_wait_for_each_other_without_end() -> None:
     """A thread that waits for another thread's download gives up at its own deadline."""
     entered, leave = threading.Event(), threading.Event()
 
-    def fetch(destination: Path) -> None:
+    def fetch(destination: Path, _: object) -> None:
         entered.set()
         leave.wait()
-        destination.mkdir()
+        destination.mkdir(parents=True)
 
-    shared = NodeCopies(node_folder())
+    content = DirectoryContent("bytes", "source", fetch, lambda _: False)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(lambda: shared.reading("key", fetch, Deadline.after(MINUTE)).__enter__())
+        first = pool.submit(lambda: shared_copy(content, Deadline.after(MINUTE)).__enter__())
         entered.wait()
-        with pytest.raises(pt.DeadlineExceeded), shared.reading("key", fetch, Deadline.after(timedelta(seconds=0.1))):
+        with pytest.raises(pt.DeadlineExceeded), shared_copy(content, Deadline.after(timedelta(seconds=0.1))):
             pass
         leave.set()
         first.result()
 
 
-def test_a_reader_that_is_overtaken_before_its_download_does_not_wait_until_the_other_has_read(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_was_requested_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shared, try_take = NodeCopies(node_folder()), FileLock.try_take
-    in_time = Deadline.after(timedelta(seconds=10))
-    with ExitStack() as overtaking:
+    def fill(bytes_named: str, *seconds: int) -> None:
+        times = iter(seconds)  # of the request and of the end
+        monkeypatch.setattr(node_cache, "time", SimpleNamespace(monotonic=lambda: next(times)))
+        content = DirectoryContent(bytes_named, "source", lambda path, _: write(path, FILES), lambda _: False)
+        fill_directory(tmp_path / "out", content, Deadline.never())
 
-        def overtaken(path: Path, share: Share) -> FileLock | None:
-            if share is Share.ALONE:
-                monkeypatch.setattr(FileLock, "try_take", try_take)
-                overtaking.enter_context(shared.reading("key", Path.mkdir, in_time))
-            return try_take(path, share)
-
-        monkeypatch.setattr(FileLock, "try_take", overtaken)
-        with shared.reading("key", Path.mkdir, in_time) as directory:
-            assert directory.is_dir()
+    fill("first", 10, 20)
+    fill("second", 19, 30)
+    with pytest.raises(InvalidInput, match="not this checkpoint"):
+        fill("third", 31)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.stores.local.node_cache import node_folder
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.node_cache import locked_folder
 from prefect_tune.stores.local.scratch import ScratchDirectory, _this_machine, user_folder
 
 NAME = f"prefect-tune-{os.geteuid()}"
@@ -101,7 +102,11 @@ def test_it_is_made_for_this_user_alone_and_found_again(shared: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("pre_create", PRE_CREATED)
-@pytest.mark.parametrize("use", [ScratchDirectory, node_folder], ids=["scratch directory", "node folder"])
+@pytest.mark.parametrize(
+    "use",
+    [ScratchDirectory, lambda: locked_folder("name", Deadline.never()).__enter__()],
+    ids=["scratch directory", "locked folder"],
+)
 def test_what_another_user_made_under_the_name_is_refused_and_left_alone(
     shared: Path, pre_create: Callable[[], object], use: Callable[[], object]
 ) -> None:
@@ -164,20 +169,19 @@ def test_trees_are_removed_by_open_folders_which_nobody_can_exchange_for_links()
 def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
-    (outside / "folder" / ".alive").symlink_to(outside / "file")
     (outside / "file").write_text("precious")
     left = user_folder() / f"{_this_machine()}-left"
     (left / "temporary").mkdir(parents=True)
-    (left / ".alive").touch()
+    left.with_name(f"{left.name}.lock").touch()
     (left / "temporary" / "folder").symlink_to(outside / "folder")
     (left / "temporary" / "file").symlink_to(outside / "file")
     link = user_folder() / f"{_this_machine()}-link"
     link.symlink_to(outside / "folder")
+    link.with_name(f"{link.name}.lock").touch()
     with ScratchDirectory():
         assert not left.exists()
     assert (outside / "file").read_text() == "precious"
-    assert [each.name for each in (outside / "folder").iterdir()] == [".alive"]
-    assert link.is_symlink()
+    assert (outside / "folder").is_dir()
 
 
 def test_a_temporary_copy_of_a_checkpoint_is_out_of_other_users_reach(tmp_path: Path, shared: Path) -> None:

@@ -1,176 +1,66 @@
-"""One local copy of a checkpoint per machine: the first reader fetches it, and the last reader removes it.
+"""Copies of checkpoints that the processes of this user on this machine share: one downloads, the others wait.
 
-A reader holds a shared lock; a process that fetches or removes a copy holds an exclusive one; the locks end with
-their process. A copy gets its name only when it is complete. Copies are stored in a folder of this user and this
+`fill_directory` fills a directory that the caller names. `shared_copy` gives each reader a directory of its own, with
+hard links to the files of one copy; the last reader removes the copy. A copy gets its name only when it is complete.
+What killed readers left is removed when it was not used for seven days. Locks, notes and copies bear the name of this
 boot, so that copies from before a power cut are never used.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
+import os
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from filelock import FileLock, Timeout
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import DeadlineExceeded, InvalidInput
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.download import METADATA_FILE
-from prefect_tune.stores.local.file_lock import FileLock, Share, tries
-from prefect_tune.stores.local.scratch import user_folder
-from prefect_tune.stores.local.staging import Seal, replace_file, seal_of
+from prefect_tune.stores.local.scratch import ScratchDirectory, remove_unlocked, user_folder
+from prefect_tune.stores.local.staging import replace_file, seal_of
+from prefect_tune.stores.posix_files import remove_tree
 
-# Fill a directory that the caller names, once, even if many processes request it at the same time.
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryCopy:
-    """The content wanted in a directory.
-
-    `bytes_named` names fixed bytes. `source_named` names a source that may change: what another process
-    fetched from it is used only if that fetch ended after this request began.
-    """
-
-    bytes_named: str
-    source_named: str
-    fetch: Fetch
-    verifies: Callable[[Path], bool]
-    """Whether a directory holds exactly these bytes, and `metadata`."""
-    metadata: bytes | None = None
-    """The bytes of the file with the checkpoint's metadata, which may change; None for those that are named."""
+_UNUSED_FOR = timedelta(days=7)
+_REMOVAL_TIMEOUT = timedelta(seconds=10)
+_LOCK_POLL_INTERVAL_SECONDS = 0.01
 
 
-class DestinationInUse(InvalidInput):
-    """The directory has other content: remove it, or choose another directory."""
+@contextmanager
+def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
+    """Hold the lock `name` among this user's threads and processes on this machine; yield the path of a folder for it.
 
-
-class _Note(BaseModel):
-    """What the last holder of the lock wrote into the lock file."""
-
-    bytes_named: str = ""
-    source_named: str = ""
-    seal: str = ""
-    done_at_seconds: float = 0.0
-    building: str = ""
-
-
-def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
-    """Put `filling` into `destination` by one rename; fetch nothing if it has that content already.
+    The kernel releases the lock of a dead process. The folder may be missing.
 
     Raises:
-        DestinationInUse: `destination` has other content, which is not changed.
-        InvalidInput: `destination` cannot be replaced by a rename.
-        DeadlineExceeded: another process was still filling it at the deadline.
-    """
-    requested_at_seconds = time.monotonic()
-    _require_fillable(destination)
-    notes = node_folder() / "destinations"
-    notes.mkdir(mode=0o700, exist_ok=True)
-    name = hashlib.blake2b(str(destination).encode(), digest_size=16).hexdigest()
-    with FileLock.take(notes / f"{name}.lock", Share.ALONE, deadline) as lock:
-        note = _read(lock.path)
-        _remove_rubbish(destination, note)
-        if _is_taken(destination):
-            if not _is_as_wanted(destination, filling, note, requested_at_seconds):
-                raise DestinationInUse(
-                    f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
-                )
-            _refresh(destination / METADATA_FILE, filling.metadata)
-        else:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            _write(lock.path, _Note(building=f".{destination.name}."))
-            filling.fetch(destination)
-        filled = _Note(bytes_named=filling.bytes_named, source_named=filling.source_named, seal=seal_of(destination))
-        filled.done_at_seconds = time.monotonic()
-        _write(lock.path, filled)
-
-
-def _refresh(file: Path, metadata: bytes | None) -> None:
-    """Replace metadata that was set anew since the directory was filled."""
-    if metadata is not None and not (file.is_file() and file.read_bytes() == metadata):
-        replace_file(file, metadata)
-
-
-def _is_taken(destination: Path) -> bool:
-    """Whether `destination` is a file or a directory that is not empty."""
-    try:
-        return next(destination.iterdir(), None) is not None
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
-
-
-def _require_fillable(destination: Path) -> None:
-    if destination.exists() and not destination.is_dir():
-        raise InvalidInput(f"{destination}: expected a directory, found a file")
-    if destination.is_mount():
-        raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
-
-
-def _is_as_wanted(destination: Path, filling: DirectoryCopy, note: _Note, requested_at_seconds: float) -> bool:
-    if note.seal == seal_of(destination):
-        if note.bytes_named == filling.bytes_named:
-            return True
-        if note.source_named == filling.source_named and note.done_at_seconds >= requested_at_seconds:
-            return True
-    return filling.verifies(destination)
-
-
-def _remove_rubbish(destination: Path, note: _Note) -> None:
-    """Remove the unfinished directory of a killed process; only the holder of the lock builds one."""
-    if not note.building:
-        return
-    hidden = f".{destination.name}."
-    for beside in destination.parent.glob(f".*.{'[0-9a-f]' * 32}"):
-        if beside.name.startswith(hidden) and len(beside.name) == len(hidden) + 32:
-            shutil.rmtree(beside, ignore_errors=True)
-
-
-def _read(path: Path) -> _Note:
-    try:
-        return _Note.model_validate(json.loads(path.read_bytes() or b"{}"))
-    except (ValueError, ValidationError):
-        return _Note()  # its writer was killed: check the directory's content instead
-
-
-def _write(path: Path, note: _Note) -> None:
-    path.write_bytes(note.model_dump_json().encode())
-
-
-Fetch = Callable[[Path], None]
-"""Makes the directory at the given path, which must not exist; on an error there is no directory."""
-
-_LOCK = ".lock"
-_BUILDING = ".building"
-_SEAL = ".seal"
-_TRASH = "trash-"
-
-
-def node_folder() -> Path:
-    """Return the folder that this user's processes share on this machine until the next boot.
-
-    Raises:
+        DeadlineExceeded: another process or thread held the lock at the deadline.
         StoreRefused: there is no folder that only this user can write to.
     """
-    folder = user_folder()
-    boot = folder / _boot()
-    with suppress(FileExistsError):
-        boot.mkdir(mode=0o700)
-        _remove_earlier_boots(folder, boot)
-    return boot
+    node = user_folder() / "node"
+    node.mkdir(mode=0o700, exist_ok=True)
+    folder = node / hashlib.blake2b(f"{_this_boot()} {name}".encode(), digest_size=16).hexdigest()
+    lock = FileLock(f"{folder}.lock")
+    try:
+        lock.acquire(deadline.remaining_seconds, poll_interval=_LOCK_POLL_INTERVAL_SECONDS)
+    except Timeout as timeout:
+        raise deadline.exceeded(f"waiting for {name}, which another process or thread uses") from timeout
+    try:
+        os.utime(lock.lock_file)  # the time of its last use
+        yield folder
+    finally:
+        lock.release()
 
 
-def _boot() -> str:
+def _this_boot() -> str:
     """Return a name of this machine and boot, because machines may share their temporary folder."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -179,108 +69,117 @@ def _boot() -> str:
     return f"{socket.gethostname()}.{boot}"
 
 
-def _remove_earlier_boots(folder: Path, boot: Path) -> None:
-    for earlier in folder.glob(f"{glob.escape(socket.gethostname())}.*"):
-        if earlier != boot:
-            shutil.rmtree(earlier, ignore_errors=True)
+@dataclass(frozen=True, slots=True)
+class DirectoryContent:
+    """The content wanted in a directory.
+
+    `bytes_named` names fixed bytes. `source_named` names a source that may change: what another process
+    fetched from it is used only if that fetch ended after this request began.
+    """
+
+    bytes_named: str
+    source_named: str
+    fetch: Callable[[Path, bytes | None], None]
+    """Makes the directory at the given path, which must not exist, with this metadata; on an error there is none."""
+    verifies: Callable[[Path], bool]
+    """Whether a directory holds exactly these bytes, and `metadata`."""
+    metadata: bytes | None = None
+    """The bytes of the file with the checkpoint's metadata, which may change; None for those that are named."""
 
 
-class NodeCopies:
-    """The copies below `folder`, by key: a key stands for the same bytes for ever."""
+@contextmanager
+def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
+    """Yield a directory with `content`; fetch it only if no other reader on this machine has an unchanged copy.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    If several readers ask at once, one fetches and the others wait; if it fails or dies, another fetches.
 
-    @contextmanager
-    def reading(self, key: str, fetch: Fetch, deadline: Deadline) -> Iterator[Path]:
-        """Yield the copy of `key`, fetching it if it is missing; it is kept while any process reads it.
-
-        If several processes ask at once, one fetches and the others wait; if it fails or dies, another fetches.
-
-        Raises:
-            DeadlineExceeded: another process was still fetching at the deadline.
-            Exception: `fetch` raised it, in the process that called `fetch`.
-        """
-        name, lock = self._share(key, fetch, deadline)
+    Raises:
+        DeadlineExceeded: another process was still fetching at the deadline.
+        Exception: `content.fetch` raised it.
+    """
+    name = f"the copy {content.bytes_named}"
+    with ScratchDirectory() as scratch:
+        directory = scratch / "files"
+        with locked_folder(name, deadline) as folder:
+            copy, seal = folder / "copy", folder / "seal"
+            if not (copy.is_dir() and seal.exists() and seal.read_text(encoding="ascii") == seal_of(copy)):
+                remove_unlocked(folder.parent, "*", unused_for=_UNUSED_FOR)
+                remove_tree(folder)  # changed by a reader, or left unfinished by a killed process
+                content.fetch(copy, None)
+                seal.write_text(seal_of(copy), encoding="ascii")
+            shutil.copytree(copy, directory, copy_function=_link_or_copy)
+        if content.metadata is not None:
+            (directory / METADATA_FILE).unlink(missing_ok=True)  # other readers may have other metadata
+            (directory / METADATA_FILE).write_bytes(content.metadata)
         try:
-            yield self.folder / name
+            yield directory
         finally:
-            self._leave(name, lock)
+            remove_tree(directory)
+            with suppress(DeadlineExceeded), locked_folder(name, Deadline.after(_REMOVAL_TIMEOUT)) as folder:
+                if all(file.stat().st_nlink == 1 for file in (folder / "copy").rglob("*") if file.is_file()):
+                    remove_tree(folder)
+                    folder.with_suffix(".lock").unlink()
 
-    def sweep(self) -> None:
-        """Remove the copies and unfinished downloads of dead processes."""
-        for lock in self.folder.glob(f"*{_LOCK}"):
-            self._remove_if_unread(lock.name.removesuffix(_LOCK))
-        for trash in self.folder.glob(f"{_TRASH}*"):
-            shutil.rmtree(trash, ignore_errors=True)
 
-    # ---------------------------------------------------------------------------------------------- sharing
+def _link_or_copy(file: str, destination: str) -> None:
+    try:
+        os.link(file, destination)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(file, destination)
 
-    def _share(self, key: str, fetch: Fetch, deadline: Deadline) -> tuple[str, FileLock]:
-        """Return an unchanged copy and a shared lock on it; a copy that a reader changed is not given out again."""
-        for generation in count():
-            name = f"{key}-{generation}"
-            lock = self._share_one(name, fetch, deadline)
-            if self._is_as_fetched(name):
-                return name, lock
-            self._leave(name, lock)
-        raise AssertionError
 
-    def _share_one(self, name: str, fetch: Fetch, deadline: Deadline) -> FileLock:
-        """Return a shared lock on the copy. Never waits for the exclusive lock: a reader may read for hours."""
-        copy, path = self.folder / name, self._beside(name, _LOCK)
-        for _ in tries(path, deadline):
-            if not copy.is_dir():
-                self._fetch_if_alone(name, fetch)
-            if lock := FileLock.try_take(path, Share.WITH_READERS):
-                if copy.is_dir():
-                    return lock
-                lock.release()
-        raise AssertionError
+class DestinationInUse(InvalidInput):
+    """The directory has other content: remove it, or choose another directory."""
 
-    def _fetch_if_alone(self, name: str, fetch: Fetch) -> None:
-        if alone := FileLock.try_take(self._beside(name, _LOCK), Share.ALONE):
-            with alone:
-                if not (self.folder / name).is_dir():
-                    self._fetch(name, fetch)
 
-    def _fetch(self, name: str, fetch: Fetch) -> None:
-        self.sweep()
-        building = self._beside(name, _BUILDING)
-        shutil.rmtree(building, ignore_errors=True)  # left by a killed process: this process has the exclusive lock
-        building.mkdir()
-        try:
-            fetch(building / "copy")
-            self._beside(name, _SEAL).write_text(seal_of(building / "copy"), encoding="ascii")
-            (building / "copy").rename(self.folder / name)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadline) -> None:
+    """Put `content` into `destination` by one rename; fetch nothing if it has that content already.
 
-    def _is_as_fetched(self, name: str) -> bool:
-        try:
-            return seal_of(self.folder / name) == Seal(self._beside(name, _SEAL).read_text(encoding="ascii"))
-        except FileNotFoundError:
-            return False
+    Raises:
+        DestinationInUse: `destination` has other content, which is not changed.
+        InvalidInput: `destination` cannot be replaced by a rename.
+        DeadlineExceeded: another process was still filling it at the deadline.
+    """
+    requested_at_seconds = time.monotonic()
+    if destination.exists() and not destination.is_dir():
+        raise InvalidInput(f"{destination}: expected a directory, found a file")
+    if destination.is_mount():
+        raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
+    with locked_folder(str(destination), deadline) as folder:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        note = _read_note(folder / "note")
+        if "unfinished" in note:
+            _remove_unfinished(destination)
+        if destination.exists() and any(destination.iterdir()):
+            is_unchanged = note.get("seal") == seal_of(destination)
+            is_newer = note.get("source") == content.source_named and note["done_at_seconds"] >= requested_at_seconds
+            has_content = is_unchanged and (note["bytes"] == content.bytes_named or is_newer)
+            if not has_content and not content.verifies(destination):
+                raise DestinationInUse(
+                    f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
+                )
+            metadata = destination / METADATA_FILE
+            if content.metadata is not None and not (metadata.is_file() and metadata.read_bytes() == content.metadata):
+                replace_file(metadata, content.metadata)  # set anew since the directory was filled
+        else:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            (folder / "note").write_text(json.dumps({"unfinished": True}))
+            content.fetch(destination, content.metadata)
+        note = {"bytes": content.bytes_named, "source": content.source_named, "seal": seal_of(destination)}
+        (folder / "note").write_text(json.dumps({**note, "done_at_seconds": time.monotonic()}))
 
-    # ---------------------------------------------------------------------------------------------- leaving
 
-    def _leave(self, name: str, lock: FileLock) -> None:
-        lock.release()
-        self._remove_if_unread(name)
+def _read_note(path: Path) -> dict[str, Any]:
+    """Return what the last process noted of a destination; nothing if it was killed while it wrote."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError):
+        return {}
 
-    def _remove_if_unread(self, name: str) -> None:
-        lock = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
-        if lock is None:
-            return  # the last of its readers removes it
-        trash = [self.folder / f"{_TRASH}{uuid.uuid4().hex}" for _ in range(2)]
-        with lock:
-            for part, rubbish in zip((name, f"{name}{_BUILDING}"), trash, strict=True):
-                with suppress(FileNotFoundError):
-                    (self.folder / part).rename(rubbish)
-            self._beside(name, _SEAL).unlink(missing_ok=True)
-            lock.remove()
-        for rubbish in trash:
-            shutil.rmtree(rubbish, ignore_errors=True)  # the next sweep removes the rest
 
-    def _beside(self, name: str, suffix: str) -> Path:
-        return self.folder / f"{name}{suffix}"
+def _remove_unfinished(destination: Path) -> None:
+    """Remove the unfinished directory of a killed process; only the holder of the lock makes one."""
+    prefix = f".{destination.name}."
+    for path in destination.parent.glob(f".*.{'[0-9a-f]' * 32}"):
+        if path.name.startswith(prefix) and len(path.name) == len(prefix) + 32:
+            shutil.rmtree(path, ignore_errors=True)

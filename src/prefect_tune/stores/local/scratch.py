@@ -1,7 +1,12 @@
-"""Temporary directories that end with their process; those of killed processes are removed by later ones."""
+"""Temporary directories of this process, in a folder that only its user can write to.
+
+A process has one folder for all its scratch directories and holds a lock beside it until the process ends. A process
+that makes its first scratch directory removes the folders whose lock no process holds: those of killed processes.
+"""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import logging
@@ -9,17 +14,16 @@ import os
 import socket
 import stat
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
+from filelock import FileLock, Timeout
+
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.posix_files import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -50,7 +54,19 @@ def user_folder(base: str | None = None) -> Path:
     )
 
 
-_LOCK = ".alive"
+def remove_unlocked(folder: Path, names: str, *, unused_for: timedelta) -> None:
+    """Remove the directories in `folder` that have a lock file `<name>.lock`, unchanged for `unused_for` and not held.
+
+    `names` is a pattern of the directories' names. A lock file whose directory is missing is removed, too.
+    """
+    for lock_file in folder.glob(f"{names}.lock"):
+        with suppress(FileNotFoundError, Timeout):  # another process removed it, or holds it
+            if time.time() - lock_file.lstat().st_mtime >= unused_for.total_seconds():
+                with FileLock(lock_file, blocking=False):
+                    remove_tree(lock_file.with_suffix(""))
+                    lock_file.unlink()
+
+
 _LINK = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
 _MAX_SOCKET_BYTES = 107  # of a socket's path on Linux
@@ -58,18 +74,20 @@ _MAX_SOCKET_BYTES = 107  # of a socket's path on Linux
 # in multiprocessing.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
 _MAX_TMPDIR_CHARACTERS = 80
+_numbers = itertools.count(1)
 
 
 class ScratchDirectory:
     """A new directory below the system's temporary directory, with empty `folders` in it, removed by `close`."""
 
     def __init__(self, *folders: str) -> None:
-        self._made_in = _home  # a forked child gets its own
-        self.path = self._made_in.make(folders)
+        self.path = _process_folder(os.getpid(), tempfile.gettempdir()) / str(next(_numbers))
+        for directory in (self.path, *(self.path / name for name in folders)):
+            directory.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
 
     def close(self) -> None:
         """Remove it with its content."""
-        self._made_in.remove(self.path)
+        remove_tree(self.path)
 
     def __enter__(self) -> Path:
         return self.path
@@ -78,94 +96,51 @@ class ScratchDirectory:
         self.close()
 
 
-class _Home:
-    """The parent of all scratch directories of this process; one lock on it shows that the process is alive."""
+@lru_cache
+def _process_folder(process: int, base: str) -> Path:
+    """Make and lock the parent of this process's scratch directories below `base`; first remove those of dead ones.
 
-    def __init__(self) -> None:
-        self._guard = threading.RLock()
-        self._count = 0
-        self._undo = ExitStack()
-        self._directory = self._shown = Path()
-        self._names = itertools.count(1)
+    A forked child has a folder of its own. The path is short enough for sockets, if a link can make it so.
+    """
+    shared = user_folder(base)
+    remove_unlocked(shared, f"{_this_machine()}-*", unused_for=timedelta(0))
+    folder = shared / f"{_this_machine()}-{uuid4().hex[:8]}"
+    lock = FileLock(f"{folder}.lock", thread_local=False)
+    lock.acquire()
+    folder.mkdir(mode=0o700)
+    short = _short_path(folder, base)
 
-    def make(self, folders: tuple[str, ...]) -> Path:
-        with self._guard:
-            if not self._count:
-                self._directory = self._undo.enter_context(_locked_directory())
-                self._shown = self._undo.enter_context(_short_path(self._directory))
-            self._count += 1
-            name = str(next(self._names))
-            path, shown = self._directory / name, self._shown / name
-        try:
-            for each in (path, *(path / folder for folder in folders)):
-                each.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
-        except BaseException:
-            self._leave()
-            raise
-        return shown
+    def remove() -> None:
+        if os.getpid() == process:
+            if short != folder:
+                short.unlink(missing_ok=True)
+            remove_tree(folder)
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
-    def remove(self, path: Path) -> None:
-        try:
-            remove_tree(path)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._guard:
-            self._count -= 1
-            if not self._count:
-                self._undo.close()
+    atexit.register(remove)
+    return short
 
 
-_home = _Home()
-
-
-def _replace_home() -> None:
-    global _home  # noqa: PLW0603 - a forked child does not hold its parent's lock
-    _home = _Home()
-
-
-os.register_at_fork(after_in_child=_replace_home)
-
-
-@contextmanager
-def _locked_directory() -> Iterator[Path]:
-    """Yield a new locked directory and remove it at the end; first remove those of killed processes."""
-    shared = user_folder()
-    for left in shared.glob(f"{_this_machine()}-*"):
-        _remove_if_dead(left)
-    directory, alive = _made(shared)
-    try:
-        yield directory
-    finally:
-        alive.release()
-        remove_tree(directory)
-
-
-@contextmanager
-def _short_path(directory: Path) -> Iterator[Path]:
-    """Yield a path to `directory` below which sockets can be made: itself, or a link to it if it is too long."""
-    base = tempfile.gettempdir()
-    link = None if len(os.fsencode(directory)) <= _MAX_DIRECTORY_BYTES else _new_link(directory)
+def _short_path(folder: Path, base: str) -> Path:
+    """Return a path to `folder` below which sockets can be made: itself, or a link to it if it is too long."""
+    is_too_long = len(os.fsencode(folder)) > _MAX_DIRECTORY_BYTES
+    link = _make_link(folder) if is_too_long else None
     if len(base) > _MAX_TMPDIR_CHARACTERS:
         _warn_of_length(base, "" if link is None else f". Trials use links to it in {link.parent}")
-    elif link is None and len(os.fsencode(directory)) > _MAX_DIRECTORY_BYTES:
+    elif is_too_long and link is None:
         _warn_of_length(base, f", and no link to it can be made in {' or '.join(_SHORT_FOLDERS)}")
-    try:
-        yield link or directory
-    finally:
-        if link is not None:
-            link.unlink(missing_ok=True)
+    return link or folder
 
 
-def _new_link(directory: Path) -> Path | None:
+def _make_link(folder: Path) -> Path | None:
     for base in _SHORT_FOLDERS:
         with suppress(OSError, StoreRefused):
-            folder = user_folder(base)
-            for left in folder.glob(f"{_LINK}{_this_machine()}-*"):
-                if not (left / _LOCK).exists():  # what it led to was removed
-                    left.unlink(missing_ok=True)
-            (link := folder / f"{_LINK}{directory.name}").symlink_to(directory)
+            links = user_folder(base)
+            for link in links.glob(f"{_LINK}{_this_machine()}-*"):
+                if not link.exists():  # what it led to was removed
+                    link.unlink(missing_ok=True)
+            (link := links / f"{_LINK}{folder.name}").symlink_to(folder)
             return link
     return None
 
@@ -184,22 +159,3 @@ def _warn_of_length(base: str, effect: str) -> None:
 def _this_machine() -> str:
     """Return eight characters for this machine, whose name may have 64."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-
-
-def _made(shared: Path) -> tuple[Path, FileLock]:
-    """Make and lock a directory; try again if another process removed it before it was locked."""
-    while True:
-        directory = shared / f"{_this_machine()}-{uuid4().hex[:8]}"
-        directory.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):
-            return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
-
-
-def _remove_if_dead(directory: Path) -> None:
-    """Remove the directory of a dead process; a shared disk may not show other machines' locks."""
-    if directory.is_symlink() or not (directory / _LOCK).exists():
-        return  # not locked yet by its maker, or not a scratch directory
-    with suppress(FileNotFoundError):  # another process removed it first
-        if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
-            remove_tree(directory)
-            lock.release()
