@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import grp
 import os
 import pwd
@@ -10,7 +9,6 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,64 +25,67 @@ from prefect_tune.parameters.import_check import is_module_name, why_not_defined
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_plan import OPTIONS
 
-_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
-"""Opens a folder that may be passed through; on Linux it need not be readable."""
-_MOST_LINKS = 40  # as Linux
 _MOUNTS = Path("/proc/self/mountinfo")
 _OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")
-"""Types of mounts that report the user who mounted them as owner of every file, such as s3fs, rclone and SMB."""
-_OWNERS_TRUE = ("fuse.fuse-overlayfs",)
+"""Beginnings of the types of mounts that report the user who mounted them as owner of every file: s3fs, rclone, SMB."""
 
 
-def why_not_own(root: Path, folders: Sequence[str]) -> str:
-    """Return why other users can have written the files in `folders` below `root`; empty if only this user can.
+def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
+    """Return why other users can have written the files in `folders` below `root`; None if only this user can.
 
     The administrator (user 0) counts as this user, and so does a group with this user as its only member. A mount
-    that makes up owners (FUSE, SMB) does not show who can write to it, so it never counts as this user's own. Checked,
-    by open descriptors and without following a link that others could replace, are every folder from `/` to `root`,
-    every folder from there to `folders`, and every file in these. A folder that does not exist passes.
+    that makes up owners (FUSE, SMB) does not show who can write to it, so it never counts as this user's own. Checked
+    are every folder from `/` to `root`, as given and with links resolved, every folder from there to `folders`, and
+    every file in these. A folder that does not exist passes.
     """
     try:
-        with ExitStack() as opened:
-            place = _OpenFolder(opened)
-            place.enter(root)
-            place.require_private()
-            for folder in folders:
-                _look_into(place.descriptor, folder, root)
-    except _Shared as shared:
-        return str(shared)
+        real, given = Path(os.path.realpath(root, strict=True)), root.absolute()
+        for path in sorted({*real.parents, *given.parents, given}):
+            if reason := _writer_reason(path, is_above=True):
+                return reason
+        if reason := _writer_reason(real):
+            return reason
+        for folder in folders:
+            if reason := _folder_reason(real, folder):
+                return reason
     except OSError as error:
         return f"{root}: {error.strerror}"
-    return ""
+    return None
 
 
-class _Shared(Exception):
-    """Other users can write to a checked path; the message names it."""
+def _folder_reason(root: Path, folder: str) -> str | None:
+    path = root
+    for name in folder.split("/"):
+        path /= name
+        try:
+            reason = _writer_reason(path)
+        except FileNotFoundError:
+            return None
+        if reason:
+            return reason
+    return next(filter(None, map(_writer_reason, path.iterdir())), None)
 
 
-def _require_private(found: os.stat_result, where: str | Path, reach: str, *, may_be_sticky: bool = False) -> None:
-    """Raise `_Shared` if other users can write there.
+def _writer_reason(path: Path, *, is_above: bool = False) -> str | None:
+    """Return why other users can write to `path`; None if they cannot.
 
-    With `may_be_sticky`, a sticky folder (`/tmp`) passes: others can add names to it, but not replace existing ones.
-
-    Args:
-        found: its status, read from a descriptor.
-        where: its path, for messages.
-        reach: its path through a descriptor, for its access list.
-        may_be_sticky: let a sticky folder pass.
+    Above a target a link passes, and so does a sticky folder (`/tmp`): others can add names to it, but not replace
+    existing ones.
     """
-    if stat.S_ISDIR(found.st_mode) and (kind := _kind_of_mount(found.st_dev)) and _makes_up_owners(kind):
-        raise _Shared(f"{where} is on a mount of type {kind}, which does not show which other users can write there")
-    if found.st_uid not in {0, os.geteuid()}:
-        raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
-    if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
-        mode = stat.filemode(found.st_mode)
-        raise _Shared(f"{where} can be written by others ({mode}; chmod go-w removes that permission)")
-
-
-def _makes_up_owners(kind: str) -> bool:
-    return kind not in _OWNERS_TRUE and (kind in _OWNERS_MADE_UP or kind.startswith("fuse."))
+    status = path.lstat()
+    if status.st_uid not in {0, os.geteuid()}:
+        return f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if stat.S_ISLNK(status.st_mode):
+        return None if is_above else f"{path} is a link"
+    if stat.S_ISDIR(status.st_mode) and (kind := _kind_of_mount(status.st_dev)).startswith(_OWNERS_MADE_UP):
+        return f"{path} is on a mount of type {kind}, which does not show which other users can write there"
+    is_shared_by_group = status.st_mode & stat.S_IWGRP and (
+        not _is_private_group(os.geteuid(), status.st_gid) or _has_access_list(path)
+    )
+    if (is_shared_by_group or status.st_mode & stat.S_IWOTH) and not (is_above and status.st_mode & stat.S_ISVTX):
+        mode = stat.filemode(status.st_mode)
+        return f"{path} can be written by others ({mode}; chmod go-w removes that permission)"
+    return None
 
 
 def _kind_of_mount(device: int) -> str:
@@ -96,15 +97,6 @@ def _kind_of_mount(device: int) -> str:
     number = f"{os.major(device)}:{os.minor(device)}"
     kinds = (line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2:3] == [number])
     return next(kinds, "")
-
-
-def _others_write(found: os.stat_result, reach: str) -> bool:
-    """Whether other users can write; with an access list, the group bits are the mask of all its entries."""
-    if found.st_mode & stat.S_IWOTH:
-        return True
-    return bool(found.st_mode & stat.S_IWGRP) and not (
-        _is_private_group(os.geteuid(), found.st_gid) and not _has_access_list(reach)
-    )
 
 
 @lru_cache(maxsize=8)
@@ -119,93 +111,12 @@ def _is_private_group(user: int, group: int) -> bool:
     return all(each.pw_uid == user for each in pwd.getpwall() if each.pw_gid == group)
 
 
-def _has_access_list(reach: str) -> bool:
-    if not hasattr(os, "listxattr"):
-        return True  # unknown on this system: assume one
+def _has_access_list(path: Path) -> bool:
+    """Whether the group's bits of the mode may be those of other users; also where that cannot be read."""
     try:
-        return any(name.endswith("_acl") or "_acl_" in name for name in os.listxattr(reach, follow_symlinks=True))
-    except OSError as error:
-        if error.errno == errno.ENOTSUP:
-            return False
-        raise
-
-
-class _OpenFolder:
-    """An open folder, reached from `/` through folders in which other users cannot replace a name."""
-
-    def __init__(self, opened: ExitStack) -> None:
-        self._opened = opened
-        self._way: list[tuple[str, int]] = []
-        self._links = 0
-
-    @property
-    def descriptor(self) -> int:
-        return self._way[-1][1]
-
-    @property
-    def path(self) -> str:
-        return "/" + "/".join(name for name, _ in self._way[1:])
-
-    def enter(self, path: Path) -> None:
-        """Walk an absolute path, or one relative to the current folder."""
-        for part in path.parts:
-            if part == "/":
-                self._way = []
-                self._step(part, None)
-            elif part == "..":
-                self._way = self._way[: max(1, len(self._way) - 1)]
-            else:
-                self._step(part, self.descriptor)
-
-    def require_private(self) -> None:
-        _require_private(os.fstat(self.descriptor), self.path, _reach(self.descriptor))
-
-    def _step(self, name: str, above: int | None) -> None:
-        try:
-            folder = _open(self._opened, name, _SEARCH, above)
-        except OSError as error:
-            if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
-                raise
-            return self._follow(name)
-        self._way.append((name, folder))
-        return _require_private(os.fstat(folder), self.path, _reach(folder), may_be_sticky=True)
-
-    def _follow(self, link: str) -> None:
-        """Follow a symbolic link of the current folder, if it belongs to this user or the administrator."""
-        self._links += 1
-        if self._links > _MOST_LINKS:
-            raise _Shared(f"{self.path}: too many links")
-        status = os.stat(link, dir_fd=self.descriptor, follow_symlinks=False)
-        if status.st_uid not in {0, os.geteuid()}:
-            raise _Shared(f"{self.path}/{link} is a link that belongs to user {status.st_uid}")
-        self.enter(Path(os.readlink(link, dir_fd=self.descriptor)))
-
-
-def _look_into(root: int, folder: str, where: Path) -> None:
-    with ExitStack() as opened:
-        at = root
-        for name in folder.split("/"):
-            where /= name
-            try:
-                at = _open(opened, name, _FOLDER | os.O_RDONLY, at)
-            except FileNotFoundError:
-                return
-            _require_private(os.fstat(at), where, _reach(at))
-        with os.scandir(at) as files:
-            for each in files:
-                found = each.stat(follow_symlinks=False)
-                _require_private(found, where / each.name, f"{_reach(at)}/{each.name}")
-
-
-def _reach(descriptor: int) -> str:
-    """Return a path to an open descriptor; with `O_PATH` there is no other way to read extended attributes."""
-    return f"/proc/self/fd/{descriptor}"
-
-
-def _open(opened: ExitStack, name: str, flags: int, above: int | None) -> int:
-    found = os.open(name, flags, dir_fd=above)
-    opened.callback(os.close, found)
-    return found
+        return any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
+    except OSError:
+        return True
 
 
 # Find the settings in an experiment's journal that choose code to run or import, or a location to open.
@@ -371,7 +282,7 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
     if not chosen:
         return
     if key is None:
-        if not (why := _why_not_own(target, known)):
+        if not (why := _shared_journal_reason(target, known)):
             return
         refused = {each: said for each in chosen if (said := _why_not_of(each, packages))}
     elif is_signed(known.settings, known.name, key):
@@ -394,8 +305,8 @@ def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[
     return known.settings if unsigned(known.settings) == settings else settings
 
 
-def _why_not_own(target: StorageTarget, known: Experiment) -> str:
-    """Return why others may have written the journal, or that of an origin of the fork; empty if not."""
+def _shared_journal_reason(target: StorageTarget, known: Experiment) -> str | None:
+    """Return why others may have written the journal, or that of an origin of the fork; None if not."""
     if not isinstance(target, LocalTarget):
         return "the target is not a folder of this machine"
     if target.may_hang:
@@ -404,7 +315,9 @@ def _why_not_own(target: StorageTarget, known: Experiment) -> str:
         journals = _with_origins(target, known)
     except TuneError as error:
         return str(error)
-    return why_not_own(Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)])
+    return shared_access_reason(
+        Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)]
+    )
 
 
 def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[JournalKey]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune import trust
-from prefect_tune.trust import why_not_own
+from prefect_tune.trust import shared_access_reason
 
 OTHER = 4242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can give files away")
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def looked_at(root: Path) -> str:
-    return why_not_own(root, ["e/journal", "e/segments"])
+    return shared_access_reason(root, ["e/journal", "e/segments"]) or ""
 
 
 def test_a_folder_that_only_its_user_can_write_to_is_their_own(root: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_link_of_another_user_is_not_followed(root: Path) -> None:
     link = root.parents[1] / "link"
     link.symlink_to(root.parent)
     os.chown(link, OTHER, -1, follow_symlinks=False)
-    assert f"{link} is a link that belongs to user {OTHER}" in looked_at(link / "root")
+    assert f"{link} belongs to user {OTHER}" in looked_at(link / "root")
 
 
 @pytest.mark.parametrize("linked", ["e", "e/journal", "e/journal/1.json"])
@@ -83,14 +83,14 @@ def test_a_link_below_it_is_not_followed(root: Path, linked: str) -> None:
 def test_links_in_a_circle_and_what_is_not_there_are_not_ones_own(root: Path) -> None:
     (root.parent / "a").symlink_to("b")
     (root.parent / "b").symlink_to("a")
-    assert "too many links" in looked_at(root.parent / "a")
+    assert "Too many levels of symbolic links" in looked_at(root.parent / "a")
     assert "No such file" in looked_at(root.parent / "gone")
     assert looked_at(root / "e" / "journal" / "1.json")
 
 
 @pytest.mark.parametrize(
     ("kind", "is_own"),
-    [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True), ("fuse.fuse-overlayfs", True)],
+    [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True)],
 )
 def test_a_mount_that_makes_up_owners_is_not_ones_own(
     kind: str, is_own: bool, root: Path, monkeypatch: pytest.MonkeyPatch
