@@ -28,7 +28,6 @@ VAGUE_IN_TESTS = frozenset({"happened", "heard", "told"})
 VAGUE_AS_FIELD = frozenset({"go_on", "left", "say"})  # fields are stored, or read far from where they are set
 MEANT = {
     (Path("src/prefect_tune/reporting/svg.py"), "left"),  # the side of a frame
-    (Path("src/prefect_tune/terminal/progress_view.py"), "left"),  # the time that remains
 }
 
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework

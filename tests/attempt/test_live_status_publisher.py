@@ -38,14 +38,14 @@ class Search:
 
     def __init__(self, period: timedelta | None) -> None:
         self.state = nothing_yet(KEY).model_copy(update={"term": 3})
-        self.attempts = RunningAttempts(self.state, AT, 0.0)
+        self.attempts = RunningAttempts(self.state, AT)
         self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.attempts, period)
         self.happens(TrialAdded(trial="a", config={}))
         self.happens(Started(trial="a", attempt=1, from_step=0))
 
     def happens(self, event: Event) -> None:
         self.state = after_event(self.state, event, 1)
-        self.attempts.applied(event, self.state, AT, 0.0)
+        self.attempts.applied(event, self.state, AT)
 
 
 def test_nothing_is_written_before_an_attempt_begins(bucket: Bucket) -> None:

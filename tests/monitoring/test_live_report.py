@@ -42,7 +42,7 @@ from prefect_tune.monitoring.live_report import (
 from prefect_tune.monitoring.search_observer import AttemptRecorder, ObserverGroup
 from prefect_tune.reporting.page import page_of
 from prefect_tune.terminal.formatting import format_cell
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until

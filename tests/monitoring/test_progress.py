@@ -45,8 +45,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import Progress, SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder
-from prefect_tune.terminal.progress_view import head_facts, line
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchEstimate, head_facts, line
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.tracked_progress import TrackedProgress
@@ -93,7 +92,7 @@ def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_n
     outlook = SearchEstimate("e", None, 1, 80, is_training=True)
     tracker = TrackedProgress(state, outlook, 0.0, datetime.now(UTC))
     seen, report = Progress(tracker, LOG, log_period=timedelta(0)), StepReport(step=7, metrics={"loss": 0.5})
-    tracker.reported("0", report, 1.0)
+    tracker.reported("0", report)
     seen.reported(StepReported("0", report, asks=False), state)
     (message,) = caplog.messages
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
@@ -400,7 +399,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     assert "best: trial 00003, loss 0.5" in line(tracker.state(1.0))
     worse = StepReport(step=3, metrics={"loss": 0.9})
     search.log.reported(StepReported(T, worse, asks=False), search.state)
-    tracker.reported(T, worse, 2.0)
+    tracker.reported(T, worse)
     best = head_facts(tracker.state(3.0))["best"]
     assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 

@@ -28,8 +28,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
 from prefect_tune.notebook.html import progress_html, results_html
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import Note, ProgressState
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
 from tests.fakes.checkpoints import write
 from tests.fakes.html_tags import Tags
 from tests.fakes.notebooks import executed, shipped

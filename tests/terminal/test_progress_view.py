@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -19,17 +20,28 @@ from prefect_tune.core.journal_events import (
     Event,
     Finished,
     GaveUp,
-    Paused,
     Reported,
     Started,
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.schedulers.base import Continue, Exploit
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import FIFO, Continue, Exploit
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
-from prefect_tune.terminal.progress_view import Note, ProgressState, cells_of, frame, line
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import (
+    Note,
+    ProgressState,
+    SearchEstimate,
+    cells_of,
+    first_pause_of,
+    frame,
+    line,
+    remaining_steps,
+    resumes_paused,
+)
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import all_statuses
 from tests.fakes.searches.tracked_progress import TrackedProgress
@@ -43,20 +55,19 @@ class Search:
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet(first_generation("e"))
-        self.now = 0.0
-        self.tracker = TrackedProgress(self.experiment, outlook, self.now, NOON)
+        self.tracker = TrackedProgress(self.experiment, outlook, 0.0, NOON)
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
-            self.tracker.happens(event, self.experiment, self.now)
+            self.tracker.happens(event, self.experiment)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
             self.happens(TrialAdded(trial=trial, config={"lr": 0.1}), Started(trial=trial, attempt=1, from_step=0))
 
     def reports(self, trial: str, step: int, loss: float) -> None:
-        self.tracker.reported(trial, report(step, loss), self.now)
+        self.tracker.reported(trial, report(step, loss))
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -118,7 +129,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.tracker.happens(Started(trial="0", attempt=2, from_step=0), search.experiment, 0.0)
+    search.tracker.happens(Started(trial="0", attempt=2, from_step=0), search.experiment)
     assert search.tracker.state(1.0).best is None
 
 
@@ -145,42 +156,84 @@ def test_an_exploit_is_noted(search: Search) -> None:
     assert search.tracker.state(1.0).notes[-1].text == "exploits 1"
 
 
+def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(search: Search) -> None:
+    search.begins("0", "1")
+    assert search.tracker.state(60.0).time_left is None, "no step is trained yet"
+    search.reports("0", 3, 0.5)
+    search.reports("1", 5, 0.5)
+    assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 8) / 8)
+    search.happens(
+        AttemptEnded(trial="1", cause=Cause.MACHINE, message="lost"), Started(trial="1", attempt=2, from_step=0)
+    )
+    search.reports("1", 2, 0.5)
+    assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 5) / 10), "two steps were trained again"
+
+
 def test_nothing_takes_longer_than_the_time_budget() -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=100, time=timedelta(seconds=30)))
-    assert search.tracker.state(10.0).left == timedelta(seconds=20)
+    search = Search(SearchEstimate("e", LOSS, trial_count=100, step_count=10, time=timedelta(seconds=30)))
+    assert search.tracker.state(10.0).time_left == timedelta(seconds=20)
     search.begins("0")
-    search.now = 10.0
-    search.happens(Finished(trial="0", reason="enough"))
-    assert search.tracker.state(10.0).left == timedelta(seconds=20)
-    assert search.tracker.state(40.0).left == timedelta(0)
+    search.reports("0", 1, 0.5)
+    assert search.tracker.state(10.0).time_left == timedelta(seconds=20)
+    assert search.tracker.state(40.0).time_left == timedelta(0)
+
+
+@pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
+def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> None:
+    search = Search(SearchEstimate("e", LOSS, trial_count=4, step_count=steps))
+    search.begins("0")
+    search.reports("0", 1, 0.5)
+    shown = search.tracker.state(10.0)
+    assert shown.time_left is None
+    assert shown.share == pytest.approx(0.0)
 
 
 def test_a_search_that_ends_early_has_no_time_left_that_is_known(search: Search) -> None:
     search.begins("0")
-    for search.now in (1.0, 2.0):
-        search.reports("0", int(search.now), 0.5)
-    assert search.tracker.state(3.0).left is not None
+    search.reports("0", 1, 0.5)
+    assert search.tracker.state(3.0).time_left is not None
     search.happens(StopAsked(reason="enough"))
-    assert (search.tracker.state(3.0).left, search.tracker.state(3.0).ended_because) == (None, "enough")
+    assert (search.tracker.state(3.0).time_left, search.tracker.state(3.0).ended_because) == (None, "enough")
 
 
-def test_with_paused_trials_the_time_budget_is_no_least() -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=2, step_count=100, time=timedelta(seconds=60)))
-    search.begins("0", "1")
-    search.happens(Paused(trial="1", reason="rung"))
-    for search.now in (1.0, 2.0):
-        search.reports("0", int(search.now), 0.5)
-    shown = search.tracker.state(10.0)
-    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=50), False)
-    search.reports("0", 98, 0.5)
-    assert search.tracker.state(10.0).may_take_longer
+_PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(step=4, sequence=1),)}
+
+
+@pytest.mark.parametrize(
+    ("trials", "known", "steps"),
+    [
+        ([{"phase": Phase.RUNNING, "step": 3}], {}, 7 + 10),
+        ([{"phase": Phase.FINISHED, "step": 6}], {}, 6),
+        ([{"phase": Phase.FINISHED, "step": 6}, {"phase": Phase.RUNNING, "step": 2}], {"step_count": None}, 4),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"step_count": None}, None),
+        ([{"phase": Phase.ERRORED, "step": 6}], {"step_count": None}, None),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"trial_count": None}, None),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"first_pause": 3}, None),
+        ([{**_PAUSED_AT_4, "phase": Phase.PENDING}], {}, 6 + 10),
+        ([_PAUSED_AT_4], {"resumes_paused": True}, 6 + 10),
+        ([_PAUSED_AT_4], {}, None),
+    ],
+)
+def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search_has_no_end(
+    trials: list[dict[str, object]], known: dict[str, object], steps: float | None
+) -> None:
+    estimate = replace(SearchEstimate("e", trial_count=2, step_count=10), **known)
+    made = [Trial(trial=str(number), config={}, **facts) for number, facts in enumerate(trials)]
+    assert remaining_steps(made, estimate) == steps
+
+
+def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:
+    asha, hyperband = ASHA(max_t=27, grace_period=3), Hyperband(max_t=27)
+    others = (PBT(4, {"lr": [0.1, 0.2]}), ASHA(max_t=27, variant="stopping"), FIFO(), None)
+    assert [first_pause_of(each) for each in (asha, hyperband, *others)] == [3, 0, None, None, None, None]
+    assert [resumes_paused(each) for each in (asha, hyperband, *others)] == [False, False, True, False, False, False]
 
 
 def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_count_when_they_arrive(
     search: Search,
 ) -> None:
     search.begins("0")
-    search.tracker.latest("0", report(9, 0.1), 5.0)
+    search.tracker.latest("0", report(9, 0.1))
     state = search.tracker.state(10.0)
     assert [(each.step, each.metrics) for each in state.running] == [(9, {"loss": 0.1})]
     assert state.best.trial == "0"
@@ -189,7 +242,7 @@ def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_
         search.reports("0", step, 1 / step)
     assert search.tracker.state(10.0).reports_per_second == pytest.approx(0.9)
     search.happens(Finished(trial="0", reason="enough"))
-    search.tracker.latest("1", report(9, 0.1), 5.0)
+    search.tracker.latest("1", report(9, 0.1))
     assert not search.tracker.state(10.0).running
 
 
@@ -204,7 +257,7 @@ def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressSta
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: running, Status.COMPLETED: finished},
         "reports_per_second": 12.345,
-        "left": timedelta(hours=2, minutes=5),
+        "time_left": timedelta(hours=2, minutes=5),
         "rungs": {1: 5, 3: 2},
         "running": [trial(number, Phase.RUNNING) for number in range(10, 10 + running)],
         "others": [trial(number, Phase.FINISHED) for number in range(1, 1 + finished)],
@@ -274,7 +327,7 @@ def test_what_is_over_takes_no_more_time() -> None:
 
 
 def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
-    ending = state(left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
+    ending = state(time_left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
     assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best: " in line(ending)
     assert drawn(ending)[0] == "first  3 min 20 s, ending: the time budget of 1:00:00 is spent  12.3 reports/s"
 
@@ -287,13 +340,6 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
     assert "\\x1b[31m" in lines[-1]
     assert [text.split()[0] for text in lines if text.startswith("00001")] == ["00001"]
     assert lines[3].startswith("best    trial 00001, errored, loss x")
-
-
-def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
-    assert "; at least 2 h 5 min left; " in line(state(may_take_longer=True))
-    assert drawn(state(may_take_longer=True))[0].startswith("first  3 min 20 s, at least 2 h 5 min left")
-    assert "left" not in drawn(state(may_take_longer=True, left=timedelta(seconds=0.4)))[0]
-    assert "about 0 s left" in drawn(state(left=timedelta(seconds=0.4)))[0]
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:

@@ -44,8 +44,7 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.progress_view import share_of_search, share_of_trial
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it in the end.
 

@@ -51,8 +51,7 @@ from prefect_tune.notebook.html import progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show, live_display
-from prefect_tune.terminal.progress_view import ProgressTracker, config_cells
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import ProgressTracker, SearchEstimate, config_cells
 
 _LOG_PERIOD = timedelta(minutes=1)
 

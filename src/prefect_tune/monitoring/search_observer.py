@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from prefect_tune.attempt.processes.process_output import Log
@@ -87,10 +86,10 @@ class AttemptRecorder(SearchObserver):
     """Records what the attempts of a search report; what shows the search reads `attempts`, so this one comes first."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self.attempts = RunningAttempts(experiment, utc_now(), time.monotonic())
+        self.attempts = RunningAttempts(experiment, utc_now())
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self.attempts.applied(event, experiment, utc_now(), time.monotonic())
+        self.attempts.applied(event, experiment, utc_now())
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
@@ -98,10 +97,10 @@ class AttemptRecorder(SearchObserver):
 
     def record(self, trial: str, report: StepReport) -> None:
         """Record the report of a step that is trained now."""
-        self.attempts.reported(trial, report, utc_now(), time.monotonic())
+        self.attempts.reported(trial, report, utc_now())
 
     def latest(self, newest: LatestReport) -> None:
-        self.attempts.latest(newest.trial, newest.report, newest.at, time.monotonic())
+        self.attempts.latest(newest.trial, newest.report, newest.at)
 
     def wrote(self, experiment: Experiment) -> None:
         self.attempts.wrote(experiment)

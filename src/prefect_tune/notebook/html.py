@@ -32,10 +32,10 @@ from prefect_tune.terminal.progress_view import (
     chosen_trials,
     common_metrics,
     config_cells,
+    format_time_left,
     head_facts,
     hidden_columns_note,
     pace,
-    time_left,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
 
 def _pace(state: ProgressState) -> Iterator[str]:
     yield f"running for {format_duration(state.elapsed)}"
-    yield from filter(None, (time_left(state), pace(state)))
+    yield from filter(None, (format_time_left(state), pace(state)))
 
 
 def _link(address: str) -> Html:

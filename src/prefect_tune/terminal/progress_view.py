@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from statistics import fmean
 from types import MappingProxyType
 
 from rich.console import Group, RenderableType
@@ -29,8 +30,12 @@ from prefect_tune.core.journal_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
-from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.messages.live_status import RunCounts, RunningAttempts
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Exploit, Scheduler
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import first_line, format_duration, shown_amount, visible
 from prefect_tune.core.values import StepReport, flat, metric_in
@@ -42,12 +47,50 @@ from prefect_tune.terminal.formatting import (
     output_width,
     plain_cells,
 )
-from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
 
 _NOTES = 50
 _ERRORS = 5
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class SearchEstimate:
+    """The expected extent of a search, as far as it is known at its start."""
+
+    experiment: str
+    objective: Objective | None = None
+    trial_count: int | None = None
+    """Total number of trials, including those of earlier runs."""
+    step_count: int | None = None
+    """The most steps that a trial trains."""
+    time: timedelta | None = None
+    """The time budget of this run."""
+    first_pause: int | None = None
+    """The step at which the scheduler first pauses trials, to resume only some of them.
+
+    0 if that depends on a trial's bracket; None for other schedulers.
+    """
+    is_training: bool = False
+    """Whether it is a single training, not a search."""
+    resumes_paused: bool = False
+    """Whether the scheduler resumes every trial that it pauses, as in a population that takes turns."""
+
+
+def first_pause_of(scheduler: Scheduler | None) -> int | None:
+    """Return `SearchEstimate.first_pause` of a scheduler."""
+    match scheduler:
+        case ASHA(variant="promotion"):
+            return scheduler.grace_period
+        case Hyperband():
+            return 0
+        case _:
+            return None
+
+
+def resumes_paused(scheduler: Scheduler | None) -> bool:
+    """Return whether a scheduler resumes every trial that it pauses, if only to end it."""
+    return isinstance(scheduler, PBT | MedianStopping)
 
 
 @dataclass(frozen=True)
@@ -68,10 +111,8 @@ class ProgressState:
     elapsed: timedelta
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
-    left: timedelta | None = None
-    """Estimated time left, from the seconds per step of this run and the slots; None once the search ends early."""
-    may_take_longer: bool = False
-    """Whether trials are paused, and it is unknown how many of them are resumed: `left` counts none."""
+    time_left: timedelta | None = None
+    """The remaining steps at the pace of this run, or the rest of the time budget; None if unknown."""
     rungs: Mapping[int, int] = field(default_factory=dict)
     """How many trials the scheduler has judged, by step."""
     running: Sequence[Trial] = ()
@@ -135,8 +176,6 @@ class ProgressTracker:
         trials = list(experiment.trials.values())
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
-        left = None if experiment.ends else self._left(now, trials, attempts.times)
-        may_resume = bool(outlook.pauses) or any(each.phase is Phase.PAUSED for each in trials)
         newest = [
             with_report(each, attempts.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
         ]
@@ -148,9 +187,8 @@ class ProgressTracker:
             outlook=outlook,
             elapsed=elapsed,
             counts=counts,
-            reports_per_second=self._rate(now, attempts.report_count),
-            left=left,
-            may_take_longer=may_resume and left != self._budget_left(now),
+            reports_per_second=self._rate(now, attempts.counts.reports),
+            time_left=None if experiment.ends else self._time_left(now, newest, attempts.counts),
             rungs=dict(sorted(rungs.items())),
             running=[each for each in newest if each.phase is Phase.RUNNING],
             others=others,
@@ -160,7 +198,7 @@ class ProgressTracker:
             share=share_of_search(trials, attempts.newest, outlook),
             ended_because=experiment.ends,
             lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
-            has_trained=bool(attempts.times),
+            has_trained=bool(attempts.running or attempts.counts.ended_attempts),
         )
 
     def _rate(self, now: float, reports: int) -> float:
@@ -170,23 +208,45 @@ class ProgressTracker:
         self._rates.append((now, reports))
         return (reports - before) / (now - since) if now > since else 0.0
 
-    def _left(
-        self, now: float, trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]
-    ) -> timedelta | None:
-        """Return the time that the remaining steps take, or until the time budget ends if that is sooner."""
-        budget = self._budget_left(now)
-        if now - self._began < _TOO_EARLY.total_seconds():
+    def _time_left(self, now: float, trials: Sequence[Trial], counts: RunCounts) -> timedelta | None:
+        """Return the time of the remaining steps at the pace of this run, or the rest of the time budget if shorter."""
+        elapsed, time = timedelta(seconds=now - self._began), self._outlook.time
+        budget = None if time is None else max(timedelta(0), time - elapsed)
+        if elapsed < _TOO_EARLY or not counts.steps:
             return budget
         try:
-            seconds = seconds_left(self._outlook, trials, attempts, now)
+            steps = remaining_steps(trials, self._outlook)
+            seconds = None if steps is None else elapsed.total_seconds() * steps / counts.steps
             left = budget if seconds is None else timedelta(seconds=seconds)
         except OverflowError:  # so large a number of steps is no limit: something else ends the search
             return budget
         return left if left is None or budget is None else min(left, budget)
 
-    def _budget_left(self, now: float) -> timedelta | None:
-        time = self._outlook.time
-        return None if time is None else max(timedelta(0), time - timedelta(seconds=now - self._began))
+
+def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
+    """Return the number of steps that a search has left; None if the number of its trials or steps is unknown.
+
+    Running trials train `step_count` steps, and new ones as many as those that have ended did on average. Steps after
+    a waiting trial's newest checkpoint are trained again. If only some of the paused trials resume, it is unknown.
+
+    Args:
+        trials: all trials so far, each running one with its newest report.
+        estimate: the extent of the search.
+    """
+    last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
+    steps_of_new = fmean(last_steps) if last_steps else estimate.step_count
+    step_count = estimate.step_count or steps_of_new
+    promotes = estimate.first_pause is not None
+    has_unknown_pauses = not estimate.resumes_paused and any(trial.phase is Phase.PAUSED for trial in trials)
+    if estimate.trial_count is None or not (step_count and steps_of_new) or promotes or has_unknown_pauses:
+        return None
+    steps = max(0, estimate.trial_count - len(trials)) * steps_of_new
+    for trial in trials:
+        if trial.phase not in ENDED:
+            checkpoint = newest_checkpoint(trial)
+            step = trial.step if trial.phase is Phase.RUNNING else checkpoint.step if checkpoint else 0
+            steps += max(0, step_count - step)
+    return steps
 
 
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
@@ -210,7 +270,7 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
     if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), next(iter(outlook.pauses), None) or outlook.step_count
+    step, steps = max(trial.step, report.step if report else 0), outlook.first_pause or outlook.step_count
     return min(1.0, step / steps) if steps else 0.0
 
 
@@ -239,7 +299,6 @@ def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:
 
 _GAP = 2
 _WIDEST_CELL = 24
-_NO_TIME = format_duration(timedelta(0))
 
 
 def trials_table(
@@ -360,7 +419,7 @@ def line(state: ProgressState) -> str:
     if state.outlook.is_training:
         return f"{state.outlook.experiment}: {'; '.join(_of_training(state))}"
     parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
-    if state.running and (left := time_left(state)):
+    if state.running and (left := format_time_left(state)):
         parts.append(left)
     if state.lacking_count and state.outlook.objective is not None:
         parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
@@ -416,7 +475,7 @@ def _of_training(state: ProgressState) -> Iterator[str]:
     metrics = f", {facts['metrics']}" if "metrics" in facts else ""
     yield f"step {facts['step']}{metrics} after {format_duration(state.elapsed)}"
     if state.running:
-        yield from filter(None, (pace(state), time_left(state)))
+        yield from filter(None, (pace(state), format_time_left(state)))
     if "saved" in facts:
         yield f"saved: {facts['saved']}"
 
@@ -427,19 +486,16 @@ def pace(state: ProgressState) -> str:
     return f"{shown_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 
-def time_left(state: ProgressState) -> str:
+def format_time_left(state: ProgressState) -> str:
     """Return the estimate of the time left in words, or why the search ends early; empty if there is neither."""
     if state.ended_because:
         return f"ending: {first_line(state.ended_because)}"
-    left = "" if state.left is None else format_duration(state.left)
-    if not left or (state.may_take_longer and left == _NO_TIME):
-        return ""
-    return f"{'at least' if state.may_take_longer else 'about'} {left} left"
+    return "" if state.time_left is None else f"about {format_duration(state.time_left)} left"
 
 
 def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
-    if left := time_left(state):
+    if left := format_time_left(state):
         title.append(visible(f", {left}"))
     if found := pace(state):
         title.append(f"  {found}", "dim")

@@ -86,7 +86,7 @@ from prefect_tune.suspension.suspend_and_resume import (
 from prefect_tune.tasks.experiments import check_target, publish_results
 from prefect_tune.terminal.formatting import format_counts, format_value
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
+from prefect_tune.terminal.progress_view import SearchEstimate, first_pause_of, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of
@@ -230,7 +230,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     policy = policy_of(plan)
     opening, slots, where = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots, metric_check)
-    subscribers = _subscribers(plan, slots)
+    subscribers = _subscribers(plan)
     known = require_presence(plan.target, name, plan.resume, turn.known)
     seen = turn.known.experiment if turn.known is not None else turn.state
     warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, name, seen)
@@ -320,7 +320,7 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
     )
 
 
-def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
+def _subscribers(plan: SearchPlan) -> Subscribers:
     stopper, target, objective = plan.stopper, plan.target, plan.objective
     sync = plan.sync or SyncConfig()
     outlook = SearchEstimate(
@@ -329,8 +329,7 @@ def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
         trial_count=plan.trial_count,
         step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
-        slot_count=slots.count,
-        pauses=pauses_of(plan.scheduler),
+        first_pause=first_pause_of(plan.scheduler),
         resumes_paused=resumes_paused(plan.scheduler),
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)

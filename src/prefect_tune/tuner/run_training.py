@@ -51,7 +51,7 @@ from prefect_tune.suspension.suspend_and_resume import (
 )
 from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.time_left import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stop_requests import StopSource

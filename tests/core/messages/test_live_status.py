@@ -25,6 +25,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.live_status import (
     LastKnown,
     LiveStatus,
+    RunCounts,
     RunningAttempts,
     RunningTrial,
     delete_live_status,
@@ -206,14 +207,14 @@ class ObservedExperiment:
     def __init__(self) -> None:
         self.experiment: Experiment = nothing_yet(first_generation("e"))
         self.count = 0
-        self.attempts = RunningAttempts(self.experiment, AT, 0.0)
+        self.attempts = RunningAttempts(self.experiment, AT)
         self.happens(Opened(experiment="e", generation=1, term=1, owner=HERE))
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.count += 1
             self.experiment = after_event(self.experiment, event, self.count)
-            self.attempts.applied(event, self.experiment, LATER, 0.0)
+            self.attempts.applied(event, self.experiment, LATER)
 
     def absorbs(self, *events: Event) -> None:
         number = self.experiment.trial("a").absorbed + 1
@@ -221,7 +222,7 @@ class ObservedExperiment:
 
     def reports(self, step: int) -> StepReport:
         report = StepReport(step=step, metrics={"loss": 1 / step})
-        self.attempts.reported("a", report, LATER, 0.0)
+        self.attempts.reported("a", report, LATER)
         return report
 
     def running(self) -> Mapping[str, RunningTrial]:
@@ -271,25 +272,28 @@ def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: Observed
     observed.happens(end)
     observed.reports(9)
     assert not observed.running()
+    assert observed.attempts.view().counts.ended_attempts == 1
 
 
 def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observed: ObservedExperiment) -> None:
     observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    next_run = RunningAttempts(observed.experiment, LATER, 0.0)
+    next_run = RunningAttempts(observed.experiment, LATER)
     assert next_run.view().running == {"a": RunningTrial(trial="a", attempt=1)}
+    for step in (7, 9):
+        next_run.reported("a", StepReport(step=step, metrics={}), LATER)
+    assert next_run.view().counts == RunCounts(reports=2, steps=2)
 
 
 def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
     before = ObservedExperiment()
     before.happens(TrialAdded(trial="a", config={}, own_journal=True))
-    before.attempts = RunningAttempts(before.experiment, LATER, 5.0)
+    before.attempts = RunningAttempts(before.experiment, LATER)
     opened = Opened(experiment="e", generation=1, trial="a", term=1, owner=ELSEWHERE)
     before.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
     before.absorbs(*(Reported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)))
     view = before.attempts.view()
-    assert (view.report_count, [each.step for each in view.times["a"]]) == (0, [3])
-    before.absorbs(opened.model_copy(update={"term": 2}))  # its phase changes with the next entry
-    assert list(before.attempts.view().times) == ["a"]
+    assert (view.counts, view.running["a"].report.step) == (RunCounts(), 3)
+    before.absorbs(opened.model_copy(update={"term": 2}))
     before.absorbs(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
     view = before.attempts.view()
-    assert (view.report_count, view.times, view.running) == (0, {}, {})
+    assert (view.counts, view.running) == (RunCounts(), {})
