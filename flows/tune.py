@@ -142,7 +142,7 @@ def tune(
             concurrency limits apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for a slot of each, and holds it.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
-        callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
+        callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
             `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each

@@ -163,7 +163,7 @@ def is_good(config: dict[str, float]) -> bool:
 
 
 limits = {"step": 100, "accuracy": 0.95}
-loggers = [pt.CSVLogger("./logs")]
+loggers = [pt.FileLogger("./logs", "json")]
 cores = {"cpu": 2}
 results = pt.tune(
     train,

@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from prefect_tune.flows.resume import resume
     from prefect_tune.flows.tune import tune
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
-    from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+    from prefect_tune.loggers import FileLogger, MLflowLogger, TensorBoardLogger, WandbLogger
     from prefect_tune.maintenance import MaintenanceReport, delete_experiment
     from prefect_tune.results import Results, load_results
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -141,7 +141,6 @@ __all__ = [
     "AzureTarget",
     "BadMetric",
     "BadStop",
-    "CSVLogger",
     "Cadence",
     "Callback",
     "Checkpoint",
@@ -161,12 +160,12 @@ __all__ = [
     "ExperimentStopper",
     "Exploit",
     "FailurePolicy",
+    "FileLogger",
     "FsspecTarget",
     "GcsTarget",
     "Hyperband",
     "IllegalTransition",
     "InvalidInput",
-    "JSONLogger",
     "JournalCorrupt",
     "LocalTarget",
     "MLflowLogger",
@@ -290,7 +289,7 @@ _NAMES_BY_MODULE = {
     "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
     "prefect_tune.artifact_sync": "Syncer",
-    "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
+    "prefect_tune.loggers": "FileLogger MLflowLogger TensorBoardLogger WandbLogger",
     "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
@@ -300,7 +299,8 @@ _MODULE_OF |= {name: module for kind in _BUILT_IN.values() for name, module in k
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "; use pt.FileLogger(directory, file_format)" if name in {"CSVLogger", "JSONLogger"} else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     collects = gc.isenabled()
     gc.disable()  # a sixth of the import of Prefect would be collections that find nothing
     try:

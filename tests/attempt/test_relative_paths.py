@@ -16,7 +16,7 @@ from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
-from prefect_tune.loggers import CSVLogger
+from prefect_tune.loggers import FileLogger
 from prefect_tune.runtime.load_named import load_named
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.long_cases import long_after
@@ -115,7 +115,7 @@ def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
 
 def test_a_logger_goes_on_writing_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    logger = CSVLogger("logs")
+    logger = FileLogger("logs")
     logger.setup(SearchInfo("e", "file:///target", None))
     monkeypatch.chdir("/")
     assert logger.folder_of("t") == tmp_path / "logs" / "e" / "t"

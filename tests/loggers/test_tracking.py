@@ -360,7 +360,7 @@ def test_a_package_that_is_missing_is_named_when_the_logger_is_made(
     logger: Callable[[], pt.Callback], package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "prefect_tune.loggers.csv_json_loggers.find_spec", lambda name: None if name == package else object()
+        "prefect_tune.loggers.file_logger.find_spec", lambda name: None if name == package else object()
     )
     with pytest.raises(pt.InvalidInput, match=rf"needs {package}, .*prefect-tune\[{extra}\]"):
         logger()

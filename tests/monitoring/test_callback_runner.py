@@ -292,8 +292,8 @@ def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog
 
 
 def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
-    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.CSVLogger]
-    assert [type(each).__name__ for each in callbacks_for(given)] == ["Recorder", "Recorder", "Recorder", "CSVLogger"]
+    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.FileLogger]
+    assert [type(each).__name__ for each in callbacks_for(given)] == ["Recorder", "Recorder", "Recorder", "FileLogger"]
     assert callbacks_for(None) == []
 
 
@@ -306,14 +306,14 @@ def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.L
     logger = logging.getLogger("prefect.prefect_tune")
     logger.addHandler(caplog.handler)
     try:
-        callbacks_for([Misspelt(), Recorder(), pt.CSVLogger("logs"), pt.JSONLogger("logs")])
+        callbacks_for([Misspelt(), Recorder(), pt.FileLogger("logs")])
     finally:
         logger.removeHandler(caplog.handler)
     (said,) = {each.getMessage() for each in caplog.records}
     assert said.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
 
 
-@pytest.mark.parametrize("nonsense", [3, "CSVLogger", object, "tests.monitoring.test_callback_runner:WHOLE"])
+@pytest.mark.parametrize("nonsense", [3, "FileLogger", object, "tests.monitoring.test_callback_runner:WHOLE"])
 def test_what_is_no_callback_is_refused(nonsense: object) -> None:
     with pytest.raises(pt.InvalidInput, match=r"expected a pt\.Callback"):
         callbacks_for([nonsense])

@@ -29,13 +29,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("one mode", {"mode": ["min", "mx"]}, "mode[1]: expected 'min' or 'max', found 'mx'; did you mean 'max'?"),
     (
         "one callback",
-        {"callbacks": pt.CSVLogger("x")},
-        "callbacks: expected a list, found a CSVLogger; write callbacks=[pt.CSVLogger()]",
+        {"callbacks": pt.FileLogger("x")},
+        "callbacks: expected a list, found a FileLogger; write callbacks=[pt.FileLogger()]",
     ),
     (
         "its class",
-        {"callbacks": pt.CSVLogger},
-        "callbacks: expected a list, found the class CSVLogger; write callbacks=[pt.CSVLogger()]",
+        {"callbacks": pt.FileLogger},
+        "callbacks: expected a list, found the class FileLogger; write callbacks=[pt.FileLogger()]",
     ),
     (
         "failures",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prefect_tune.loggers.csv_json_loggers import CSVLogger, JSONLogger
+from prefect_tune.loggers.file_logger import FileLogger
 from prefect_tune.loggers.mlflow_logger import MLflowLogger
 from prefect_tune.loggers.tensorboard_logger import TensorBoardLogger
 from prefect_tune.loggers.wandb_logger import WandbLogger
 
-__all__ = ["CSVLogger", "JSONLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["FileLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -16,7 +16,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
-from prefect_tune.loggers.csv_json_loggers import require_package
+from prefect_tune.loggers.file_logger import require_package
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
-from prefect_tune.loggers.csv_json_loggers import DEFAULT_DIRECTORY, FolderLogger, require_package
+from prefect_tune.loggers.file_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
 
 _MOST_OPEN = 64
 

@@ -14,7 +14,7 @@ from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport
-from prefect_tune.loggers.csv_json_loggers import DEFAULT_DIRECTORY, FolderLogger, JSONRows, require_package
+from prefect_tune.loggers.file_logger import DEFAULT_DIRECTORY, RowLogger, StepRows, require_package
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MOST_OPEN = 16
 
 
-class WandbLogger(FolderLogger):
+class WandbLogger(RowLogger):
     """Writes an offline run for each trial: `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
 
     An offline run can be neither corrected nor resumed. So when a trial resumes, its run is written again from
@@ -39,10 +39,9 @@ class WandbLogger(FolderLogger):
 
     def __init__(self, project: str | None = None, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
         require_package("wandb", "wandb", "WandbLogger")
-        super().__init__(directory)
+        super().__init__(directory, "wandb.json", StepRows)
         self._project = project
         self._experiment = ""
-        self._rows: dict[str, JSONRows] = {}
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
 
     def setup(self, search: SearchInfo) -> None:
@@ -50,12 +49,12 @@ class WandbLogger(FolderLogger):
         self._experiment = search.experiment
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
-        self._rows_of(trial).keep_up_to(started.from_step)
+        self.rows_of(trial.trial).keep_up_to(started.from_step)
         self._close(trial.trial, 0)
         self._open(trial)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        rows = self._rows_of(trial)
+        rows = self.rows_of(trial.trial)
         if report.step <= rows.last:
             rows.keep_up_to(report.step - 1)
             self._close(trial.trial, 0)
@@ -76,21 +75,11 @@ class WandbLogger(FolderLogger):
         for trial in list(self._runs):
             self._close(trial, 0)
 
-    def get_state(self) -> Mapping[str, object] | None:
-        for rows in self._rows.values():
-            rows.sync()
-        return super().get_state()
-
     def _end(self, trial: Trial, exit_code: int) -> None:
         if trial.trial not in self._runs:
             self._open(trial)
         self._close(trial.trial, exit_code)
-        self._rows.pop(trial.trial).sync()
-
-    def _rows_of(self, trial: Trial) -> JSONRows:
-        if trial.trial not in self._rows:
-            self._rows[trial.trial] = JSONRows(self.folder_of(trial.trial) / "wandb.json")
-        return self._rows[trial.trial]
+        self.close_rows(trial.trial)
 
     def _open(self, trial: Trial) -> Run:
         """Open a new run with the rows so far, and remove the trial's earlier runs."""
@@ -111,7 +100,7 @@ class WandbLogger(FolderLogger):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
         )
         self._runs[trial.trial] = run
-        for row in self._rows_of(trial).lines():
+        for row in self.rows_of(trial.trial).lines():
             _log(run, row)
         for other in (self._folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"):
             if other.parent != Path(run.dir).parent:

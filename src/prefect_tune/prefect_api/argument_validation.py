@@ -76,7 +76,7 @@ _TELLING = {"extra_forbidden": "there is no such field", "missing": "missing", "
 _CLEARLY = 4
 """Upper bound of the size of Prefect's JSON, relative to pydantic's JSON of the same value."""
 _WRITE = {
-    "callbacks": "callbacks=[pt.CSVLogger()]",
+    "callbacks": "callbacks=[pt.FileLogger()]",
     "checkpoint": "checkpoint=pt.Cadence(every_steps=5)",
     "failures": "failures=pt.FailurePolicy(max_failures=2)",
     "retention": "retention=pt.Retention(last=3)",

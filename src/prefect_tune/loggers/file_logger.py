@@ -1,0 +1,254 @@
+"""Loggers that write a file with one row per step for each trial, as JSON lines or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events import Finished, GaveUp, Started
+from prefect_tune.core.values import StepReport, flat
+from prefect_tune.stores.local.staging import replace_file
+
+# The base class of loggers that write files into a local folder for each trial.
+
+DEFAULT_DIRECTORY = "~/prefect-tune-results"
+
+
+class FolderLogger(Callback):
+    """A logger that writes to `<directory>/<experiment>/<trial>/`.
+
+    On a machine without these files, all events are delivered again from the first, so the files are rewritten.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
+        self._directory = Path(directory).expanduser()
+        self._folder = self._directory
+        self._mark = ""
+
+    def setup(self, search: SearchInfo) -> None:
+        self._folder = self._directory.absolute() / search.experiment  # the working directory may change later
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f".{self.name}"
+        if not path.exists():
+            replace_file(path, uuid.uuid4().hex.encode())
+        self._mark = path.read_text()
+
+    def get_state(self) -> Mapping[str, object] | None:
+        return {"files": self._mark}
+
+    def set_state(self, state: Mapping[str, object]) -> bool | None:
+        return state.get("files") == self._mark
+
+    def folder_of(self, trial: str) -> Path:
+        """Return the folder of a trial, creating it if it is missing."""
+        folder = self._folder / trial
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
+def sync_to_disk(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_package(module: str, extra: str, logger: str) -> None:
+    """Check that a package is installed, without importing it.
+
+    Raises:
+        InvalidInput: it is not installed.
+    """
+    if find_spec(module) is None:
+        raise InvalidInput(f"{logger} needs {module}, which is not installed: pip install 'prefect-tune[{extra}]'")
+
+
+class StepRows:
+    """A text file with a row per step; a step replaces its earlier row and all later rows. A row is a JSON object.
+
+    A line that a crash cut off is ignored. Each row is passed to the operating system at once, and survives a
+    power cut after `sync`. A metric named like `trial`, `step` or `trained_seconds` is left out.
+    """
+
+    header_line_count = 0
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, which may have rows already."""
+        self.path = path
+        self.last = 0
+        """The last step in the file."""
+        self._is_dirty = False
+        self.keep_up_to(math.inf)
+
+    def add(self, trial: str, report: StepReport) -> str:
+        """Write the row of a step, replacing the rows of this and all later steps; return it."""
+        row = self._format_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
+        if report.step <= self.last:
+            self.keep_up_to(report.step - 1)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{row}\n")
+        self.last = report.step
+        self._is_dirty = True
+        return row
+
+    def lines(self) -> Sequence[str]:
+        """Return all complete lines."""
+        return self._read_text().split("\n")[:-1]
+
+    def keep_up_to(self, step: float) -> None:
+        """Remove the rows of later steps, and lines that are not rows."""
+        text = self._read_text()
+        lines = text.split("\n")[:-1]
+        header, rows = lines[: self.header_line_count], lines[self.header_line_count :]
+        kept = [row for row in rows if 0 < self._step_of(row) <= step]
+        if (kept_text := _join_lines([*header, *kept])) != text:
+            self._rewrite(kept_text)
+        self.last = self._step_of(kept[-1]) if kept else 0
+
+    def sync(self) -> None:
+        """Sync all rows to the disk."""
+        if self._is_dirty:
+            sync_to_disk(self.path)
+            sync_to_disk(self.path.parent)
+            self._is_dirty = False
+
+    def _format_row(self, known: Mapping[str, object], report: StepReport) -> str:
+        return json.dumps({**known, **{name: value for name, value in report.metrics.items() if name not in known}})
+
+    def _step_of(self, row: str) -> int:
+        """Return the step of a row; 0 for a line that is not a row."""
+        try:
+            return int(json.loads(row)["step"])
+        except (ValueError, KeyError, TypeError):
+            return 0
+
+    def _read_text(self) -> str:
+        return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+
+    def _rewrite(self, text: str) -> None:
+        replace_file(self.path, text.encode())
+        self._is_dirty = True
+
+
+class CSVRows(StepRows):
+    """Rows in columns, one line each: text of several lines is written as JSON."""
+
+    header_line_count = 1
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._columns = next(csv.reader(self.lines()[:1]), [])
+
+    def _format_row(self, known: Mapping[str, object], report: StepReport) -> str:
+        values = {**known, **flat(report.metrics), **known}
+        if new := [name for name in values if name not in self._columns]:
+            self._columns += new
+            rows = [f"{row}{',' * len(new)}" for row in self.lines()[1:]]
+            self._rewrite(_join_lines([_format_cells(self._columns), *rows]))
+        return _format_cells([_as_cell(values.get(column)) for column in self._columns])
+
+    def _step_of(self, row: str) -> int:
+        cells = next(csv.reader([row]), [])
+        return int(cells[1]) if len(cells) > 1 and cells[1].isdecimal() else 0
+
+
+def _join_lines(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _format_cells(cells: Sequence[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def _as_cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, str) and len(value.splitlines()) > 1 else value
+
+
+class RowLogger(FolderLogger):
+    """A logger with a file of rows, one for each step, in the folder of each trial."""
+
+    def __init__(self, directory: str | os.PathLike[str], file_name: str, rows: type[StepRows]) -> None:
+        super().__init__(directory)
+        self._file_name = file_name
+        self._new_rows = rows
+        self._rows: dict[str, StepRows] = {}
+
+    def rows_of(self, trial: str) -> StepRows:
+        """Return the rows of a trial, including those in an existing file."""
+        if trial not in self._rows:
+            self._rows[trial] = self._new_rows(self.folder_of(trial) / self._file_name)
+        return self._rows[trial]
+
+    def close_rows(self, trial: str) -> None:
+        """Sync the rows of a trial that has ended to the disk."""
+        self.rows_of(trial).sync()
+        del self._rows[trial]
+
+    def get_state(self) -> Mapping[str, object] | None:
+        for rows in self._rows.values():
+            rows.sync()
+        return super().get_state()
+
+
+_FORMATS: Mapping[str, tuple[str, type[StepRows]]] = {
+    "csv": ("progress.csv", CSVRows),
+    "json": ("result.json", StepRows),
+}
+
+
+class FileLogger(RowLogger):
+    """Writes a file with a row for each step, and `params.json`, the configuration, into each trial's folder.
+
+    Killed and resumed, each file has one row for each step that counts.
+
+    Args:
+        directory: where the folder `<experiment>/<trial>` is.
+        file_format: `csv` writes `progress.csv`: nested metrics are columns such as `eval/loss`, and a metric that is
+            reported later than others gets a column then. `json` writes `result.json`, with a JSON object in each line.
+
+    Raises:
+        InvalidInput: another format.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY, file_format: Literal["csv", "json"] = "csv"
+    ) -> None:
+        if file_format not in _FORMATS:
+            raise InvalidInput(f"FileLogger: expected the format 'csv' or 'json', found {file_format!r}")
+        super().__init__(directory, *_FORMATS[file_format])
+        self._format = file_format
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}-{self._format}"
+
+    def on_trial_start(self, trial: Trial, started: Started) -> None:
+        config = json.dumps(dict(trial.config), indent=2)
+        replace_file(self.folder_of(trial.trial) / "params.json", config.encode())
+        self.rows_of(trial.trial).keep_up_to(started.from_step)
+
+    def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        self.rows_of(trial.trial).add(trial.trial, report)
+
+    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+        del finished
+        self.close_rows(trial.trial)
+
+    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+        del gave_up
+        self.close_rows(trial.trial)
