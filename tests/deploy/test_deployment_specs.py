@@ -46,9 +46,9 @@ def test_every_deployment_has_the_name_of_its_flow_and_a_dotted_entrypoint() -> 
 
 
 def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
-    staged = {each.offer.name: each for each in wanted(OFFERS, prefix="staging-", suffix=".2")}
-    assert staged["resume"].full_name == "resume/staging-resume.2"
-    assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial.2"}
+    staged = {each.offer.name: each for each in wanted(OFFERS, "staging-")}
+    assert staged["resume"].full_name == "resume/staging-resume"
+    assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
     assert all(each.parameters == {} for each in wanted(OFFERS))
 
 

@@ -29,7 +29,6 @@ from prefect_tune.cli.open_target import (
     caught_up,
     chosen_trials,
     existing_place,
-    experiments_nearby,
     looked_at,
     opened,
     trial_key,
@@ -51,7 +50,7 @@ from prefect_tune.core.experiment.summary import (
     objective_in,
     shown_settings,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import entries_beyond, history, load
 from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
@@ -95,16 +94,14 @@ if TYPE_CHECKING:
 def ls(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time and age of what is shown."""
     with looked_at(target) as store:
-        paths = [each.path for each in store.list("")]
-        rows = list(_experiments(store, names_among(paths)))
-        nearby = "" if rows or as_json else experiments_nearby(existing_place(target), paths)
+        rows = list(_experiments(store, names_among(listed.path for listed in store.list(""))))
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
         print_parts(_experiments_table(rows))
         _show_stale(rows)
     else:
-        print(f"{target}: no experiments{nearby}")
+        print(f"{target}: no experiments")
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
-        head = {"experiment": state.name, **_owner_of(state, fresh)}
+        head = {"experiment": state.name, "owner": _owner_text(state)}
         print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
         if attempts:
             print_parts("", attempts_table(attempts))
@@ -282,7 +279,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
     table, hidden = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
     resume = {"resume with": again} if again and fresh.is_stale else {}
-    print_parts(facts_table({**_head(state, fresh), "as of": fresh.words(), **resume}), "", table)
+    print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
     if hidden:
         print_parts(hidden)
     if len(trials) > _TRIALS_SHOWN:
@@ -363,39 +360,21 @@ def _has_traceback(trial: Trial) -> bool:
 
 def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:
     """Return the columns that only running trials fill; none if none of them runs."""
-    attempts = [view.running(each.trial) for each in trials]
+    attempts = [view.running(trial.trial) for trial in trials]
     if not any(attempts):
         return {}
     return {
-        "host": [(each.host or "") if each else "" for each in attempts],
-        "last report": [
-            _last_report(attempt, trial, now) if attempt else ""
-            for attempt, trial in zip(attempts, trials, strict=True)
-        ],
+        "host": [(attempt.host or "") if attempt else "" for attempt in attempts],
+        "last report": [_format_last_report(attempt, now) if attempt else "" for attempt in attempts],
     }
 
 
-def _last_report(attempt: RunningTrial, trial: Trial, now: datetime) -> str:
-    if attempt.report is not None:
-        return format_moment(attempt.reported_at, now)
-    began = f"began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
-    if not trial.step:
-        return f"none yet; {began}" if began else "none yet"
-    if attempt.attempt == 1:  # the journal has it, and the live status does not
-        return f"time unknown; {began}" if began else "time unknown"
-    return f"before attempt {attempt.attempt}" + (f", which {began}" if began else "")
+def _format_last_report(attempt: RunningTrial, now: datetime) -> str:
+    began = f"; began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
+    return format_moment(attempt.reported_at, now) or f"none known{began}"
 
 
-def _owner_of(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
-    """Return the line of the owner; once every trial has ended, it says so: its process has probably ended, too."""
-    owner = f"{state.term}: {state.owner}" if state.owner else ""
-    if not state.trials or any(each.phase not in ENDED for each in state.trials.values()):
-        return {"owner": owner}
-    by = f" by {fresh.as_of:%Y-%m-%d %H:%M:%S} UTC" if fresh.as_of else ""
-    return {"last owner": f"{owner}; every trial had ended{by}"}
-
-
-def _head(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
+def _head(state: Experiment) -> Mapping[str, object]:
     """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
     by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
@@ -403,8 +382,12 @@ def _head(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
         "experiment": state.name,
         **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
         "trials": format_counts(counted(state)),
-        **_owner_of(state, fresh),
+        "owner": _owner_text(state),
     }
+
+
+def _owner_text(state: Experiment) -> str:
+    return f"{state.term}: {state.owner}" if state.owner else ""
 
 
 def _show_errors(trials: Sequence[Trial]) -> None:
@@ -447,11 +430,6 @@ def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) 
     }
 
 
-_FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
-_FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
-"""The format of the output file, by its ending."""
-
-
 @command
 def report(
     target: Target,
@@ -472,10 +450,12 @@ def report(
 
     An .html file is self-contained, and light or dark as the reader's browser prefers.
     """
-    form = _form_of(output, as_json=as_json)
+    ending = output.suffix.lower() if output is not None else ""
+    if output is not None and (as_json or ending not in {".html", ".md"}):
+        raise InvalidInput(f"--output {output}: expected a file that ends in .html or .md; --json prints to stdout")
     found = _material(target, experiment)
     has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal, a pipe or a log
-    written = _written(*found, as_json=as_json, as_html=form == "HTML", has_pictures=has_pictures)
+    written = _written(*found, as_json=as_json, as_html=ending == ".html", has_pictures=has_pictures)
     if output is None:
         print(written, end="")
         return
@@ -483,17 +463,7 @@ def report(
         output.write_text(written, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
-    print(f"the report of {experiment} is in {output}, as {form}", file=sys.stderr)
-
-
-def _form_of(output: Path | None, *, as_json: bool) -> str:
-    ending = output.suffix.lower() if output is not None else ""
-    forms = _FORMS_OF_JSON if as_json else _FORMS
-    if ending not in forms:
-        hint = "; for JSON use --json" if ending == ".json" else ""
-        endings = " or ".join(filter(None, forms))
-        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
-    return forms[ending]
+    print(f"the report of {experiment} is in {output}", file=sys.stderr)
 
 
 def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool, has_pictures: bool) -> str:

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +30,7 @@ from prefect_tune.cli.search_options import (
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.shown_text import visible
 from prefect_tune.deploy.deployment_specs import (
+    Collision,
     DeploymentSchedule,
     DeploymentSpec,
     Interval,
@@ -182,16 +181,11 @@ def stop(
         raise typer.Exit(1)
 
 
-class _Collision(StrEnum):
-    CANCEL_NEW = "cancel-new"
-    ENQUEUE = "enqueue"
-
-
 _Flows = Annotated[
     list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
 ]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the pool's job template.")]
-_Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
+_Params = Annotated[str, asks("--params", "JSON", "Parameters, as a JSON object.")]
 _Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
 _Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
 
@@ -204,9 +198,8 @@ def deploy(
     image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
     job_variables: _Variables = None,
     prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")] = "",
-    suffix: Annotated[str, asks("--suffix", "TEXT", "Suffix of each deployment's name.")] = "",
     name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
-    params: _Params = None,
+    params: _Params = "{}",
     param: _Param = None,
     cron: _Crons = None,
     every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
@@ -214,8 +207,8 @@ def deploy(
         str, typer.Option("--timezone", metavar="ZONE", help="Time zone of --cron, such as Europe/Berlin.")
     ] = "UTC",
     collision: Annotated[
-        _Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
-    ] = _Collision.CANCEL_NEW,
+        Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
+    ] = "cancel-new",
     automations: Annotated[
         bool,
         typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too."),
@@ -232,7 +225,7 @@ def deploy(
 
     prefect-tune deploy --work-pool training --job-variable 'env={"PYTHONPATH": "/home/me/project"}'
 
-    prefect-tune deploy tune --name nightly --params @nightly.json
+    prefect-tune deploy tune --name nightly --params "$(cat nightly.json)"
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
     """
     from prefect_tune.deploy.automations import apply_automations, require_block
@@ -243,13 +236,13 @@ def deploy(
     if notify is not None and not automations:
         raise InvalidInput(f"--notify {notify}: alerts are automations; leave out --no-automations")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
-    asked = {**_given(params), **(values_from(param or (), "--param") or {})}
+    asked = {**object_from(params, "--params"), **(values_from(param or (), "--param") or {})}
     schedules = _schedules(cron or (), every_seconds, time_zone)
     if name is None:
         _require_nothing_of_one(asked, schedules)
-        specs = wanted(named(flows or ()), prefix=prefix, suffix=suffix)
+        specs = wanted(named(flows or ()), prefix)
     else:
-        specs = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
+        specs = [_of_one(flows or (), f"{prefix}{name}", asked, schedules, collision)]
     if notify is not None:
         require_block(notify)
     done = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
@@ -259,18 +252,6 @@ def deploy(
         _print_outcome(done, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
     _print_outcome(done, installed, work_pool, as_json=as_json)
-
-
-def _given(params: str | None) -> Mapping[str, Any]:
-    if params is None:
-        return {}
-    text = params
-    if params.startswith("@"):
-        try:
-            text = Path(params[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"--params {params}: {error}") from error
-    return object_from(text, "--params")
 
 
 def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
@@ -292,11 +273,11 @@ def _of_one(
     name: str,
     asked: Mapping[str, Any],
     schedules: Sequence[DeploymentSchedule] | None,
-    collision: _Collision,
+    collision: Collision,
 ) -> DeploymentSpec:
     if len(flows) != 1:
         raise InvalidInput(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
-    return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
+    return of_one_experiment(named(flows)[0], name, asked, schedules, collision)
 
 
 def _print_outcome(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:

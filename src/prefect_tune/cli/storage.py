@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -28,7 +27,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Dama
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined
-from prefect_tune.core.operations.scrub import DailyShare, inspect_one, read_one, reinstate, share_of
+from prefect_tune.core.operations.scrub import inspect_one, read_one, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
 from prefect_tune.core.restore import current_trial, is_live_now, read_manifest
 from prefect_tune.core.shown_text import plural, shown_size, visible
@@ -133,17 +132,13 @@ def verify(
         int | None,
         typer.Option(metavar="STEP", help="Reinstate a quarantined checkpoint if it is whole.", show_default=False),
     ] = None,
-    share: Annotated[
-        str, typer.Option(metavar="1/N", help="Read one part of the checkpoints: another one each day, all in N days.")
-    ] = "1",
     as_json: AsJson = False,
 ) -> None:
     """Read every live checkpoint, and verify every byte."""
-    part = share_of(share, datetime.now(UTC).date())
     found: list[_Verified] = []
     with opened(target, experiment) as (store, state):
         trials = trials_today(store, state, chosen_trials(state, trial))
-        checks = _verified(store, state, trials, part) if release is None else _released(store, state, trials, release)
+        checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
         for name, of_trial in groupby(checks, key=lambda each: each.trial):
             named = f"{name} " if is_search(state) else ""
             found += (verified := _with_progress(name, of_trial, damaged=None if as_json else f"{named}step"))
@@ -152,8 +147,7 @@ def verify(
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
-        which = "no checkpoint is live" if part.parts == 1 else "no live checkpoint is in today's part"
-        print(f"{experiment}: {which}, so there is nothing to verify")
+        print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
     if any(each.damage for each in found):
         raise typer.Exit(1)
 
@@ -195,9 +189,9 @@ def _print_whole(trial: str, verified: Sequence[_Verified]) -> None:
         print(f"{trial}{steps}: {size} in {files}, whole")
 
 
-def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial], part: DailyShare) -> Iterator[_Verified]:
+def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
     with transfer_pool() as transfers:
-        for key in (key for trial in trials for key in live_checkpoints(state, trial) if part.has(key)):
+        for key in (key for trial in trials for key in live_checkpoints(state, trial)):
             for each in inspect_one(store, key, side_by_side=transfers):
                 yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
 
@@ -349,20 +343,18 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
 
 
 def _print(found: Sequence[Collected], earlier: Sequence[Listed], *, deleted: bool) -> None:
-    table = borderless_table("trial", "checkpoints", "blobs", "answers", "size", "")
-    something = [each for each in found if each != type(each)(each.trial)]
-    for each in something:
-        steps = ", ".join(f"step {step}" for step in each.checkpoints)
-        later = f"{each.undecided_count} may still be needed" if each.undecided_count else ""
-        counts = (str(each.orphan_count), str(each.answer_count), shown_size(each.orphan_bytes))
-        cells = (each.trial, steps, *counts, each.damage or each.kept or later)
-        table.add_row(*plain_cells(cells), style="red" if each.damage else "")
-    if something:
+    table = borderless_table("trial", "checkpoints", "objects", "size", "")
+    for garbage in found:
+        note = garbage.damage or garbage.kept
+        if note or _object_count(garbage):
+            counts = (format_steps(garbage.checkpoints), str(_object_count(garbage)), shown_size(garbage.orphan_bytes))
+            table.add_row(*plain_cells((garbage.trial, *counts, note or "")), style="red" if garbage.damage else "")
+    if table.rows:
         print_parts(table, "")
     if earlier:
         print_parts(f"{plural(len(earlier), 'object', 'objects')} of deleted experiments of this name", "")
     size = shown_size(sum(each.orphan_bytes for each in found) + sum(each.size_bytes for each in earlier))
-    count = len(earlier) + sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
+    count = len(earlier) + sum(map(_object_count, found))
     objects = plural(count, "object", "objects")
     if not count:
         print_parts(f"nothing to collect in {plural(len(found), 'trial', 'trials')}")
@@ -370,6 +362,10 @@ def _print(found: Sequence[Collected], earlier: Sequence[Listed], *, deleted: bo
         print_parts(f"deleted: {objects}, {size}")
     else:
         print_parts(f"{objects}, {size}; to delete them: --delete")
+
+
+def _object_count(garbage: Collected) -> int:
+    return garbage.orphan_count + garbage.answer_count + len(garbage.checkpoints)
 
 
 _DAMAGE = 4

@@ -139,17 +139,16 @@ def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-def wanted(offers: Sequence[DeployableFlow], *, prefix: str = "", suffix: str = "") -> Sequence[DeploymentSpec]:
-    """Return specifications of general deployments, with a common prefix and suffix in their names.
+def wanted(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
+    """Return specifications of general deployments, with a common prefix in their names.
 
-    The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix and suffix.
+    The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix.
     """
-    trials = _around("train-trial", prefix, suffix)
-    elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{trials}"} if trials != "train-trial" else {}
+    elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{prefix}train-trial"} if prefix else {}
     return [
         DeploymentSpec(
             offer=offer,
-            name=_around(offer.name, prefix, suffix),
+            name=valid_name(f"{prefix}{offer.name}"),
             parameters=elsewhere if offer.name == "tune" else {},
             at_once=offer.at_once,
         )
@@ -177,7 +176,3 @@ def of_one_experiment(
         at_once=1,
         collision=collision,
     )
-
-
-def _around(name: str, prefix: str, suffix: str) -> str:
-    return valid_name(f"{prefix}{name}{suffix}")

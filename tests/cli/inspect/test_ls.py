@@ -136,6 +136,29 @@ def test_an_altered_entry_before_a_segment_is_a_warning_of_show_and_an_error_of_
     assert shown.err.startswith("warning: ")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("ls",), ("show", "digits"), ("report", "digits"), ("maintain",), ("stop", "e"), ("delete", "--yes", "e")],
+)
+def test_a_folder_that_does_not_exist_is_named_and_not_created(
+    run: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    verb, *experiment = command
+    done = run(verb, tmp_path / "runs", *experiment)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("ls",), ("show", "digits")])
+def test_a_folder_that_cannot_be_looked_up_is_one_line(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    verb, *experiment = command
+    done = run(verb, tmp_path / ("long" * 100), *experiment)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("prefect-tune: ")
+    assert done.err.endswith("(File name too long)\n")
+
+
 def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
     assert run("ls", tmp_path).out == f"{tmp_path}: no experiments\n"
     assert json.loads(run("ls", tmp_path, "--json").out) == []
@@ -180,9 +203,9 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (["page.pdf"], "ends in .html or .htm or .md or .markdown"),
-        (["page.json"], "for JSON use --json"),
-        (["page.html", "--json"], "ends in .json"),
+        (["page.pdf"], "ends in .html or .md"),
+        (["page.json"], "--json prints to stdout"),
+        (["page.html", "--json"], "--json prints to stdout"),
     ],
 )
 def test_a_report_of_another_kind_is_refused_and_nothing_is_written(
@@ -196,7 +219,7 @@ def test_a_report_of_another_kind_is_refused_and_nothing_is_written(
 
 def test_a_report_in_a_file_says_what_it_has_written(run: Run, moods: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.HTML"
-    assert run("report", moods, "moods", "--output", page).err == f"the report of moods is in {page}, as HTML\n"
+    assert run("report", moods, "moods", "--output", page).err == f"the report of moods is in {page}\n"
 
 
 def test_what_a_user_named_is_text_in_a_report_and_no_markup(run: Run, moods: Path) -> None:

@@ -67,8 +67,7 @@ def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
     lines = run("show", target, "digits").out.splitlines()
     assert any(line.split() == ["reason", "had", "enough"] for line in lines)
-    assert any(line.split()[:4] == ["last", "owner", "1:", "a"] for line in lines)
-    assert "every trial had ended by 2026-11-2" in " ".join(" ".join(lines).split())
+    assert any(line.split()[:3] == ["owner", "1:", "a"] for line in lines)
     assert "term" not in "".join(lines)
     assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
 
@@ -141,13 +140,6 @@ def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_2(run: Run, t
     done = run(command, target, "digit")
     assert (done.code, done.out) == (2, "")
     assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
-
-
-def test_looking_at_a_folder_that_is_not_there_does_not_make_it(run: Run, tmp_path: Path) -> None:
-    done = run("show", tmp_path / "tagret", "digits")
-    assert done.code == 2
-    assert done.err.count("\n") == 1
-    assert not (tmp_path / "tagret").exists()
 
 
 def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) -> None:

@@ -66,16 +66,16 @@ def read(client: SyncPrefectClient, name: str) -> DeploymentResponse:
 
 @pytest.mark.long
 def test_all_is_deployed_and_done_again_it_ends_the_same(run: Run, client: SyncPrefectClient) -> None:
-    first = run("deploy", *TO, "--suffix", "-twice")
+    first = run("deploy", *TO, "--prefix", "twice-")
     assert (first.code, first.err) == (0, "")
-    before = {offer.name: read(client, f"{offer.name}/{offer.name}-twice") for offer in OFFERS}
-    again = json.loads(run("deploy", *TO, "--suffix", "-twice", "--json").out)
+    before = {offer.name: read(client, f"{offer.name}/twice-{offer.name}") for offer in OFFERS}
+    again = json.loads(run("deploy", *TO, "--prefix", "twice-", "--json").out)
     assert {each["outcome"] for each in again["deployments"]} == {"updated"}
     for name, deployment in before.items():
-        now = read(client, f"{name}/{name}-twice")
+        now = read(client, f"{name}/twice-{name}")
         assert now.model_dump(exclude={"updated"}) == deployment.model_dump(exclude={"updated"})
         assert (now.tags, now.work_pool_name, now.pull_steps) == ([TAG], POOL, [])
-        assert f"created  {name}/{name}-twice" in first.out
+        assert f"created  {name}/twice-{name}" in first.out
         assert str(now.id) in first.out  # in the link
 
 
@@ -156,11 +156,11 @@ def test_automations_that_are_refused_are_said_after_what_was_deployed(
         refusing(prefect_server, "/automations", status, body) as url,
         temporary_settings({PREFECT_API_URL: url}),
     ):
-        done = run("deploy", "maintain", "--work-pool", POOL, "--suffix", f"-refused-{status}")
-    assert f"created  maintain/maintain-refused-{status}" in done.out
+        done = run("deploy", "maintain", "--work-pool", POOL, "--prefix", f"refused-{status}-")
+    assert f"created  maintain/refused-{status}-maintain" in done.out
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert said in done.err
-    assert read(client, f"maintain/maintain-refused-{status}").work_pool_name == POOL
+    assert read(client, f"maintain/refused-{status}-maintain").work_pool_name == POOL
 
 
 def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
@@ -213,11 +213,11 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
 def test_what_cannot_be_is_one_line_and_nothing_is_written(
     run: Run, client: SyncPrefectClient, arguments: tuple[str, ...], said: str
 ) -> None:
-    done = run("deploy", "tune", "--suffix", "-not", *arguments)
+    done = run("deploy", "tune", "--prefix", "not-", *arguments)
     assert done.code == 2, "2: what was typed is wrong, wherever it is typed"
     assert said in done.err
     assert done.err.count("\n") == 1
-    for name in ("tune-not", "x-not"):
+    for name in ("not-tune", "not-x"):
         with pytest.raises(ObjectNotFound):
             read(client, f"tune/{name}")
 

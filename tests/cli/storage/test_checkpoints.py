@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.cli.storage import _print
 from prefect_tune.core.experiment.summary import config_at
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Event, Owner, Retired, TrialAdded
+from prefect_tune.core.operations.trial_gc import Collected
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.values import Stamp
@@ -199,6 +201,16 @@ def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path
 def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:
     done = run("gc", moods, "moods", "--delete")
     assert (done.code, done.out) == (0, "nothing to collect in 4 trials\n")
+
+
+def test_the_table_of_gc_counts_objects_and_says_why_some_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Collected("a", checkpoints=(1, 2), orphan_count=3, orphan_bytes=5, answer_count=4, kept="it runs")
+    _print([kept, Collected("b", damage="torn"), Collected("c")], (), deleted=False)
+    header, first, second, _, total = capsys.readouterr().out.splitlines()
+    assert header.split() == ["trial", "checkpoints", "objects", "size"]
+    assert first.split() == ["a", "1,", "2", "9", "5", "B", "it", "runs"]
+    assert (second.split()[0], second.split()[-1]) == ("b", "torn")
+    assert total == "9 objects, 5 B; to delete them: --delete"
 
 
 def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:

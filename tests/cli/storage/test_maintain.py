@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.operations.scrub import share_of
-from prefect_tune.core.storage.layout import TrialKey
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment
-from tests.flows.training import trial_at
 
 
 def _damage(target: Path, step: int) -> tuple[Path, bytes]:
@@ -57,20 +52,3 @@ def test_what_is_not_put_aside_cannot_be_released(run: Run, tmp_path: Path) -> N
     write_experiment(target, "digits", [2, 4], quarantined=(4,))
     done = run("verify", target, "digits", "--release", 2)
     assert (done.code, "step 2 is not quarantined; there are: 4" in done.err) == (2, True)
-
-
-def test_verify_reads_a_part_of_the_checkpoints_and_refuses_what_is_no_share(run: Run, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    write_experiment(target, "digits", [2, 4, 6, 8])
-    days = [datetime.now(UTC).date()]
-    read = json.loads(run("verify", target, "digits", "--share", "1/2", "--json").out)
-    days.append(datetime.now(UTC).date())  # midnight may have passed
-    live = trial_at(LocalTarget(path=str(target)), "digits").checkpoints
-    key = TrialKey(experiment="digits", generation=1, trial="trial")
-    parts = [share_of("1/2", day) for day in days]
-    expected = [[each.step for each in live if part.has(key.checkpoint_key(each))] for part in parts]
-    assert [each["step"] for each in read] in expected
-    done = run("verify", target, "digits", "--share", "half")
-    assert (done.code, "share: expected one part of several, such as '1/7', found 'half'" in done.err) == (2, True)
-    _damage(target, 2)
-    assert run("verify", target, "digits", "--share", "1").code == 1

@@ -99,11 +99,8 @@ class DailyShare:
 
     def chosen(self, keys: Iterable[CheckpointKey]) -> Sequence[CheckpointKey]:
         """Return the keys of this part, in the order of this day."""
-        return sorted(filter(self.has, keys), key=lambda key: _hash(key, self.day))
-
-    def has(self, key: CheckpointKey) -> bool:
-        """Return whether the key is in this part."""
-        return _hash(key, self.day // self.parts) % self.parts == self.day % self.parts
+        part = (key for key in keys if _hash(key, self.day // self.parts) % self.parts == self.day % self.parts)
+        return sorted(part, key=lambda key: _hash(key, self.day))
 
 
 EVERYTHING = DailyShare()
