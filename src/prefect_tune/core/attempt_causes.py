@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Cause"]
-
 
 class Cause(StrEnum):
     """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""

@@ -9,18 +9,6 @@ from typing import NewType
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.values import flat
 
-__all__ = [
-    "Html",
-    "cell_html",
-    "code",
-    "escaped",
-    "facts_table",
-    "format_html_value",
-    "paragraph",
-    "rows_table",
-    "soft",
-]
-
 Html = NewType("Html", str)
 """Markup. Any other text is escaped when it becomes a part of markup."""
 

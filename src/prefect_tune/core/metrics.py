@@ -19,21 +19,6 @@ from prefect_tune.core.shown_text import is_unicode
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "convert_fields",
-    "is_at_least",
-    "is_count",
-    "is_finite",
-    "is_number",
-    "kind_unless_number",
-    "mean_of",
-    "plain_keys",
-    "plain_scalar",
-    "shown",
-    "storable",
-]
-
-
 _DEEPEST = 100  # readers of JSON stop at about 200
 _TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: of nanoseconds, `item` returns them as bare integers
 

@@ -10,17 +10,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, plain_scalar, shown
 from prefect_tune.core.shown_text import did_you_mean
 
-__all__ = [
-    "MOST_PROCESSES",
-    "Machine",
-    "Processes",
-    "Resources",
-    "processes_on",
-    "resources_of",
-    "slots_on",
-    "valid_processes",
-]
-
 Processes: TypeAlias = int | tuple[int, int]
 """How many processes train a trial; or the fewest and the most: each attempt has as many as there are devices."""
 

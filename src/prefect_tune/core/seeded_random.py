@@ -11,8 +11,6 @@ from blake3 import blake3
 
 from prefect_tune.core.values import canonical_json, digest_of
 
-__all__ = ["integer", "normal", "seed_named", "uniform"]
-
 _BITS = 53  # of a float's mantissa
 _STANDARD = NormalDist()
 

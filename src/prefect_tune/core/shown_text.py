@@ -12,24 +12,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from difflib import get_close_matches
 
-__all__ = [
-    "did_you_mean",
-    "did_you_mean_or_has",
-    "first_line",
-    "format_duration",
-    "format_seconds",
-    "format_span",
-    "is_unicode",
-    "nearest",
-    "other_signature",
-    "plural",
-    "readable",
-    "shown_size",
-    "visible",
-    "visible_line",
-]
-
-
 _LONGEST = 100_000
 _HALF = _LONGEST // 2 - 50
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -15,22 +15,6 @@ from pydantic import Field
 
 from prefect_tune.core.values import Message, Value, parse_time
 
-__all__ = [
-    "AttemptRecord",
-    "AttemptUse",
-    "GroupSeconds",
-    "GroupUse",
-    "PhaseSeconds",
-    "RankEnd",
-    "RankSeconds",
-    "RunRecord",
-    "Seconds",
-    "ended_after",
-    "seen",
-    "slot_freed",
-]
-
-
 _MOST_SECONDS = 1e9
 """30 years: a time of day that far ahead is still a time."""
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MOST_SECONDS)]

@@ -27,33 +27,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import plain_scalar
 from prefect_tune.core.shown_text import readable
 
-__all__ = [
-    "AS_NUMBER",
-    "AS_WHOLE",
-    "MAX_LIVE_PERIOD_SECONDS",
-    "Digest",
-    "ExperimentName",
-    "HasJsonForm",
-    "Json",
-    "Message",
-    "Metrics",
-    "Number",
-    "PathName",
-    "Stamp",
-    "StepReport",
-    "TrialId",
-    "Value",
-    "Whole",
-    "canonical_json",
-    "digest_of",
-    "flat",
-    "leaves",
-    "metric_in",
-    "parse",
-    "parse_time",
-    "valid_name",
-]
-
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)

@@ -19,8 +19,6 @@ from prefect_tune.core.values import Digest
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.derivation import MEASURED, Derivation, Expected, Finding, Observed, Unknown, is_same
 
-__all__ = ["AuditDifference", "AuditReport", "audit"]
-
 _TIMEOUT = timedelta(minutes=30)
 _LONGEST = 400
 

@@ -20,8 +20,6 @@ from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy, is_saved, open_decision
 
-__all__ = ["Decisions"]
-
 
 class Decisions:
     """Asks the policy about each report at a milestone; the answer is sent once the decision is journaled."""

@@ -51,11 +51,6 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 
-__all__ = [
-    "TIME_IS_UP",
-    "StopOutcome",
-    "stop",
-]
 TIME_IS_UP = "the time budget of "
 """How the reason begins with which a search ends by its clock."""
 

@@ -11,10 +11,6 @@ from prefect_tune.core.errors import CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import digest_of
 
-__all__ = [
-    "has_same_files",
-]
-
 
 class Sink(Protocol):
     """The destination of restored bytes, such as a fresh directory that is not visible until it is complete."""

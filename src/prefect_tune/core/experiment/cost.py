@@ -29,17 +29,6 @@ from prefect_tune.core.shown_text import format_seconds, plural
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.core.values import parse_time
 
-__all__ = [
-    "LOSSES_NAMED",
-    "AttemptCost",
-    "Category",
-    "ExperimentCost",
-    "RunCost",
-    "cost_of",
-    "cost_sentence",
-    "format_share",
-]
-
 
 class Category(StrEnum):
     """What a second of a slot went into, and what that means."""

@@ -54,16 +54,6 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey, boundaries, i
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
 from prefect_tune.core.values import Digest, StepReport, TrialId, Value
 
-__all__ = [
-    "Experiment",
-    "TrialMap",
-    "after_event",
-    "apply",
-    "following",
-    "nothing_yet",
-]
-
-
 # A persistent mapping of an experiment's trials: one change costs the same with ten trials and with ten thousand.
 
 _Changed: TypeAlias = "tuple[HashTrieSet[int], ...]"

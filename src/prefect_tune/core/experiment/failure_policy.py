@@ -17,24 +17,6 @@ from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial import Trial
 
-__all__ = [
-    "OWNER_VANISHED",
-    "FailurePolicy",
-    "GiveUp",
-    "Quarantine",
-    "Resumable",
-    "TryAgain",
-    "Verdict",
-    "error_in",
-    "errors_end_reason",
-    "is_forgiven",
-    "is_loss",
-    "loss_message",
-    "machines_spent",
-    "same_errors_reason",
-    "verdict",
-]
-
 OWNER_VANISHED = "its owner vanished without ending it"
 """The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
 

@@ -10,8 +10,6 @@ from pydantic import Field, ValidationError
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import Value
 
-__all__ = ["ResumeChoice", "ResumeLimits", "Way", "choice_of", "stop_extended"]
-
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial import Trial
     from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 
-__all__ = ["Retention", "retired", "retired_by_commit", "retired_quarantined"]
-
 _Count = Annotated[int, Field(ge=1), AS_WHOLE]
 
 

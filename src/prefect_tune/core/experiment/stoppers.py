@@ -31,34 +31,6 @@ from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.shown_text import did_you_mean, format_span, other_signature, plural
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 
-__all__ = [
-    "RAYS_NAMES",
-    "AnyOf",
-    "End",
-    "ExperimentPlateau",
-    "ExperimentStopper",
-    "MaxFailures",
-    "MaxSteps",
-    "MaxTime",
-    "Never",
-    "NoMore",
-    "Plateau",
-    "Stopper",
-    "Tallies",
-    "Tally",
-    "TimeBudget",
-    "TrialBudget",
-    "Verdict",
-    "as_stopper",
-    "limits_in",
-    "metrics_needed",
-    "of_experiment",
-    "of_trials",
-    "some_time",
-    "why_over",
-]
-
-
 RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
 """Ray Tune's names of values that each report has, and their equivalents here."""
 

@@ -18,34 +18,6 @@ from prefect_tune.core.values import StepReport
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
 
-__all__ = [
-    "Curves",
-    "Exploited",
-    "Losses",
-    "Scope",
-    "best_first",
-    "best_label",
-    "best_of",
-    "best_saved",
-    "counted",
-    "curve",
-    "exploited_by",
-    "front",
-    "is_search",
-    "kind_of",
-    "losses_in",
-    "named",
-    "objective_in",
-    "ranked",
-    "scored",
-    "shown_settings",
-    "smallest_first",
-    "trial_in",
-    "trial_named",
-    "valid_scope",
-]
-
-
 # Rank trials: by their last report wherever one is called the best, by other reports only where a scope is given.
 #
 # The last report is that of the newest checkpoint, which `Results.checkpoint` and `export` return; the best of all

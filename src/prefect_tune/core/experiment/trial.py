@@ -28,29 +28,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord
 from prefect_tune.core.values import StepReport, TrialId, Value, flat
 
-__all__ = [
-    "ENDED",
-    "PastEvent",
-    "Phase",
-    "Status",
-    "Trial",
-    "is_acceptable",
-    "is_collectable",
-    "is_held",
-    "is_live",
-    "is_overtaken",
-    "is_quarantined",
-    "live_keys",
-    "newest_checkpoint",
-    "newest_key",
-    "parent_of_next",
-    "reused_from",
-    "status_label",
-    "status_of",
-    "with_report",
-]
-
-
 # The status of a trial: the words in every table, report, event and message, and the phases they are derived from.
 #
 # The words are Optuna's and Ray's. A journal holds phases; so a journal of any release is read with these words.

@@ -76,27 +76,6 @@ from prefect_tune.core.storage.object_store import (
 )
 from prefect_tune.core.values import Digest, Stamp, digest_of
 
-__all__ = [
-    "LoadedJournal",
-    "append",
-    "append_as_guest",
-    "as_of",
-    "decode_entry",
-    "each_entry",
-    "earlier_owners",
-    "entries_after",
-    "entries_beyond",
-    "history",
-    "load",
-    "next_entry",
-    "read",
-    "read_if_there",
-    "read_listed",
-    "take_over",
-    "trial_today",
-]
-
-
 # Read the entries of a journal by their numbers, and verify each one.
 
 

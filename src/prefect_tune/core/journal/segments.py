@@ -30,20 +30,6 @@ from prefect_tune.core.storage.layout import JournalKey, begin_of, is_boundary, 
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Digest, canonical_json, digest_of, parse
 
-__all__ = [
-    "Segment",
-    "UnusableSegmentError",
-    "after_segment",
-    "decode_segment",
-    "delete_segments",
-    "encode_segment",
-    "listed_segments",
-    "read_segment",
-    "segment_is_due",
-    "steps",
-    "write_due_segment",
-]
-
 _TRIALS = TypeAdapter(list[Trial])
 
 

@@ -13,7 +13,7 @@ have ended; that of a killed owner stays, and its time says how old it is. The n
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -39,23 +39,6 @@ from prefect_tune.core.storage.documents import Document, read_newest, seal
 from prefect_tune.core.storage.layout import JournalKey, delete_numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, StepReport, TrialId, Value
-
-__all__ = [
-    "NOTHING_KNOWN",
-    "ExperimentView",
-    "LastKnown",
-    "LiveStatus",
-    "RunCounts",
-    "RunningAttempts",
-    "RunningAttemptsView",
-    "RunningTrial",
-    "delete_live_status",
-    "last_known_reports",
-    "live_status_of",
-    "newest_live_status",
-    "view_of",
-    "write_live_status",
-]
 
 
 class RunCounts(NamedTuple):

@@ -12,41 +12,6 @@ from prefect_tune.core.journal_events import Cause, Question
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import Message, PathName, StepReport, Value
 
-__all__ = [
-    "FORK",
-    "IMPORT",
-    "IMPORTED",
-    "READY",
-    "Broke",
-    "CheckpointSaved",
-    "Directive",
-    "EndOfAttempt",
-    "FromTrial",
-    "ImportRequest",
-    "Join",
-    "Leave",
-    "MeanMetrics",
-    "MetricsFrom",
-    "MilestoneReached",
-    "Part",
-    "Preload",
-    "Proceed",
-    "Rank",
-    "RankMetrics",
-    "Refused",
-    "SaveFailed",
-    "Start",
-    "StartReceived",
-    "StepDone",
-    "StopAndSave",
-    "Surroundings",
-    "ToTrial",
-    "TrainableLoaded",
-    "TrialEnded",
-    "from_trial",
-    "to_trial",
-]
-
 
 class Surroundings(Value):
     """The environment that a forked or kept process adopts before it starts a trial."""

@@ -33,37 +33,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 from prefect_tune.core.values import Message, TrialId, Value, canonical_json
 
-__all__ = [
-    "UNASKED",
-    "Arrived",
-    "Begin",
-    "FromRank",
-    "GroupOver",
-    "NodeMessage",
-    "NodeMessages",
-    "NodeStopping",
-    "RankGone",
-    "SendPart",
-    "StopRequest",
-    "ToRank",
-    "TrialReply",
-    "answer",
-    "answers_up_to",
-    "ask",
-    "is_journaled",
-    "is_lost",
-    "is_signed_with",
-    "newest_attempt",
-    "node_messages_up_to",
-    "read_answer",
-    "read_messages",
-    "read_request",
-    "stop_event",
-    "take_back",
-    "write_messages",
-]
-
-
 # Messages between the nodes of an attempt: numbered objects on the target, which is all that the nodes share.
 #
 #     nodes/<attempt>/0000/0000000001.json    from node 0 to all others: who takes part, directives, parts to send

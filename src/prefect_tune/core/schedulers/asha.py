@@ -29,19 +29,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import TrialId
 
-__all__ = [
-    "ASHA",
-    "Brackets",
-    "Climb",
-    "Climbing",
-    "PromotionSchedule",
-    "Rung",
-    "RungEntry",
-    "StoppingSchedule",
-    "ladder",
-]
-
-
 # Rungs: the steps at which trials are compared, and the losses of the trials that have reached them.
 
 RungEntry: TypeAlias = tuple[float, int, TrialId]

@@ -18,20 +18,6 @@ from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, TrialId, Value
 
-__all__ = [
-    "FIFO",
-    "Continue",
-    "Decision",
-    "Exploit",
-    "Pause",
-    "Schedule",
-    "Scheduler",
-    "Stop",
-    "TrialReport",
-    "loss_of",
-    "shown",
-]
-
 
 class Continue(Value):
     """Continue training to the next milestone."""

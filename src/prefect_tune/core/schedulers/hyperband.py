@@ -24,12 +24,6 @@ from prefect_tune.core.schedulers.base import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
 
-__all__ = [
-    "Bracket",
-    "Hyperband",
-]
-
-
 # One bracket of Hyperband: a group of trials, of which only the best continue after each rung.
 
 

@@ -25,8 +25,6 @@ from prefect_tune.core.schedulers.base import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
 
-__all__ = ["MedianStopping"]
-
 
 @dataclass(frozen=True, slots=True)
 class MedianStopping(Scheduler):

@@ -31,15 +31,6 @@ from prefect_tune.core.search.space import is_same
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.values import TrialId
 
-__all__ = [
-    "PBT",
-    "Explorer",
-    "Mutations",
-    "as_mutations",
-    "require_names_of",
-]
-
-
 # PBT's explore step: copy a configuration and perturb or resample some of its values.
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"

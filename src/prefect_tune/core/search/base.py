@@ -17,8 +17,6 @@ from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, leaves
 
-__all__ = ["Exhausted", "Proposals", "Proposed", "Repeated", "Search", "Suggestion", "Wait"]
-
 Space: TypeAlias = Mapping[str, object]
 """A configuration in which some values are drawn: `{"lr": pt.loguniform(1e-4, 1), "model": {"depth": 3}}`."""
 

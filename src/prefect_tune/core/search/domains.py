@@ -17,37 +17,6 @@ from prefect_tune.core.metrics import is_finite, is_number, plain_keys, plain_sc
 from prefect_tune.core.shown_text import is_unicode, other_signature
 from prefect_tune.core.values import HasJsonForm
 
-__all__ = [
-    "Branch",
-    "Choice",
-    "Domain",
-    "Float",
-    "Grid",
-    "Integer",
-    "Normal",
-    "Range",
-    "SampleFrom",
-    "Scale",
-    "as_dicts",
-    "choice",
-    "domains_in",
-    "frozen",
-    "grid_search",
-    "has_grid",
-    "lograndint",
-    "loguniform",
-    "qlograndint",
-    "qloguniform",
-    "qrandint",
-    "qrandn",
-    "quniform",
-    "randint",
-    "randn",
-    "sample_from",
-    "uniform",
-]
-
-
 # Numeric domains of a search space: each is a function from a quantile to a value.
 #
 # Bounds are as in Ray: without a step the high end is exclusive. With a step `q` both ends belong to the domain and

@@ -12,8 +12,6 @@ from prefect_tune.core.search.space_json import space_to_json
 from prefect_tune.core.values import HasJsonForm, canonical_json
 from prefect_tune.registry import BUILT_IN
 
-__all__ = ["NamedOptions", "option_name"]
-
 _MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 

@@ -12,8 +12,6 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.metrics import is_finite, shown
 from prefect_tune.core.values import Value, metric_in
 
-__all__ = ["UNNAMED", "Mode", "Objective", "objective_of", "usual_mode"]
-
 Mode: TypeAlias = Literal["min", "max"]
 
 _SMALL_IS_GOOD = re.compile(

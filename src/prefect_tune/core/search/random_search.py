@@ -26,19 +26,6 @@ from prefect_tune.core.search.space import (
 )
 from prefect_tune.core.shown_text import plural
 
-__all__ = [
-    "DEFAULT_SAMPLES",
-    "ENDLESS",
-    "RandomSearch",
-    "choices_at",
-    "default_samples",
-    "grids_of",
-    "point_count",
-    "points_of",
-    "require_samples",
-]
-
-
 # Number the points of a grid without listing them: a point of nested and conditional grids is a mixed-base number.
 #
 # The alphabetically first parameter changes fastest: the order does not depend on the order of keys in the space, or in

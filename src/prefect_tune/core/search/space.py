@@ -31,27 +31,6 @@ from prefect_tune.core.search.domains import (
     frozen,
 )
 
-__all__ = [
-    "Draw",
-    "Found",
-    "Misfit",
-    "Missing",
-    "Point",
-    "Reading",
-    "agrees",
-    "below",
-    "fixed_by",
-    "holds",
-    "is_same",
-    "option",
-    "read",
-    "require_drawable",
-    "resolve",
-    "valid_points",
-    "valid_space",
-]
-
-
 Draw: TypeAlias = Callable[[str, Domain], float]
 """Draws a parameter by its name: a value of a range, or the index of an option of a choice or a grid."""
 

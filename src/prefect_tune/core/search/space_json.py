@@ -24,16 +24,6 @@ from prefect_tune.core.search.space import below, option, valid_space
 from prefect_tune.core.values import Json
 from prefect_tune.registry import FIELDS
 
-__all__ = [
-    "FunctionLoader",
-    "class_of_fields",
-    "distribution_in",
-    "is_distribution",
-    "node_to_json",
-    "space_from_json",
-    "space_to_json",
-]
-
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
 """Finds the function of a `sample_from` by `package.module:name`. It imports code: only for trusted documents."""
