@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, StepDone, TrialEnded
 from tests.fakes.trial_processes import start_of, supervised_process
 
 FEW = 5
@@ -144,9 +144,9 @@ class _Attempts:
         start = start_of(trainable, self._room, config, steps=self._way.steps)
         said: list[FromTrial] = []
         with open_channel(start, _LOG) as channel:
-            while not (said and isinstance(said[-1], TrialEnded | Broke)):
+            while not (said and isinstance(said[-1], TrialEnded)):
                 said += [message] if (message := channel.receive(_PATIENCE)) else []
-        if broken := [message for message in said if isinstance(message, Broke)]:
+        if broken := [message for message in said if isinstance(message, TrialEnded) and message.raised]:
             raise RuntimeError(f"{trainable}: {broken}")
         return said
 

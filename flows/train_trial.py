@@ -9,10 +9,10 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
-from prefect.states import Completed
 
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.nodes.other_node import train_node
+from prefect_tune.attempt.outcomes import state_of_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.executors.remote_link import StoreLink, request_from
@@ -43,8 +43,7 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
         link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
         if node:
             log, tasks = get_run_logger(), TasksOfAttempt(spec)
-            how = train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log))
-            return Completed(message=how)
+            return state_of_node(train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log)))
         ended = train(partial(_train, spec, request, link))
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")

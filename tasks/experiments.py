@@ -34,6 +34,7 @@ from prefect_tune.core.journal_events import (
     CheckpointRef,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Owner,
     Paused,
@@ -41,6 +42,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.documents import is_signed, signed, unsigned
@@ -254,17 +256,17 @@ def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence
 
 
 def _ended(name: str, status: End | None, reason: str) -> Sequence[Event]:
-    why = reason or f"its flow run said {status}"
+    why: AnyReason = reason or make_reason("said", status=status)
     match status:
         case None:
             return []
         case "completed":
-            return [Finished(trial=name, reason=why, returned=True)]
+            return [Finished(trial=name, reason=why, kind=FinishKind.RETURNED)]
         case "paused":
             return [Paused(trial=name, reason=why)]
         case "errored":
-            ended = AttemptEnded(trial=name, cause=Cause.USER, message=why)
-            return [ended, GaveUp(trial=name, cause=Cause.USER, message=why)]
+            ended = AttemptEnded(trial=name, cause=Cause.USER, reason=why)
+            return [ended, GaveUp(trial=name, cause=Cause.USER, reason=why)]
 
 
 # Fork an experiment.

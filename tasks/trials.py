@@ -12,13 +12,12 @@ from typing import Any, Literal, assert_never
 from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
-from prefect.states import Completed
 
 from prefect_tune.attempt.attempt import Attempt, has_had_enough
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.nodes.other_node import train_node
-from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, log_failure, state_of
+from prefect_tune.attempt.outcomes import log_failure, state_of, state_of_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink
@@ -33,7 +32,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finished, Outcome, Paused, Requeued, TrialAdded
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import Stamp
@@ -92,10 +92,10 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
         holding_concurrency_limits(spec.concurrency_limits, link.stop),
     ):
         ended = Attempt(spec, request, link, TasksOfAttempt(spec), log).run()
-    if isinstance(ended.outcome, Failed):
+    if isinstance(ended.outcome, AttemptEnded):
         number = ended.experiment.trial(spec.trial.trial).attempt
         log_failure(ended.outcome, number, spec, request.search_term, log)
-    return state_of(ended.outcome, spec.trial.trial)
+    return state_of(ended.outcome)
 
 
 @task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
@@ -106,7 +106,7 @@ def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLi
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quiet_inner_tasks(), retrying_refusals(), closing(link):
-        return Completed(message=train_node(spec, request, node, link, TasksOfAttempt(spec), log))
+        return state_of_node(train_node(spec, request, node, link, TasksOfAttempt(spec), log))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +249,10 @@ def _waiting_events(
     if trial is None:
         return [TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)]
     if trial.phase is Phase.RUNNING:
-        return [AttemptEnded(trial=name, cause=Cause.MACHINE, message="its task failed, and was started again")]
+        return [AttemptEnded(trial=name, cause=Cause.MACHINE, reason=make_reason("task-failed"))]
     is_done = trial.phase is Phase.FINISHED and has_had_enough(spec, trial, stopper)
     if trial.phase in ENDED and not is_done:
-        return [Requeued(trial=name, reason="another attempt was requested")]
+        return [Requeued(trial=name, reason=make_reason("attempt-requested"))]
     return []
 
 
@@ -270,11 +270,11 @@ def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tup
 def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
     where = f"trial {spec.trial.trial!r} of experiment {spec.trial.experiment!r} at {spec.target.uri}"
     match outcome:
-        case Done() | Yielded() | Failed(cause=Cause.PREEMPTED):
-            return
-        case Failed(message=message):
-            raise TrialFailed(f"{where}: {first_line(message)}")
-        case Asking(question=asked):
+        case AttemptEnded(question=asked) if asked is not None:
             raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
+        case Finished() | Paused() | AttemptEnded(cause=Cause.PREEMPTED):
+            return
+        case AttemptEnded(reason=reason):
+            raise TrialFailed(f"{where}: {first_line(reason)}")
         case _:
             assert_never(outcome)

@@ -56,6 +56,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.generations import call_that_has, claim_name, require_not_of_before
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
@@ -412,16 +413,16 @@ def opening_events(
         return [TrialAdded(trial=name, config=config or {}), began]
     started = next_start(trial, utc_now())
     if trial.phase is Phase.RUNNING:
-        why = f"step {step} is trained again, after step {started.from_step}"
-        return [] if step >= trial.step else _restarted(trial, why)
+        reason = make_reason("step-repeated", step=step, start=started.from_step)
+        return [] if step >= trial.step else _restarted(trial, reason)
     if trial.phase in ENDED:
-        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
+        return [Requeued(trial=name, reason=make_reason("trained-on", status=trial.status.value)), started]
     return [started]
 
 
-def _restarted(trial: Trial, why: str) -> Sequence[Event]:
+def _restarted(trial: Trial, reason: Reason) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
-    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial, utc_now())]
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, reason=reason), next_start(trial, utc_now())]
 
 
 def going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]:
@@ -430,5 +431,5 @@ def going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]:
     if found.phase is not Phase.RUNNING or newest is None or newest not in going:
         return []
     left = tuple(each for each in found.checkpoints if each not in going)
-    why = f"it goes back to step {left[-1].step if left else 0}: the checkpoint of step {newest.step} was deleted"
-    return _restarted(found.model_copy(update={"checkpoints": left}), why)
+    reason = make_reason("checkpoint-deleted", step=newest.step, start=left[-1].step if left else 0)
+    return _restarted(found.model_copy(update={"checkpoints": left}), reason)

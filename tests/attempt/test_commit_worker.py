@@ -136,7 +136,7 @@ class CommitHarness:
             state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
-            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
+            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
             state = append(store, state, [Adopted(), *added, *lost], new_write_id())
             state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
         journal_writer = JournalWriter(self.plan.target, state, write, lambda _events, _state: None)
@@ -209,8 +209,8 @@ def save_step(commit_worker: CommitWorker, done: StepDone, committed: Callable[[
     commit_worker.save(GroupSave(done, {}), committed)
 
 
-def ended(cause: Cause, message: str) -> Sequence[Event]:
-    return [AttemptEnded(trial=TRIAL.trial, cause=cause, message=message)]
+def ended(cause: Cause, message: str) -> AttemptEnded:
+    return AttemptEnded(trial=TRIAL.trial, cause=cause, reason=message)
 
 
 @pytest.fixture
@@ -235,10 +235,9 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_i
     directory = harness.folder / "last"
     directory.mkdir()
     (directory / "weights").write_bytes(b"1")
-    save_step(
-        commit_worker, StepDone(report=report(1), checkpoint=str(directory), over="enough"), harness.committed.append
-    )
-    commit_worker.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
+    done = StepDone(report=report(1), checkpoint=str(directory), finish_reason="enough")
+    save_step(commit_worker, done, harness.committed.append)
+    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
     assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
     assert [type(event) for event in harness.entries()[-1].events] == [Reported, Committed, Finished]
@@ -250,9 +249,8 @@ def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(harness: Comm
     directory = harness.folder / "last"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    save_step(
-        commit_worker, StepDone(report=report(1), checkpoint=str(directory), over="enough"), harness.committed.append
-    )
+    done = StepDone(report=report(1), checkpoint=str(directory), finish_reason="enough")
+    save_step(commit_worker, done, harness.committed.append)
     until(lambda: commit_worker.error)
     commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
     commit_worker.close()
@@ -318,8 +316,7 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
     setattr(INJECTED, away, once)
     INJECTED.hidden = tries
     commit_worker.note(report(1))
-    done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
-    commit_worker.end([done])
+    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
     with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
         commit_worker.close()
     assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])

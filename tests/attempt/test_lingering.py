@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import StepDone, TrialEnded
+from prefect_tune.core.shown_text import first_line
+from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of
 from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import acts_of
@@ -55,6 +57,6 @@ def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: 
     directory.mkdir()
     start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
     with family(), TrialProcessPool(slots=1) as made, made.process(start, LOG) as channel:
-        ended = messages_of(channel, seconds=30)[-1]
-    assert isinstance(ended, Broke)
-    assert ended.message == f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"
+        failure = require_failure(messages_of(channel, seconds=30)[-1])
+    refused = f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"
+    assert first_line(failure.reason) == refused

@@ -68,7 +68,7 @@ def test_at_the_end_it_is_deleted_unless_a_trial_was_left_running(bucket: Bucket
     search = Search(OFTEN)
     search.publisher.begin()
     until(lambda: bucket.operations["put"] > 1)
-    search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     search.publisher.close()
     assert not bucket.objects
 

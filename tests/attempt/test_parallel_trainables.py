@@ -20,7 +20,6 @@ from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_i
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     FromTrial,
     Start,
@@ -28,6 +27,7 @@ from prefect_tune.core.messages.process_messages import (
     StopAndSave,
     TrialEnded,
 )
+from prefect_tune.core.reasons import code_of
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -124,7 +124,8 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
     with opened(start_of(parallel.trains, folder, config), LOG) as channel:
         last = _last_word(channel, lambda: _end(ends, channel, witness))
         assert isinstance(last, TrialEnded | None), (way, last)
-        assert (last is None, last is not None and last.interrupted) == (ends == "killed", ends == "asked to stop"), way
+        code = None if last is None else code_of(last.outcome.reason)
+        assert code == {"killed": None, "asked to stop": "saved-as-requested"}.get(ends, "returned"), (way, last)
         channel.end()
     return sorted(pids_of_trials(witness))
 
@@ -137,7 +138,7 @@ def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> Fro
             message = channel.receive(timedelta(seconds=0.1))
         except EOFError:
             return None
-        if isinstance(message, TrialEnded | Broke):
+        if isinstance(message, TrialEnded):
             return message
         if isinstance(message, StepDone):
             if message.report.step == 2:

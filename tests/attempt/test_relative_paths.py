@@ -15,9 +15,10 @@ from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
+from prefect_tune.core.messages.process_messages import CheckpointSaved, StepDone, TrainableLoaded
 from prefect_tune.loggers import FileLogger
 from prefect_tune.runtime.load_named import load_named
+from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.long_cases import long_after
 from tests.trainables.processes import reporters
@@ -57,9 +58,8 @@ def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_i
 ) -> None:
     config = {"seen_from": str(tmp_path), "path": "nothing"}
     with pool.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
-        *_, broke = messages_of(channel)
-    assert isinstance(broke, Broke)
-    assert f"expected a local directory in the working directory {tmp_path}" in broke.message
+        failure = require_failure(messages_of(channel)[-1])
+    assert f"expected a local directory in the working directory {tmp_path}" in str(failure.reason)
 
 
 def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_name(
@@ -68,9 +68,8 @@ def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_na
     (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
     config = {"seen_from": str(tmp_path)}
     with pool.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
-        *_, broke = messages_of(channel)
-    assert isinstance(broke, Broke)
-    assert "a checkpoint that is on a target already need not be reported" in broke.message
+        failure = require_failure(messages_of(channel)[-1])
+    assert "a checkpoint that is on a target already need not be reported" in str(failure.reason)
 
 
 def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -13,16 +14,17 @@ import pytest
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.core.journal_events import Finished, FinishKind
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     FromTrial,
-    Leave,
     Proceed,
     StepDone,
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.reasons import make_reason
+from tests.fakes.outcomes import make_leave
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, untimed
 from tests.trainables.processes import reporters
 
@@ -48,7 +50,7 @@ def next_of(channel: TrialChannel) -> FromTrial:
 def served(channel: TrialChannel) -> Sequence[FromTrial]:
     """Acknowledge each checkpoint; return all messages."""
     messages: list[FromTrial] = []
-    while not (messages and isinstance(messages[-1], TrialEnded | Broke)):
+    while not (messages and isinstance(messages[-1], TrialEnded)):
         messages.append(next_of(channel))
         if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
             channel.tell(CheckpointSaved(step=messages[-1].report.step))
@@ -72,7 +74,8 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
         assert bool(each.checkpoint) == (metrics["index"] in range(4, times, 5))
         if each.checkpoint:
             assert Path(each.checkpoint, "said").read_text() == f"{metrics['thread']} {metrics['index']}"
-    assert untimed(messages[-1]) == TrialEnded(reason="the trainable returned", returned=True)
+    returned = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
+    assert untimed(messages[-1]) == TrialEnded(outcome=returned)
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
@@ -86,8 +89,9 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
         asks = [next_of(channel) for _ in range(2)]
         assert [(each.report.step, each.asks) for each in asks if isinstance(each, StepDone)] == [(4, False), (5, True)]
         assert channel.receive(_SOON) is None
-        channel.tell(Leave(reason="enough", save=False, for_good=True))
-        assert untimed(next_of(channel)) == TrialEnded(reason="enough", ended_early=True)
+        leave = make_leave("enough", save=False)
+        channel.tell(leave)
+        assert untimed(next_of(channel)) == TrialEnded(outcome=leave.outcome)
         channel.end()
     assert not recorder.lines, "each thread has left, and printed nothing"
 
@@ -103,9 +107,9 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     with opened(start, log_to(LogRecorder())) as channel:
         *_, ended = messages_of(channel)
         assert isinstance(ended, TrialEnded)
-        assert "3" in ended.reason
+        assert ended.outcome.reason == make_reason("step-limit", step=3, limit=3)
         if isolation == "forked":
-            assert "SIGKILL" in channel.end()
+            assert channel.end().signal == signal.SIGKILL
 
 
 # ----------------------------------------------------------------------------------------------- other processes

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.outcomes import Failed, Outcome
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
+from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.trainables.processes import reporters
 
@@ -49,19 +48,19 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     pool: TrialProcessPool, tmp_path: Path, stray: bytes, said: str
 ) -> None:
     outcome = outcome_of(pool, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, AttemptEnded)
     assert outcome.cause is Cause.USER
-    assert outcome.message.startswith("the channel of the trial's process: ")
-    assert said in outcome.message
-    assert "look for code that writes to a file descriptor" in outcome.message
-    assert "pydantic" not in outcome.message
+    message = str(outcome.reason)
+    assert message.startswith("the channel of the trial's process: ")
+    assert said in message
+    assert "look for code that writes to a file descriptor" in message
+    assert "pydantic" not in message
 
 
 def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(pool: TrialProcessPool, tmp_path: Path) -> None:
     with pool.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
-        *_, ended = messages_of(channel)
-    assert isinstance(ended, Broke)
-    assert ended.message.startswith(r"ValueError: the file \udcff in [0, 0, 0,")
-    assert ended.message.endswith("0, 0] is not good")
-    assert "characters left out" in ended.message
-    assert len(ended.message) + len(ended.traceback) < 300_000
+        reason = require_reason(require_failure(messages_of(channel)[-1]))
+    assert str(reason).startswith(r"ValueError: the file \udcff in [0, 0, 0,")
+    assert reason.arguments["text"].endswith("0, 0] is not good")
+    assert "characters left out" in reason.arguments["text"]
+    assert len(str(reason)) < 300_000

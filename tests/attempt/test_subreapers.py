@@ -14,6 +14,7 @@ import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import TrialEnded
+from prefect_tune.core.reasons import ProcessEnd
 from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of, until
 from tests.trainables.processes.forked import daemonizes, looks_around
 from tests.trainables.witness import acts_of
@@ -98,7 +99,7 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
         config = {"witness": str(witness), "gate": ""}
         with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
             assert isinstance(messages_of(channel)[-1], TrialEnded)
-            assert channel.end() == "exited with code 0"
+            assert channel.end() == ProcessEnd(exit_code=0)
         left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
         assert len(left) == 3
         assert not set(left) & set(ours.pids())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -23,7 +24,6 @@ from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.machine_limits import MemoryLimit
-from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup, _JoinedRank, _Watch
@@ -32,9 +32,8 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind, Outcome
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     Directive,
     FromTrial,
@@ -49,22 +48,26 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.reasons import ProcessEnd, Reason, code_of, make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.core.values import StepReport
 from prefect_tune.storage_retries import retrying_until
+from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after
 
 LOADED = TrainableLoaded(pid=1, code="")
-KILLED = "ended by SIGKILL"
+KILLED = ProcessEnd(signal=signal.SIGKILL)
+DONE = Finished(trial="t", reason="done")
+RETURNED = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
 
 
 @dataclass
 class FakeChannel:
-    """A trial that sends `says` (a float is a pause in seconds), then is silent, or ends as `became` describes."""
+    """A trial that sends `says` (a float is a pause in seconds), then is silent, or ends as `process_end` says."""
 
     says: Sequence[FromTrial | float]
-    became: str = ""
+    process_end: ProcessEnd | None = None
     sent: list[ToTrial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class FakeChannel:
                 return said
             time.sleep(said)
             return None
-        if self.became:
+        if self.process_end is not None:
             raise EOFError
         time.sleep(0.01)
         return None
@@ -88,8 +91,11 @@ class FakeChannel:
     def tell(self, message: ToTrial) -> None:
         self.sent.append(message)
 
-    def end(self) -> str:
-        return self.became
+    def end(self) -> ProcessEnd:
+        return self.process_end or ProcessEnd()
+
+    def last_output(self) -> str:
+        return self.end().output
 
 
 @dataclass
@@ -150,49 +156,56 @@ def line() -> InProcessLink:
 
 
 def outcome_of(
-    spec: TrialSpec, says: Sequence[FromTrial | float], became: str = "", commit_worker: FakeCommitWorker | None = None
+    spec: TrialSpec,
+    says: Sequence[FromTrial | float],
+    process_end: ProcessEnd | None = None,
+    commit_worker: FakeCommitWorker | None = None,
 ) -> Outcome:
-    return supervise(FakeChannel(says, became), commit_worker or FakeCommitWorker(), spec, line())
+    return supervise(FakeChannel(says, process_end), commit_worker or FakeCommitWorker(), spec, line())
 
 
 # ---------------------------------------------------------------------------------------- the cause of the end
 
 
 @pytest.mark.parametrize(
-    ("became", "cause", "at_start"),
+    ("process_end", "cause", "at_start"),
     long_after(
         3,
         [
             (KILLED, Cause.MACHINE, False),
-            ("ended by SIGTERM", Cause.MACHINE, False),
-            ("ended by SIGSEGV", Cause.USER, True),
-            ("ended by SIGABRT\nlast output:\nterminate called", Cause.USER, True),
-            ("exited with code 0", Cause.USER, True),
-            (f"{KILLED}\nlast output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
-            ("exited with code 1\nlast output:\nmy worker was ended by SIGKILL", Cause.USER, True),
+            (ProcessEnd(signal=signal.SIGTERM), Cause.MACHINE, False),
+            (ProcessEnd(signal=signal.SIGSEGV), Cause.USER, True),
+            (ProcessEnd(signal=signal.SIGABRT, output="terminate called"), Cause.USER, True),
+            (ProcessEnd(exit_code=0), Cause.USER, True),
+            (
+                ProcessEnd(signal=signal.SIGKILL, output="worker 7 exited with code 1, maybe by SIGSEGV"),
+                Cause.MACHINE,
+                False,
+            ),
+            (ProcessEnd(exit_code=1, output="my worker was ended by SIGKILL"), Cause.USER, True),
         ],
     ),
 )
 def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
-    spec: TrialSpec, became: str, cause: Cause, at_start: bool
+    spec: TrialSpec, process_end: ProcessEnd, cause: Cause, at_start: bool
 ) -> None:
-    found = outcome_of(spec, [LOADED], became)
-    assert isinstance(found, Failed)
+    found = outcome_of(spec, [LOADED], process_end)
+    assert isinstance(found, AttemptEnded)
     assert (found.cause, found.at_start) == (cause, at_start)
 
 
 def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
-        found = outcome_of(spec, says, "ended by SIGSEGV")
-        assert isinstance(found, Failed)
+        found = outcome_of(spec, says, ProcessEnd(signal=signal.SIGSEGV))
+        assert isinstance(found, AttemptEnded)
         assert (found.cause, found.at_start) == (Cause.USER, False)
 
 
 def test_silence_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     found = outcome_of(spec, [LOADED])
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
-    assert "presumed hung" in found.message
+    assert code_of(found.reason) == "silent"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +228,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
     says = [LOADED, step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
     patient = replace(spec, silence=None)
     found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert found.cause is cause
 
 
@@ -224,27 +237,27 @@ def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
     spec: TrialSpec, error: BaseException
 ) -> None:
     found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=FakeCommitWorker(error=error))
-    assert isinstance(found, Failed)
-    assert found.cause is Cause.USER
-    assert str(error) in found.message
+    assert isinstance(found, AttemptEnded)
+    assert (found.cause, found.reason) == (Cause.USER, make_reason("save-failed", error=str(error)))
 
 
 def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
     commit_worker = FakeCommitWorker(error=StoreRefused("AccessDenied"))
     found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
-    assert "AccessDenied" in found.message
+    assert found.reason == make_reason("write-failed", error="StoreRefused: AccessDenied")
 
 
 def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
     asking = InProcessLink("t", lambda _: asking.answer(leave), TrialProcessPool(slots=1))
-    leave = Leave(reason="found no metric 'loss'", save=False, for_good=False, end="errored")
-    left = TrialEnded(reason=leave.reason, paused=True)
-    channel = FakeChannel([LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), left])
-    found = supervise(channel, FakeCommitWorker(), spec, asking)
-    assert found == Failed(Cause.BAD_METRIC, "found no metric 'loss'", at_start=False)
-    assert [each.type for each in events_of("t", found)] == ["attempt-ended"]
+    failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
+    leave = Leave(outcome=failure, save=False)
+    channel = FakeChannel(
+        [LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), TrialEnded(outcome=failure)]
+    )
+    assert supervise(channel, FakeCommitWorker(), spec, asking) == failure
+    assert channel.sent == [leave]
 
 
 @pytest.mark.parametrize("reads_journal", [True, False])
@@ -254,8 +267,8 @@ def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is
     commit_worker, read = FakeCommitWorker(), line()
     read.reads_journal = reads_journal
     asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
-    says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
-    assert supervise(FakeChannel(says), commit_worker, spec, read) == Done("done", returned=False)
+    says = [LOADED, step(1), asking, step(3), TrialEnded(outcome=DONE)]
+    assert supervise(FakeChannel(says), commit_worker, spec, read) == DONE
     assert commit_worker.noted == [(1, False), (2, reads_journal), (3, False)]
     assert commit_worker.flushes == reads_journal
 
@@ -264,7 +277,7 @@ def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is
 
 
 def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:
-    assert outcome_of(spec, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
+    assert outcome_of(spec, [0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]) == DONE
 
 
 def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(spec: TrialSpec) -> None:
@@ -281,8 +294,8 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     found = supervise(channel, commit_worker, spec, line())
     assert time.monotonic() - began >= 0.4 + 0.3
     assert channel.sent == [CheckpointSaved(step=1)]
-    assert isinstance(found, Failed)
-    assert "presumed hung" in found.message
+    assert isinstance(found, AttemptEnded)
+    assert code_of(found.reason) == "silent"
 
 
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
@@ -291,7 +304,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
             if not self._left:
-                link.answer(Leave(reason="enough", save=True, for_good=True))
+                link.answer(make_leave("enough", save=True))
             return super().receive(patience)
 
         def tell(self, message: ToTrial) -> None:
@@ -299,31 +312,29 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
             assert len(self.sent) < 100, "the supervisor waits for ever"
 
     found = supervise(Channel([LOADED, step(1)]), FakeCommitWorker(), spec, link)
-    assert isinstance(found, Failed)
-    assert "presumed hung" in found.message
+    assert isinstance(found, AttemptEnded)
+    assert code_of(found.reason) == "silent"
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
     asking = InProcessLink("t", lambda _: asking.answer(Proceed(milestone=None)), TrialProcessPool(slots=1))
-    says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+    says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
     channel = FakeChannel(says)
-    assert supervise(channel, FakeCommitWorker(), spec, asking) == Done("done", returned=False)
+    assert supervise(channel, FakeCommitWorker(), spec, asking) == DONE
     assert channel.sent == [Proceed(milestone=None)]
 
 
-@pytest.mark.parametrize(
-    ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
-)
+@pytest.mark.parametrize(("saves", "code"), [(True, "upload-unfinished"), (False, "no-checkpoint")])
 def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
-    spec: TrialSpec, saves: bool, said: str
+    spec: TrialSpec, saves: bool, code: str
 ) -> None:
     asked = line()
     asked.stop.set()
     channel = FakeChannel([LOADED, step(1, saves=saves)])
     found = supervise(channel, FakeCommitWorker(), spec, asked)
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
-    assert f"asked to stop; {said} " in found.message
+    assert found.reason == make_reason(code, seconds=0.3)
     assert channel.sent == [StopAndSave()]
 
 
@@ -333,8 +344,8 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
     abandoned.set()
     with retrying_until(abandoned):
         found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
-    assert isinstance(found, Failed)
-    assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")
+    assert isinstance(found, AttemptEnded)
+    assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
 
 
 def test_connections_are_watched_as_they_come_and_go() -> None:
@@ -359,7 +370,7 @@ def test_connections_are_watched_as_they_come_and_go() -> None:
 @pytest.mark.parametrize("received", range(4))
 def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(received: int) -> None:
     launcher, rank = (
-        FakeChannel([Broke(cause=Cause.USER, message="rank 1 failed", traceback="")]),
+        FakeChannel([TrialEnded(outcome=make_failure("rank 1 failed"), raised=True)]),
         FakeChannel([], KILLED),
     )
     group = RankGroup(cast("Sequence[TrialChannel]", [launcher, rank]))
@@ -369,8 +380,14 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
         group.receive(timedelta(0))
 
 
-def broke(message: str) -> Broke:
-    return Broke(cause=Cause.USER, message=message, traceback="File x, line 1")
+def make_raised(text: str, traceback: str = "File x, line 1") -> TrialEnded:
+    """Return the message of a rank that has raised an exception of the type `E`."""
+    return TrialEnded(outcome=make_failure(text, type="E", traceback=traceback), raised=True)
+
+
+def make_rank_end(text: str) -> Reason:
+    """Return the reason that is kept of such a rank."""
+    return make_reason("raised", text=text, type="E")
 
 
 @pytest.mark.parametrize(("is_there", "cause"), [(True, Cause.MACHINE), (False, Cause.USER)])
@@ -380,7 +397,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     """The message of the one that has failed is received before the death of the other."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    failed = FakeChannel([LOADED, broke("RuntimeError: connection reset by peer")])
+    failed = FakeChannel([LOADED, make_raised("connection reset by peer")])
     channels = {OWN: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
     group = RankGroup(cast("Sequence[TrialChannel]", list(channels.values())))
     group._channels = cast("dict[int, TrialChannel]", channels)
@@ -389,7 +406,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     found = attempt_supervisor.supervise(
         group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), UsageMeter()
     )
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert found.cause is cause, found
 
 
@@ -400,37 +417,46 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
         [
             (
                 [
-                    FakeChannel([LOADED, broke("E: peer\nand more")]),
+                    FakeChannel([LOADED, make_raised("peer\nand more", "File y, line 2")]),
                     FakeChannel([], KILLED),
-                    FakeChannel([broke("E: peer")]),
+                    FakeChannel([make_raised("peer")]),
                 ],
-                [RankEnd(ranks=(1,), how=KILLED, is_cause=True), RankEnd(ranks=(0, 2), how="E: peer")],
+                [
+                    RankEnd(ranks=(1,), how=make_reason("rank-died", signal="SIGKILL"), is_cause=True),
+                    RankEnd(ranks=(0, 2), how=make_rank_end("peer")),
+                ],
             ),
             (
                 [
                     FakeChannel([LOADED]),
-                    FakeChannel([TrialEnded(reason="", returned=True)]),
-                    FakeChannel([broke("E: x")]),
+                    FakeChannel([TrialEnded(outcome=RETURNED)]),
+                    FakeChannel([make_raised("x")]),
                 ],
-                [RankEnd(ranks=(2,), how="E: x", is_cause=True), RankEnd(ranks=(1,), how="returned")],
+                [
+                    RankEnd(ranks=(2,), how=make_rank_end("x"), is_cause=True),
+                    RankEnd(ranks=(1,), how=make_reason("returned")),
+                ],
             ),
             (
                 [
-                    FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)]),
-                    FakeChannel([TrialEnded(reason="", returned=True)]),
-                    FakeChannel([], "exited with code 3"),
+                    FakeChannel([LOADED, step(1), TrialEnded(outcome=RETURNED)]),
+                    FakeChannel([TrialEnded(outcome=RETURNED)]),
+                    FakeChannel([], ProcessEnd(exit_code=3)),
                 ],
-                [RankEnd(ranks=(2,), how="exited with code 3", is_cause=True), RankEnd(ranks=(0, 1), how="returned")],
+                [
+                    RankEnd(ranks=(2,), how=make_reason("rank-died", exit_code=3), is_cause=True),
+                    RankEnd(ranks=(0, 1), how=make_reason("returned")),
+                ],
             ),
-            ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
-            ([FakeChannel([LOADED, broke("E: x")])], []),
+            ([FakeChannel([LOADED, step(1), TrialEnded(outcome=RETURNED)])] * 3, []),
+            ([FakeChannel([LOADED, make_raised("x")])], []),
             (
                 [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
-                [RankEnd(ranks=(1, 2), how="did not add its part to a checkpoint", is_cause=True)],
+                [RankEnd(ranks=(1, 2), how=make_reason("rank-without-part"), is_cause=True)],
             ),
             (
                 [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
-                [RankEnd(ranks=(1,), how="did not report a step", is_cause=True)],
+                [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
             ),
         ],
     ),
@@ -449,7 +475,7 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
-    if all(each.became or (each.says and isinstance(each.says[-1], Broke | TrialEnded)) for each in ranks):
+    if all(each.process_end or (each.says and isinstance(each.says[-1], TrialEnded)) for each in ranks):
         # all are waited for, however slow the machine is
         monkeypatch.setattr(attempt_supervisor, "_CAUSE_WITHIN", timedelta(minutes=1))
     meter = UsageMeter()
@@ -482,7 +508,7 @@ def test_a_rank_of_a_launcher_that_was_killed_for_memory_is_not_taken_for_a_fail
         line(),
         OutOfMemory(),
     )
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert found.cause is Cause.OUT_OF_MEMORY, found
 
 
@@ -499,7 +525,7 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
             )
         finally:
             of_same_number.kill()
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert found.cause is Cause.MACHINE, found
     assert meter.use().peak_memory_bytes is None
 
@@ -514,17 +540,17 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
             super().restart()
             self.looks = 0
 
-        def overdue(self) -> str:
+        def overdue(self) -> Reason | None:
             self.looks += 1
-            return "too late" if self.looks > 30 else ""
+            return make_reason("metrics-late") if self.looks > 30 else None
 
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
     directed = Directive(step=1, saves=False, stop=False, over=None)
-    first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(reason="done")])
-    second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(reason="done")])
+    first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(outcome=DONE)])
+    second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
     worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
     found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
-    assert found == Done("done", returned=False)
+    assert found == DONE
     assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

@@ -26,6 +26,7 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
 from prefect_tune.core.values import Stamp, StepReport
@@ -78,9 +79,14 @@ def target(tmp_path: Path) -> Path:
         committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
         record(Reported(trial=name, report=StepReport(step=1, metrics=metrics)), Committed(trial=name, checkpoint=ref))
-    record(GaveUp(trial="errored", cause=Cause.USER, message=f"ValueError: {HOSTILE}\nTraceback\n{HOSTILE}"))
+    error = make_reason("raised", type=HOSTILE, text=HOSTILE, traceback=f"Traceback\n{HOSTILE}", location=HOSTILE)
+    record(GaveUp(trial="errored", cause=Cause.USER, reason=error))
     use = AttemptUse(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
-    record(AttemptEnded(trial="lost", cause=Cause.MACHINE, message=HOSTILE, use=use))
+    record(
+        AttemptEnded(
+            trial="lost", cause=Cause.MACHINE, reason=Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE}), use=use
+        )
+    )
     record(StopAsked(reason=HOSTILE, request="r"))
     manifest = next((tmp_path / "target" / "e" / "1" / "trials" / "lost" / "checkpoints").rglob("*.json"))
     manifest.write_text(f"{{{HOSTILE}")

@@ -41,11 +41,11 @@ def happening(what: str, trial: str) -> OneTrialsEvent:
     """Return the event with this name."""
     match what:
         case "attempt-ended":
-            return AttemptEnded(trial=trial, cause=Cause.USER, message="x")
+            return AttemptEnded(trial=trial, cause=Cause.USER, reason="x")
         case "finished":
             return Finished(trial=trial, reason="enough")
         case "gave-up":
-            return GaveUp(trial=trial, cause=Cause.USER, message="x")
+            return GaveUp(trial=trial, cause=Cause.USER, reason="x")
         case "paused":
             return Paused(trial=trial, reason="others are better")
         case "resumed":

@@ -20,6 +20,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.reasons import code_of
 from prefect_tune.core.values import Stamp
 from tests.core.driver import JOURNAL
 from tests.fakes.checkpoints import first_generation
@@ -40,7 +41,7 @@ def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, Verdict]
     number = trial.attempt * 10 + 100
     begun = Started(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
     trial = after(trial, begun, number)
-    trial = after(trial, AttemptEnded(trial="t", cause=cause, message="boom", at_start=at_start), number)
+    trial = after(trial, AttemptEnded(trial="t", cause=cause, reason="boom", at_start=at_start), number)
     found = verdict(trial, cause, POLICY)
     if isinstance(found, Quarantine):
         aside = Quarantined(trial="t", sequence=found.sequence, reason=found.reason, kills=True)
@@ -58,14 +59,14 @@ def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial
 
 def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> None:
     trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
-    assert "max_machine_failures" in found.message
+    assert code_of(found.reason) == "max-machine-failures"
     assert [each.step for each in trial.checkpoints] == [10, 20, 30, 40]
     assert trial.quarantined == ()
 
 
 def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
     trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.USER, at_start=True)
-    assert "no checkpoint is the cause" in found.message
+    assert code_of(found.reason) == "died-at-each-start"
     assert [each.step for each in trial.checkpoints] == [10, 20, 30]
 
 

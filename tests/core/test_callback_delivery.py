@@ -51,7 +51,7 @@ def test_what_was_told_as_it_happened_is_not_told_again_when_the_journal_has_it(
 def test_steps_that_are_trained_again_are_told_again() -> None:
     tracker = DeliveryTracker()
     reported = [Reported(trial="a", report=said(step)) for step in (1, 2)]
-    died = AttemptEnded(trial="a", cause=Cause.MACHINE, message="killed")
+    died = AttemptEnded(trial="a", cause=Cause.MACHINE, reason="killed")
     again = Started(trial="a", attempt=2, from_step=1)
     assert list(tracker.news(absorbed(1, BEGUN, *reported, died, again, reported[1]))) == [
         BEGUN,

@@ -17,6 +17,7 @@ from prefect_tune.core.journal_events import (
     Committed,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Opened,
     Owner,
@@ -51,6 +52,7 @@ from prefect_tune.core.prefect_events import (
     payload_of,
     short,
 )
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
@@ -115,8 +117,8 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "version": VERSION,
         "trial": T,
         "reason": "done",
-        "returned": False,
-        "ended_early": False,
+        "reason_code": None,
+        "kind": "criterion",
         "use": None,
         "status": "completed",
         "attempt": 1,
@@ -128,19 +130,27 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
 
 
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
-    died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
+    died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = payloads(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    assert (ended["cause"], ended["message"]) == ("machine", short(LONG))
+    assert (ended["cause"], ended["reason"]) == ("machine", short(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
-    (errored,) = payloads(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))[1:]
+    spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
+    (errored,) = payloads(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, reason=spent))[1:]
     assert (errored["name"], errored["cause"], errored["status"]) == ("prefect-tune.gave-up", "user", "errored")
+    assert (errored["reason"], errored["reason_code"]) == (str(spent), "max-failures")
+
+
+def test_a_stop_request_that_is_refused_says_why() -> None:
+    refused = make_reason("request-without-trial", trial="00009")
+    payload = payload_of(StopAsked(reason="enough", request="w", refused=refused))
+    assert (payload["reason"], payload["refused"]) == ("enough", str(refused))
 
 
 def test_a_question_and_a_reinstatement_have_names_of_their_own() -> None:
     asks = Question(key="k", question="Continue?", fields={"yes": True})
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="it asks", question=asks)
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="it asks", question=asks)
     again = [
         Quarantined(trial=T, sequence=3, reason="sha differs"),
         Quarantined(trial=T, sequence=3, quarantined=False),
@@ -207,7 +217,12 @@ def test_texts_and_tables_are_short_and_all_is_json() -> None:
     [
         (Quarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "kills": "false"}),
         (Quarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
-        (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, message="m"), {"trial": T, "cause": "out-of-memory"}),
+        (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, reason="m"), {"trial": T, "cause": "out-of-memory"}),
+        (
+            AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished")),
+            {"trial": T, "cause": "machine", "reason_code": "owner-vanished"},
+        ),
+        (Finished(trial=T, reason="done", kind=FinishKind.PRUNED), {"trial": T, "kind": "pruned"}),
         (TrialStalled(trial=T, silent_seconds=1.0), {"trial": T}),
         (StopAsked(reason="enough"), {}),
     ],
@@ -225,7 +240,7 @@ def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
     ]
     assert len(set(every)) == len(every) == 6 + len(journaled)
     assert all(name.startswith("prefect-tune.") for name in every)
-    fields = {"status"}.union(*(kind.model_fields for kind in (*named, *journaled)))
+    fields = {"status", "reason_code"}.union(*(kind.model_fields for kind in (*named, *journaled)))
     assert fields >= set(LABELS)
 
 

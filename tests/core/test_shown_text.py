@@ -13,9 +13,10 @@ import pytest
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
-from prefect_tune.core.journal_events import AttemptEnded, Cause, answer_to, valid_fields
-from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, answer_to, valid_fields
+from prefect_tune.core.messages.process_messages import StepDone, TrialEnded, from_trial
 from prefect_tune.core.metrics import is_finite, is_number, shown
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import objective_of
@@ -23,6 +24,7 @@ from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has, readable
 from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.reporting.history import numbers_in
+from prefect_tune.runtime.trial_errors import failure_message
 
 HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
 HUGE = 10**400  # too large for a float
@@ -142,9 +144,10 @@ def test_of_an_enormous_text_the_ends_are_kept(text: str) -> None:
 
 @pytest.mark.parametrize("text", [HALF, "\0", "x" * 10**6], ids=["half", "NUL", "long"])
 def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
-    event = AttemptEnded(trial="t", cause=Cause.USER, message=f"ValueError: {text}")
-    assert AttemptEnded.model_validate_json(canonical_json(event.model_dump(mode="json"))) == event
-    for message in (Broke(cause=Cause.USER, message=text, traceback=text), TrialEnded(reason=text)):
+    for reason in (f"ValueError: {text}", make_reason("save-failed", error=text)):
+        event = AttemptEnded(trial="t", cause=Cause.USER, reason=reason)
+        assert AttemptEnded.model_validate_json(canonical_json(event.model_dump(mode="json"))) == event
+    for message in (failure_message(ValueError(text), "t"), TrialEnded(outcome=Finished(trial="t", reason=text))):
         assert from_trial.validate_json(message.model_dump_json()) == message
 
 

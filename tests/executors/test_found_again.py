@@ -8,12 +8,13 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events import Finished
+from prefect_tune.core.journal_events import Finished, Paused
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Decision, Exploit, Schedule, Scheduler, TrialReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
+from tests.fakes.outcomes import make_leave
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch, nothing
 from tests.fakes.searches.limits import limits_of
@@ -31,7 +32,7 @@ def test_one_that_has_reported_nothing_yet_gets_a_request_to_stop(target: LocalT
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    assert attempt.answer() == make_leave("enough", save=True, trial=TRIAL)
 
 
 def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_itself(
@@ -41,7 +42,7 @@ def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_i
     resumed = FarSearch(target)
     resumed.stop(TRIAL)
     running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
-    assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    assert attempt.answer() == make_leave("enough", save=True, trial=TRIAL)
     assert (running.trial(TRIAL).phase, running.trial(TRIAL).step) == (Phase.RUNNING, 2)
 
 
@@ -131,7 +132,7 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     assert (died.trial(TRIAL).exploits is not None, attempt.answer(2)) == (True, None)
     monkeypatch.undo()
     FarSearch(target, Exploiting()).live(nothing, nothing)
-    assert attempt.answer(2) == Leave(reason="better", save=False, for_good=False)
+    assert attempt.answer(2) == Leave(outcome=Paused(trial=TRIAL, reason="better"), save=False)
 
 
 def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(

@@ -15,7 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
+from prefect_tune.core.messages.process_messages import Proceed, StopAndSave
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
@@ -26,6 +26,7 @@ from prefect_tune.executors.trial_executor import AttemptExited, Message, Remote
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.outcomes import make_leave
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import FarSearch, nothing
 
@@ -144,7 +145,7 @@ def test_an_attempt_that_is_run_again_gets_the_request_to_stop_again(target: Loc
     search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
-    leave = Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    leave = make_leave("enough", save=True, trial="00000")
     assert (attempt.answer(attempt=1), again.attempt.answer()) == (leave, leave)
 
 

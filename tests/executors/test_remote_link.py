@@ -30,11 +30,12 @@ from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.monitoring import live_status_publisher
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.outcomes import make_leave
 from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
 PROCEED = Proceed(milestone=9)
-LEAVE = Leave(reason="enough", save=True, for_good=True)
+LEAVE = make_leave("enough", save=True, trial=TRIAL.trial)
 
 
 class Ends:

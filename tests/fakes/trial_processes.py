@@ -22,7 +22,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never
-from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDone, TrialEnded
 
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
 
@@ -70,7 +70,7 @@ def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromT
             return said
         if message is not None:
             said.append(message)
-        if isinstance(message, TrialEnded | Broke):
+        if isinstance(message, TrialEnded):
             return said
     raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {said}")
 

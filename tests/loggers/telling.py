@@ -34,7 +34,7 @@ def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: 
 
 def killed(callback: Callback, *, name: str = "00000") -> None:
     """End the attempt, as when the machine kills it."""
-    callback.on_trial_recover(trial(name), AttemptEnded(trial=name, cause=Cause.MACHINE, message="killed"))
+    callback.on_trial_recover(trial(name), AttemptEnded(trial=name, cause=Cause.MACHINE, reason="killed"))
 
 
 def finished(callback: Callback, *, name: str = "00000", **facts: object) -> None:
@@ -44,4 +44,4 @@ def finished(callback: Callback, *, name: str = "00000", **facts: object) -> Non
 
 def errored(callback: Callback, *, name: str = "00000") -> None:
     """Give a trial up after its last error."""
-    callback.on_trial_error(trial(name), GaveUp(trial=name, cause=Cause.USER, message="ValueError: in a mood"))
+    callback.on_trial_error(trial(name), GaveUp(trial=name, cause=Cause.USER, reason="ValueError: in a mood"))

@@ -24,6 +24,7 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Started,
 )
+from prefect_tune.core.reasons import code_of
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.stores.posix_store import PosixStore
@@ -148,7 +149,7 @@ class TestInASearch:
         *begun, (ended, reason) = callback.of("00000")
         assert begun == [("start", 0), *FIRST_STEP, *SECOND_STEP]
         assert ended == "complete"
-        assert "step" in reason
+        assert code_of(reason) == "step-limit"
         assert [each[3] for each in callback.events if each[:2] == ("result", "00000")] == [
             {"loss": 1.0},
             {"loss": 0.5},

@@ -206,7 +206,7 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
     assert len(story.built) == 100
-    died = AttemptEnded(trial="00000", cause=Cause.USER, message="no")
+    died = AttemptEnded(trial="00000", cause=Cause.USER, reason="no")
     assert names(story.goes(entry("00000", 2, died))) == ["attempt-ended"]
     story.now = 1.0
     built = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
@@ -328,12 +328,12 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
     found = Story()
     found.goes(*begun("00000"), *begun("00001"))
     emitter = EventEmitter(SUBJECT, found.state, LOG, emitted.append)
-    ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, message="its owner died")
+    ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, reason="its owner died")
     emitter.opened(after_event(found.state, ended, 2))
     with emitting_events(emitter, threading.Event()):
         pass
     assert names(emitted) == ["experiment.started", "attempt-ended", "experiment.ended"]
-    assert emitted[1].payload["message"] == "its owner died"
+    assert emitted[1].payload["reason"] == "its owner died"
 
 
 def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

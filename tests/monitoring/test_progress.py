@@ -18,7 +18,6 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -29,6 +28,7 @@ from prefect_tune.core.journal_events import (
     Decided,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Opened,
     Owner,
@@ -39,6 +39,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.live_status import RunningAttempts
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -46,7 +47,9 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import Progress, SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.terminal.progress_view import SearchEstimate, head_facts, line
+from prefect_tune.tuner.search_policy import finish_of
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.tracked_progress import TrackedProgress
 from tests.trainables.moody import train
@@ -139,7 +142,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 
 
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    errored = GaveUp(trial="0", cause=Cause.USER, message="no")
+    errored = GaveUp(trial="0", cause=Cause.USER, reason="no")
     state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
     with progress(recorded(state), SearchEstimate("e", trial_count=1), LOG, threading.Event(), in_terminal=True):
         pass
@@ -315,13 +318,13 @@ def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
 ) -> None:
     stop = Stop(reason="rung", early=early)
     decided = Decided(trial=T, report=AT_2, decision=stop)
-    *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", ended_early=True))
+    *_, last = logged(caplog, *TRAINED, decided, finish_of(T, stop))
     assert last.startswith(f"trial 00003 {end} {AT}: rung")
     assert (SAVED_AT in last) is not early, "nothing resumes a pruned trial"
 
 
 def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
-    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", ended_early=True))
+    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED))
     assert last.startswith(f"trial 00003 interrupted {AT}: stopped by me; {SAVED_AT}")
 
 
@@ -334,7 +337,7 @@ def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> 
 def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
-        reason = f"loss = {loss} at step 2: rank {rank} of 3, the best is promoted"
+        reason = make_reason("rank-promoted", metric="loss", value=loss, step=2, rank=rank, ranked=3, quota=1)
         search.goes(
             TrialAdded(trial=trial, config={}, own_journal=True),
             Started(trial=trial, attempt=1, from_step=0),
@@ -358,7 +361,7 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
         search.goes(
             Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
         )
-    search.goes(Finished(trial="00001", reason="asked", ended_early=True))
+    search.goes(Finished(trial="00001", reason="asked", kind=FinishKind.STOPPED))
     early = StepReport(step=1, metrics={"accuracy": 0.97})
     search.log.reported(StepReported("00002", early, asks=False), search.state)
     search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
@@ -412,14 +415,16 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
     search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, Paused(trial=T, reason="rung"))
     assert caplog.messages[-1].endswith("loss 0.5 (best: 0.1, trial 00001): rung")
-    search.goes(AttemptEnded(trial="00001", cause=Cause.MACHINE, message=OWNER_VANISHED), started_of("00001", 2))
+    search.goes(
+        AttemptEnded(trial="00001", cause=Cause.MACHINE, reason=make_reason("owner-vanished")), started_of("00001", 2)
+    )
     search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
     assert caplog.messages[-1].endswith("loss 0.5 (best so far): rung 2")
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
     three = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.4}))
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
     _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
     assert crashed == "trial 00003 crashed in attempt 1: the run that trained it was killed"
     assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step trained again)"
@@ -431,7 +436,7 @@ def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCa
     search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True))
     owner = Owner(name="a run", host="here", pid=1)
     search.goes(Opened(experiment="e", generation=1, term=1, owner=owner, at="2026-11-26T12:00:00+00:00"))
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
     for number, (at, event) in enumerate(
         (("11:59:58", started()), ("12:00:01", vanished), ("12:00:02", started(2))), 1
     ):
@@ -445,7 +450,7 @@ def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCa
 
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
     search.goes(TrialAdded(trial=T, config={}, own_journal=True), *TRAINED)
     caplog.clear()
     search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
@@ -465,7 +470,7 @@ def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCap
 
 
 def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
     assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
     assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps trained again)"
@@ -479,7 +484,7 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
     search = LoggedSearch()
     search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, asked)
     assert notices(caplog) == []
@@ -532,10 +537,11 @@ def test_what_a_person_must_know_is_in_the_terminal_when_the_tables_are_gone(
 
 
 def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    why = "ValueError: too large\nTraceback (most recent call last):\n  ..."
-    failed = AttemptEnded(trial=T, cause=Cause.USER, message=why)
-    _, last = logged(caplog, *TRAINED, failed, GaveUp(trial=T, cause=Cause.USER, message=f"failure 1: {why}"))
-    assert last.startswith(f"trial 00003 errored {AT}: failure 1: ValueError: too large; {SAVED_AT}")
+    failed = make_failure("too large", trial=T, type="ValueError", traceback="Traceback (most recent call last):")
+    spent = make_reason("max-failures", failures=1, limit=0, error=failed.reason)
+    _, last = logged(caplog, *TRAINED, failed, GaveUp(trial=T, cause=Cause.USER, reason=spent))
+    why = "failure 1 of the trainable (max_failures=0): ValueError: too large"
+    assert last.startswith(f"trial 00003 errored {AT}: {why}; {SAVED_AT}")
     assert "\n" not in last
     assert caplog.records[-1].levelname == "ERROR"
 

@@ -24,6 +24,7 @@ from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentC
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.html_tables import Html
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
 from prefect_tune.notebook.html import progress_html, results_html
@@ -39,6 +40,7 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 NO_COST = ExperimentCost([], [], dict.fromkeys(Category, 0.0))
 EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'" + HOSTILE
+EVIL_ERROR = make_reason("raised", type=EVIL, text=EVIL, traceback=f"Traceback {EVIL}", location=EVIL)
 
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
@@ -55,7 +57,7 @@ def state(**changes: object) -> ProgressState:
         "others": [trial(1), trial(2)],
         "best": trial(1),
         "notes": [Note(NOON, "00003", EVIL)],
-        "errored": [trial(number, Phase.ERRORED, reason=EVIL) for number in range(4, 9)],
+        "errored": [trial(number, Phase.ERRORED, end_reason=EVIL_ERROR) for number in range(4, 9)],
         "share": 0.25,
     }
     return ProgressState(**{**known, **changes})
@@ -78,7 +80,7 @@ def every_html(tmp_path: Path) -> dict[str, str]:
         "failed": progress_html(state(ended_because=EVIL), Ending.FAILED, EVIL),
         "ended early": progress_html(state(ended_because=EVIL), Ending.DONE, ""),
         "results": results,
-        "trial": trial(1, Phase.ERRORED, reason=f"{EVIL}\nTraceback {EVIL}")._repr_html_(),
+        "trial": trial(1, Phase.ERRORED, end_reason=EVIL_ERROR)._repr_html_(),
         "checkpoint": checkpoint._repr_html_(),
         "result": result._repr_html_(),
     }
@@ -175,7 +177,7 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
     assert f"step {pruned.step}: stop, " in html
     saved = next(each for each in search.state.trials.values() if each.checkpoints)
     assert f"results.checkpoint('{saved.trial}')" in Tags(saved._repr_html_()).text
-    broken = trial(1, Phase.ERRORED, reason="ValueError: no\nTraceback\n  line 3")
+    broken = trial(1, Phase.ERRORED, end_reason=make_reason("raised", text="no", traceback="Traceback\n  line 3"))
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
 
 

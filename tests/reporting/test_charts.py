@@ -17,6 +17,7 @@ from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
     Finished,
+    FinishKind,
     Opened,
     Owner,
     Paused,
@@ -188,7 +189,7 @@ def of_ranks(trial: str, *ends: RankEnd, count: int = 3) -> AttemptEnded:
     none = (0.0,) * count
     seconds = GroupSeconds(ranks=RankSeconds(writing=none, waiting=none, sending=(0.0,)))
     use = GroupUse(seconds=seconds, ends=ends) if ends else AttemptUse(seconds=seconds)
-    return AttemptEnded(trial=trial, cause=Cause.MACHINE, message="x", use=use)
+    return AttemptEnded(trial=trial, cause=Cause.MACHINE, reason="x", use=use)
 
 
 def test_below_an_attempt_of_several_ranks_each_rank_has_a_mark_of_how_it_ended() -> None:
@@ -268,7 +269,7 @@ def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_wri
     search.opens("later", after=3600)
     report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
     search.record(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
-    lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
+    lost = AttemptEnded(trial="0", cause=Cause.MACHINE, reason="its owner died")
     again = Opened(experiment=search.name, generation=1, trial="0", term=2, owner=owner)
     search.record(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
     history = search.report_input().history
@@ -288,7 +289,7 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
             search.record(Paused(trial=name, reason="rung"))
             if attempt < attempts:
                 search.record(Resumed(trial=name))
-        search.record(Finished(trial=name, reason="not promoted", ended_early=True))
+        search.record(Finished(trial=name, reason="not promoted", kind=FinishKind.PRUNED))
     svg = timeline(search.report_input())
     assert svg is not None
     assert re.findall(r"<title>(\w+), attempt (\d), [^<]*: (\w+)</title>", svg) == [
@@ -418,7 +419,7 @@ def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
     search.starts("0")
     search.trains("0", 2, {"loss": 0.5})
     search.decides("0", Stop(reason="rung"))
-    search.record(Finished(trial="0", reason="rung", ended_early=True))
+    search.record(Finished(trial="0", reason="rung", kind=FinishKind.PRUNED))
     svg = timeline(search.report_input())
     assert svg is not None
     assert re.findall(r"attempt (\d), [^<]*: (\w+)</title>", svg) == [("1", "completed"), ("2", "pruned")]

@@ -26,7 +26,7 @@ def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
     reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
     events += [Reported(trial="00000", report=each) for each in reported]
-    events += [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error)
+    events += [GaveUp(trial="00000", cause=Cause.USER, reason=error)] * bool(error)
     return after(nothing_yet(first_generation("e")), events).trial("00000")
 
 

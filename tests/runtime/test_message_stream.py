@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, TrialEnded, from_trial
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader, SupervisorConnection
@@ -39,7 +40,7 @@ def framed(message: FromTrial | CheckpointSaved) -> bytes:
     return struct.pack("!i", len(data)) + data
 
 
-LAST = TrialEnded(reason="dönë")
+LAST = TrialEnded(outcome=Finished(trial="t", reason="dönë"))
 
 
 def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(

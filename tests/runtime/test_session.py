@@ -17,11 +17,12 @@ import pytest
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StepDone, ToTrial
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, ToTrial
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.session import TrialSession, snapshot
 from prefect_tune.runtime.trainable import Trainable, TrialOver
 from tests.fakes.checkpoints import files_in, write
+from tests.fakes.outcomes import make_leave
 from tests.fakes.trial_processes import start_of
 
 
@@ -196,7 +197,8 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
 
 @pytest.mark.parametrize("moment", range(1, 13))
 def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
-    supervisor: Any = Supervisor(moment, Leave(reason="enough", save=True, for_good=True))
+    leave = make_leave("enough", save=True)
+    supervisor: Any = Supervisor(moment, leave)
     session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
 
     def train() -> None:
@@ -205,5 +207,5 @@ def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp
 
     with pytest.raises(TrialOver) as over:
         train()
-    assert over.value.ended.ended_early
+    assert over.value.outcome == leave.outcome
     assert supervisor.saved == supervisor.steps == session.step

@@ -22,9 +22,8 @@ from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     FromTrial,
     StartReceived,
@@ -36,9 +35,12 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
 )
 from prefect_tune.core.metrics import storable
+from prefect_tune.core.reasons import code_of, make_reason
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, require_trainable, save_last_step
+from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import start_of, untimed
 
 Config = Mapping[str, object]
@@ -83,7 +85,7 @@ def _trained(
 
 def _receive(near: Connection, received: list[FromTrial]) -> None:
     """Receive all messages of the trial, and acknowledge its checkpoints."""
-    while not (received and isinstance(received[-1], TrialEnded | Broke)):
+    while not (received and isinstance(received[-1], TrialEnded)):
         message = from_trial.validate_json(near.recv_bytes())
         if isinstance(message, StartReceived):
             continue
@@ -126,7 +128,8 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     loaded, step, ended = trained(trains, StopAndSave())
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
-    assert untimed(ended) == TrialEnded(reason="saved, as requested", interrupted=True)
+    saved = AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
+    assert untimed(ended) == TrialEnded(outcome=saved)
 
 
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
@@ -134,9 +137,8 @@ def test_a_function_that_never_saw_its_criterion_has_met_it(
     trained: Callable[..., Sequence[FromTrial]], trains: Trains
 ) -> None:
     ended = trained(trains, stopper=MaxSteps(1))[-1]
-    assert isinstance(ended, TrialEnded)
-    assert "step" in ended.reason
-    assert (ended.interrupted, ended.returned) == (False, False)
+    met = Finished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
+    assert untimed(ended) == TrialEnded(outcome=met)
 
 
 def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Sequence[FromTrial]]) -> None:
@@ -177,16 +179,17 @@ def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds
         return asked.stat().st_size == 2
 
     said = trained(_Saves, stopper=as_stopper(says_so_once), cadence=Cadence(every_steps=1))
-    steps = [(each.report.step, bool(each.over)) for each in said if isinstance(each, StepDone)]
+    steps = [(each.report.step, each.finish_reason is not None) for each in said if isinstance(each, StepDone)]
     assert steps == [(1, False), (2, True)]
     assert isinstance(said[-1], TrialEnded)
+    assert isinstance(said[-1].outcome, Finished)
     assert asked.read_text() == "xx"
 
 
 def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[..., Sequence[FromTrial]]) -> None:
     said = trained(_Saves, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
     assert [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint] == [1, 2, 3]
-    assert isinstance(said[-1], Broke)
+    require_failure(said[-1])
 
 
 def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Callable[..., Sequence[FromTrial]]) -> None:
@@ -215,9 +218,7 @@ def test_what_a_trainable_raises_says_whose_fault_it_is(
     def breaks(_config: Config) -> None:
         raise error
 
-    broke = trained(breaks)[-1]
-    assert isinstance(broke, Broke)
-    assert broke.cause is cause
+    assert require_failure(trained(breaks)[-1]).cause is cause
 
 
 def test_a_parser_that_another_thread_disturbs_fails_no_trial(
@@ -229,23 +230,23 @@ def test_a_parser_that_another_thread_disturbs_fails_no_trial(
     monkeypatch.setattr("inspect.getsource", disturbed)
     said = trained(lambda _config: {"loss": 1.0})
     assert isinstance(said[-1], TrialEnded)
+    assert said[-1].has_returned
 
 
 def test_a_traceback_begins_in_the_trainable(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def divides(_config: Config) -> None:
         1 / 0  # noqa: B018  the error is the point
 
-    broke = trained(divides)[-1]
-    assert isinstance(broke, Broke)
-    files = re.findall(r'File "(.*)", line', broke.traceback)
+    arguments = require_reason(require_failure(trained(divides)[-1])).arguments
+    files = re.findall(r'File "(.*)", line', arguments["traceback"])
     assert files == [__file__]
-    assert broke.traceback.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert arguments["location"].startswith("test_training.py:")
+    assert arguments["traceback"].rstrip().endswith("ZeroDivisionError: division by zero")
 
 
 def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Callable[..., Sequence[FromTrial]]) -> None:
-    broke = trained(partial(print, file=1))[-1]  # a call that fails in C
-    assert isinstance(broke, Broke)
-    assert "trial_process.py" in broke.traceback
+    failure = require_failure(trained(partial(print, file=1))[-1])  # a call that fails in C
+    assert "trial_process.py" in require_reason(failure).arguments["traceback"]
 
 
 def test_a_trial_whose_last_step_reported_done_is_not_trained_again(
@@ -255,7 +256,8 @@ def test_a_trial_whose_last_step_reported_done_is_not_trained_again(
         raise AssertionError("the trial was trained again")
 
     last = StepReport(step=3, metrics={"done": True})
-    assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable reported that it is done")]
+    done = Finished(trial="t", reason=make_reason("done-reported"))
+    assert trained(trains, curve=(last,)) == [TrialEnded(outcome=done)]
 
 
 def _write(directory: str) -> None:
@@ -277,7 +279,8 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
     saved = [each.report.step for each in checkpoints if not each.is_reported]
     states = [each.report.step for each in checkpoints if each.is_reported]
     assert (saved, states) == ([2, 4], [5])
-    assert untimed(said[-1]) == TrialEnded(reason="the trainable returned", returned=True)
+    returned = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
+    assert untimed(said[-1]) == TrialEnded(outcome=returned)
 
 
 def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(
@@ -287,6 +290,7 @@ def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(
     assert isinstance(last, StepDone)
     assert (last.report.step, last.checkpoint is not None) == (3, True)
     assert isinstance(ended, TrialEnded)
+    assert code_of(ended.outcome.reason) == "step-limit"
 
 
 def _goes_on(report: Callable[[], None]) -> Trains:
@@ -379,10 +383,10 @@ class _NeverSaved(pt.Trainable):
 
 
 def test_a_class_that_cannot_save_fails_before_its_setup(trained: Callable[..., Sequence[FromTrial]]) -> None:
-    (broke,) = trained(_NeverSaved)
-    assert isinstance(broke, Broke)
-    assert broke.cause is Cause.USER
-    assert "trainable _NeverSaved: expected the method `save_checkpoint`" in broke.message
+    (end,) = trained(_NeverSaved)
+    failure = require_failure(end)
+    assert failure.cause is Cause.USER
+    assert "trainable _NeverSaved: expected the method `save_checkpoint`" in str(failure.reason)
 
 
 def _leaves_by(code: object) -> Trains:
@@ -399,17 +403,14 @@ def test_a_function_that_exits_as_a_script_that_succeeds_completes(
 ) -> None:
     *_, end = trained(_leaves_by(code))
     assert isinstance(end, TrialEnded)
-    assert end.returned
+    assert end.has_returned
 
 
-@pytest.mark.parametrize(("code", "message"), [(3, "SystemExit: 3"), ("no data", "SystemExit: no data")])
-def test_a_function_that_exits_otherwise_fails(
-    trained: Callable[..., Sequence[FromTrial]], code: object, message: str
-) -> None:
-    *_, end = trained(_leaves_by(code))
-    assert isinstance(end, Broke)
-    assert end.cause is Cause.USER
-    assert end.message.startswith(f"{message}. sys.exit(0) in a function completes its trial")
+@pytest.mark.parametrize("code", [3, "no data"])
+def test_a_function_that_exits_otherwise_fails(trained: Callable[..., Sequence[FromTrial]], code: object) -> None:
+    failure = require_failure(trained(_leaves_by(code))[-1])
+    assert failure.cause is Cause.USER
+    assert str(failure.reason).startswith(f"SystemExit: {code}. sys.exit(0) in a function completes its trial")
 
 
 def test_a_class_that_exits_fails_since_its_step_was_not_reported(
@@ -422,18 +423,17 @@ def test_a_class_that_exits_fails_since_its_step_was_not_reported(
         def save_checkpoint(self, checkpoint_dir: str) -> None:
             del checkpoint_dir
 
-    *_, end = trained(Exits)
-    assert isinstance(end, Broke)
-    assert end.message.endswith("a class returns {'done': True}")
+    failure = require_failure(trained(Exits)[-1])
+    assert require_reason(failure).arguments["advice"]["code"] == "advice-exit"
+    assert first_line(failure.reason).endswith("a class returns {'done': True}")
 
 
 def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def train(_config: Config) -> None:
         raise KeyboardInterrupt
 
-    *_, end = trained(train)
-    assert isinstance(end, Broke)
-    assert (end.cause, end.message) == (Cause.USER, "KeyboardInterrupt")
+    failure = require_failure(trained(train)[-1])
+    assert (failure.cause, first_line(failure.reason)) == (Cause.USER, "KeyboardInterrupt")
 
 
 async def _awaits(_config: Config) -> None: ...
@@ -491,6 +491,5 @@ def test_one_that_only_its_call_shows_fails_with_the_same_advice(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:
     for function in (_awaits, _yields):
-        *_, end = trained(_decorate(function))
-        assert isinstance(end, Broke)
-        assert re.search(r"found a (coroutine|generator)\. Write it with `def`", end.message)
+        failure = require_failure(trained(_decorate(function))[-1])
+        assert re.search(r"found a (coroutine|generator)\. Write it with `def`", str(failure.reason))

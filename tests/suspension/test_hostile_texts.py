@@ -15,7 +15,15 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events import Cause, CheckpointRef, QuarantinedCheckpoint, Question
+from prefect_tune.core.journal_events import (
+    CheckpointRef,
+    Finished,
+    FinishKind,
+    Outcome,
+    Paused,
+    QuarantinedCheckpoint,
+    Question,
+)
 from prefect_tune.core.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
@@ -23,6 +31,7 @@ from prefect_tune.suspension import suspend_and_resume
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.suspend_and_resume import asked_in_terminal
 from prefect_tune.tuner import run_training, search_checks
+from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
@@ -87,7 +96,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 ) -> None:
     monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
     caplog.set_level(logging.INFO)
-    ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, reason="done\x1b]0;title\x07")
+    ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
     state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.of([ended]))
     plan = SimpleNamespace(spec=SimpleNamespace(target=LocalTarget(path="/runs")))
     run_training._log_progress(plan, state, is_done=True)
@@ -96,7 +105,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 
 
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
-    errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
+    errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b", settings={})
     found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
     said = search_checks._all_errored(found, 0)
@@ -113,19 +122,19 @@ def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(capl
 
 
 def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.LogCaptureFixture) -> None:
-    failed = outcomes.Failed(Cause.USER, f"ValueError: {HOSTILE}\n{HOSTILE}", at_start=False)
+    failed = make_failure(HOSTILE, type="ValueError", traceback=HOSTILE)
     spec: Any = SimpleNamespace(
         target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", generation=1, trial="t")
     )
     outcomes.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
-    ends: tuple[outcomes.Outcome, ...] = (
-        outcomes.Done(HOSTILE, returned=True, ended_early=False),
-        outcomes.Done(HOSTILE, returned=True, ended_early=True, end="pruned"),
-        outcomes.Yielded(HOSTILE),
+    ends: tuple[Outcome, ...] = (
+        Finished(trial="t", reason=HOSTILE),
+        Finished(trial="t", reason=HOSTILE, kind=FinishKind.PRUNED),
+        Paused(trial="t", reason=HOSTILE),
         failed,
     )
-    for shown in (logged, *(str(outcomes.state_of(each, "t").message) for each in ends)):
+    for shown in (logged, *(str(outcomes.state_of(each).message) for each in ends)):
         require_visible(shown)
         assert "\\u202e" in shown
 

@@ -16,7 +16,6 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_tune.attempt.attempt import Attempt, AttemptResult, next_start
-from prefect_tune.attempt.outcomes import Done, Yielded
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
@@ -34,6 +33,7 @@ from prefect_tune.core.journal_events import (
     Committed,
     Event,
     Finished,
+    FinishKind,
     Opened,
     Owner,
     Paused,
@@ -200,7 +200,7 @@ def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before
         raise StoreUnavailable("for longer than the retries last")
 
     harness.source(2)
-    harness.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    harness.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, reason="x")])
     request = attempt_request(2, exploit=EXPLOIT)
     with monkeypatch.context() as patch:
         patch.setattr(Attempt, "_exploit", dies)
@@ -213,7 +213,7 @@ def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before
 def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(harness: CommitHarness) -> None:
     journal_writer = harness.begun(attempt_request(1))
     harness.saves(journal_writer, 1, 2)
-    journal_writer.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
+    journal_writer.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, reason="x")])
     bad = Quarantined(
         trial=TRIAL, sequence=journal_writer.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills"
     )
@@ -228,8 +228,9 @@ def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_o
     request = attempt_request(1)
     journal_writer = harness.begun(request)
     harness.saves(journal_writer, 1)
-    journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
-    assert harness.run(request).outcome == Done("enough", returned=True)
+    finished = Finished(trial=TRIAL, reason="enough", kind=FinishKind.RETURNED)
+    journal_writer.write([finished])
+    assert harness.run(request).outcome == finished
     assert (harness.trial().phase, harness.trial().attempt) == (Phase.FINISHED, 1)
 
 
@@ -249,7 +250,7 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
     journal_writer = harness.begun(request)
     harness.saves(journal_writer, 1)
     if ends:
-        journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+        journal_writer.write([Finished(trial=TRIAL, reason="enough", kind=FinishKind.RETURNED)])
     received: dict[int, Sequence[Event]] = {}
 
     def receive(events: Sequence[Event], state: Experiment) -> None:
@@ -269,8 +270,9 @@ def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(harness:
     request = attempt_request(1)
     journal_writer = harness.begun(request)
     harness.saves(journal_writer, 1)
-    journal_writer.write([Paused(trial=TRIAL, reason="rung")])
-    assert harness.run(request).outcome == Yielded("rung")
+    paused = Paused(trial=TRIAL, reason="rung")
+    journal_writer.write([paused])
+    assert harness.run(request).outcome == paused
     assert harness.trial().phase is Phase.PAUSED
     assert harness.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
 
@@ -292,7 +294,7 @@ def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that
     harness: CommitHarness, late: AttemptRequest
 ) -> None:
     """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
-    harness.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    harness.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, reason="x")])
     runs = harness.begun(attempt_request(2, search_term=2))
     before = harness.count(Opened)
     with pytest.raises(Superseded, match="a newer request replaced this one"):
@@ -346,12 +348,13 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 
 def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(harness: CommitHarness) -> None:
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
-    began.append(Finished(trial=TRIAL, reason="enough"))
+    finished = Finished(trial=TRIAL, reason="enough")
+    began.append(finished)
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
     state = open_journal(harness.target, JournalKey(experiment="e", generation=1), opening)
     harness.plan = replace(harness.plan, own_journal=False)
     result = harness.run(AttemptRequest(search_term=state.term))
-    assert result.outcome == Done("enough", returned=False)
+    assert result.outcome == finished
     assert result.experiment == state
 
 

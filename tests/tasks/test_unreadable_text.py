@@ -13,8 +13,9 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import StepDone, TrialEnded
 from prefect_tune.core.values import StepReport
+from tests.fakes.outcomes import require_failure
 from tests.flows.training import experiment_at
 from tests.runtime.test_training import _trained
 
@@ -63,11 +64,11 @@ def test_what_a_trainable_raises_arrives_with_its_message_and_its_cause(
     cause: Cause,
     said: str,
 ) -> None:
-    _, broke = _trained(tmp_path, function)
-    assert isinstance(broke, Broke)
-    assert broke.cause is cause
-    assert said in broke.message
-    assert len(broke.message) + len(broke.traceback) <= 200_000
+    _, end = _trained(tmp_path, function)
+    failure = require_failure(end)
+    assert failure.cause is cause
+    assert said in str(failure.reason)
+    assert len(str(failure.reason)) <= 200_100
 
 
 class _WordyStopper(Stopper):
@@ -82,8 +83,9 @@ def test_the_reason_of_a_stopper_arrives_readable(tmp_path: Path) -> None:
 
     *_, ended = _trained(tmp_path, trains, stopper=_WordyStopper())
     assert isinstance(ended, TrialEnded)
-    assert ended.reason.startswith("\\x00\\udcffxxx")
-    assert len(ended.reason) <= 100_000
+    assert isinstance(ended.outcome.reason, str)
+    assert ended.outcome.reason.startswith("\\x00\\udcffxxx")
+    assert len(ended.outcome.reason) <= 100_000
 
 
 def test_a_trial_whose_folders_are_not_utf8_trains_and_saves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Text that comes from a target, ranges of steps, errors in one line, and the numbers of a report."""
+"""Text that comes from a target, ranges of steps, and the numbers of a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.shown_text import format_duration, format_span, visible
 from prefect_tune.terminal.formatting import (
     borderless_table,
-    error_of,
     facts_table,
     format_cell,
     format_metrics,
@@ -22,14 +21,6 @@ from prefect_tune.terminal.formatting import (
 from prefect_tune.terminal.progress_view import trials_table
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
-TRACE = "Traceback (most recent call last):\n"
-LOADER = '  File "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 380, in __init__\n'
-WORKER = f'{LOADER}  File "/home/me/data.py", line 33, in __getitem__\n    raise ValueError("no")\n'
-DECODER = """  File "/usr/lib/python3/dist-packages/loads.py", line 2, in load
-  File "/usr/lib64/python3.11/json/decoder.py", line 355, in raw_decode
-"""
-FRAME = 'File "/home/me/train.py", line 9, in train'
-OURS = 'File "/lib/python3.12/site-packages/prefect_tune/core/metrics.py", line 70, in _finite'
 
 
 def test_control_characters_are_spelled_out_and_lines_stay_lines() -> None:
@@ -69,51 +60,6 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
 )
 def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], shown: str) -> None:
     assert format_steps(list(steps)) == shown
-
-
-@pytest.mark.parametrize(
-    ("reason", "line"),
-    [
-        (
-            f"KeyError: 'lr'\nTraceback (most recent call last):\n  {FRAME}\n    config['lr']",
-            "KeyError: 'lr' (train.py:9)",
-        ),
-        (
-            f"BadMetric: loss: found nan\nTraceback (most recent call last):\n  {FRAME}\n    report()\n  {OURS}\n",
-            "BadMetric: loss: found nan (train.py:9)",
-        ),
-        (f"BadMetric: loss: found nan\nTraceback (most recent call last):\n  {OURS}\n", "BadMetric: loss: found nan"),
-        ("failure 3 of the trainable (max_failures=2): ValueError: no", "ValueError: no"),
-        (
-            (
-                "the process ended by SIGSEGV\nlast output:\nCurrent thread 0x1 (most recent call first):\n"
-                f'  {FRAME} in train\n  File "/x/main.py", line 2 in <module>\n  File "<frozen runpy>", line 8 in run'
-            ),
-            "the process ended by SIGSEGV (train.py:9)",
-        ),
-        (f"ValueError: no\n{TRACE}  {FRAME}\n    for batch in loader\n{LOADER}", "ValueError: no (train.py:9)"),
-        (f"ValueError: no\n{TRACE}  {FRAME}\n{LOADER}Original {TRACE}{WORKER}", "ValueError: no (data.py:33)"),
-        (f"JSONDecodeError: no\n{TRACE}  {FRAME}\n{DECODER}", "JSONDecodeError: no (train.py:9)"),
-        (f"ValueError: no\n{TRACE}{LOADER}", "ValueError: no (dataloader.py:380)"),
-        ("its process was killed", "its process was killed"),
-        ("the last output:" + "\n" * 300_000, "the last output:"),  # in linear time
-    ],
-    ids=[
-        "with its line",
-        "raised in this package",
-        "raised in this package only",
-        "after retries",
-        "of a signal",
-        "raised in a library",
-        "in a worker of a DataLoader",
-        "raised in Python's library",
-        "of a trainable that is installed",
-        "without a traceback",
-        "blank lines",
-    ],
-)
-def test_an_error_in_one_line(reason: str, line: str) -> None:
-    assert error_of(reason) == line
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def search() -> Search:
 
 def test_trials_are_counted_by_state(search: Search) -> None:
     search.begins("0", "1", "2")
-    search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, message="no"))
+    search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, reason="no"))
     state = search.tracker.state(1.0)
     assert state.counts == {Status.COMPLETED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
 
@@ -115,7 +115,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
     search.begins("0")
     search.reports("0", 5, 0.5)
     search.happens(
-        AttemptEnded(trial="0", cause=Cause.MACHINE, message="gone\nTraceback"),
+        AttemptEnded(trial="0", cause=Cause.MACHINE, reason="gone\nTraceback"),
         Started(trial="0", attempt=2, from_step=0),
     )
     (running,) = search.tracker.state(1.0).running
@@ -143,7 +143,7 @@ def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(searc
 
 def test_each_of_several_equal_failures_is_noted(search: Search) -> None:
     search.begins("0")
-    killed = AttemptEnded(trial="0", cause=Cause.MACHINE, message="killed")
+    killed = AttemptEnded(trial="0", cause=Cause.MACHINE, reason="killed")
     search.happens(killed, Started(trial="0", attempt=2, from_step=0), killed)
     texts = [each.text for each in search.tracker.state(1.0).notes]
     assert texts == ["attempt ended: machine: killed", "attempt 2, from step 0", "attempt ended: machine: killed"]
@@ -163,7 +163,7 @@ def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(se
     search.reports("1", 5, 0.5)
     assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 8) / 8)
     search.happens(
-        AttemptEnded(trial="1", cause=Cause.MACHINE, message="lost"), Started(trial="1", attempt=2, from_step=0)
+        AttemptEnded(trial="1", cause=Cause.MACHINE, reason="lost"), Started(trial="1", attempt=2, from_step=0)
     )
     search.reports("1", 2, 0.5)
     assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 5) / 10), "two steps were trained again"

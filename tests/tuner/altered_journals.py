@@ -18,6 +18,7 @@ from prefect_tune.core.journal_events import (
     Entry,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Paused,
     Quarantined,
@@ -28,6 +29,7 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.reasons import AnyReason, Reason, make_reason
 from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
@@ -73,21 +75,23 @@ def _changes(event: Event, trials: Sequence[str]) -> Iterator[tuple[str, Mapping
             yield from ((kind, {"decision": each}) for kind, each in _decisions(decision, event.trial, trials))
         case Resumed():
             yield "resumed trial", {"trial": next(each for each in trials if each != event.trial)}
-        case Finished(returned=False):
-            yield "end", {"reason": f"{event.reason}!"}
-            yield "early end", {"ended_early": not event.ended_early}
-        case Paused() | Requeued() | StopAsked(request=None):
-            yield event.type, {"reason": f"{event.reason}!"}
-        case GaveUp():
-            yield event.type, {"message": f"{event.message}!"}
-        case Quarantined(kills=True):
-            yield event.type, {"reason": "no reason"}
+        case Finished(kind=kind) if kind is not FinishKind.RETURNED:
+            yield "end", {"reason": _alter_reason(event.reason)}
+            others = [other for other in FinishKind if other not in (kind, FinishKind.RETURNED)]
+            yield from (("kind of end", {"kind": other}) for other in others)
+        case Paused() | Requeued() | StopAsked(request=None) | GaveUp() | Quarantined(kills=True):
+            yield event.type, {"reason": _alter_reason(event.reason)}
         case Committed(retires=(_, *_)):
             yield "retention", {"retires": ()}
         case Cloned():
             yield "clone", {"config": {**(event.config or {}), "lr": 7.0}}
         case _:
             pass
+
+
+def _alter_reason(reason: AnyReason) -> Reason:
+    assert isinstance(reason, Reason), f"an audit does not compare texts: {reason}"
+    return make_reason(reason.code, **reason.arguments, altered=True)
 
 
 def inconsistencies_of(entries: Sequence[Entry], config: Mapping[str, Any]) -> Iterator[Alteration]:
@@ -150,7 +154,7 @@ def _inconsistencies(event: Event, config: Mapping[str, Any]) -> Iterator[tuple[
         case Reported(trial=trial, report=report):
             decided = Decided(trial=trial, report=report, decision=Continue())
             yield "decision of an attempt", (event, decided)
-            yield "end by an attempt", (event, GaveUp(trial=trial, cause=Cause.USER, message="gave up"))
+            yield "end by an attempt", (event, GaveUp(trial=trial, cause=Cause.USER, reason="gave up"))
         case Cloned():
             yield "configuration of a clone", (event.model_copy(update={"config": config}),)
         case _:
@@ -164,7 +168,7 @@ def _decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[
             yield "pause for continue", Pause(reason="not good enough")
         case Stop() | Pause():
             yield f"continue for {decision.type}", Continue()
-            yield f"reason of {decision.type}", decision.model_copy(update={"reason": "another"})
+            yield f"reason of {decision.type}", decision.model_copy(update={"reason": _alter_reason(decision.reason)})
         case Exploit():
             other = next(each for each in trials if each not in (trial, decision.source))
             yield "donor", decision.model_copy(update={"source": other})

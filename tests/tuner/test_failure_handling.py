@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -21,6 +21,7 @@ from prefect_tune.core.journal_events import (
     Quarantined,
     TrialAdded,
 )
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.stop_requests import Stopping
@@ -67,15 +68,15 @@ class FailingTrial:
         self.failure_handler.lost(_TRIAL, self.error)
         if self.startable:
             self.startable.clear()
-            self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
+            self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
         return self.page.state.trial(_TRIAL).phase
 
-    def spends_machine_budget(self, last: str) -> None:
-        """Lose two attempts by the failure handler, and one more that ended with the message `last`."""
+    def spends_machine_budget(self, last: AnyReason) -> None:
+        """Lose two attempts by the failure handler, and one more that ended for the reason `last`."""
         for _ in range(2):
             self.loses_an_attempt()
         self.page.put(next_start(self.page.state.trial(_TRIAL)))
-        self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=last))
+        self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=last))
 
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
@@ -89,7 +90,8 @@ def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int)
     for _ in range(committed_before):
         failing.loses_an_attempt(saves=True)
     assert [failing.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
-    assert "3 attempts were lost without a commit" in failing.page.state.trial(_TRIAL).reason
+    lost = make_reason("attempts-lost", count=3, error=make_reason("no-result"))
+    assert failing.page.state.trial(_TRIAL).end_reason == lost
     tried_again = failing.losses[committed_before:]
     assert tried_again == ["the attempt ended without writing a result"] * (2 - bool(committed_before))
 
@@ -127,7 +129,7 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
 def test_an_error_of_a_trial_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failing = FailingTrial()
     failing.page.put(next_start(failing.page.state.trial(_TRIAL)))
-    failing.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="gone\x1b]0;title\x07"))
+    failing.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason="gone\x1b]0;title\x07"))
     failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert "gone\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
@@ -146,7 +148,7 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
 
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
     failing = FailingTrial()
-    failing.spends_machine_budget(OWNER_VANISHED)
+    failing.spends_machine_budget(make_reason("owner-vanished"))
     failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(failing.startable) == []
     assert failing.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"

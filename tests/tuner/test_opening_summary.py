@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import Adopted, Event, Finished, Owner, Started, StopAsked, TrialAdded
+from prefect_tune.core.journal_events import Adopted, Event, Finished, FinishKind, Owner, Started, StopAsked, TrialAdded
 from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
@@ -58,7 +58,12 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
 ) -> None:
     store, recorder = MemoryStore(), LogRecorder()
     started = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
-    events = [Adopted(), TrialAdded(trial="t", config={}), started, Finished(trial="t", reason="done", returned=True)]
+    events = [
+        Adopted(),
+        TrialAdded(trial="t", config={}),
+        started,
+        Finished(trial="t", reason="done", kind=FinishKind.RETURNED),
+    ]
     found = append(store, opened(store), events, stamp("done"))
     ended = append(store, found, then, stamp("ended")) if then else found
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)

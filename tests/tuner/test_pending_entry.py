@@ -12,6 +12,7 @@ from prefect_tune.core.journal_events import (
     Absorbed,
     Event,
     Finished,
+    FinishKind,
     Opened,
     Owner,
     Reported,
@@ -20,6 +21,7 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -58,7 +60,7 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, w
     [
         StopAsked(reason="enough", trial="00000", request="w"),
         StopAsked(reason="enough", request="w"),
-        StopAsked(reason="enough", request="w", refused="it is too late"),
+        StopAsked(reason="enough", request="w", refused=make_reason("request-repeated")),
     ],
 )
 def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: PendingEntry) -> None:
@@ -72,8 +74,8 @@ def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Pending
     page.put(Finished(trial="00001", reason="done"))
     page.write(may_wait=True)
     assert len(written.entries) == 1
-    page.put(Finished(trial="00000", reason="enough", ended_early=True))
-    assert page.write(may_wait=True).trial("00000").ended_early
+    page.put(Finished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
+    assert page.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
     assert len(written.entries) == 2
 
 

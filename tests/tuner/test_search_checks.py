@@ -11,7 +11,6 @@ from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -25,6 +24,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.metrics import storable
+from prefect_tune.core.reasons import Reason, format_error, make_reason
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
@@ -37,9 +37,8 @@ LOG = logging.getLogger("a flow run")
 T = "00000"
 FIRST = "trial 00000 reported ['loss'], without the metric 'los'; the search ends if no report has it by the time"
 SILENT = ", and all that train then have reported"
-CERTAIN = "no report had the metric 'los'"
-NO_ACCURACY = "no report had the metric 'accuracy'"
-UNDECIDED = BadMetric("trial 00000, step 1: expected a number for metric 'los'")
+CERTAIN = make_reason("missing-metrics", metrics=["los"])
+NO_ACCURACY = make_reason("missing-metrics", metrics=["accuracy"])
 
 
 class Search:
@@ -60,7 +59,7 @@ class Search:
             self.check.applied(event, self.state)
 
     @property
-    def why_end(self) -> str:
+    def why_end(self) -> Reason | None:
         return self.check.why_end(self.state)
 
 
@@ -117,7 +116,7 @@ def test_a_search_ends_only_once_the_trials_that_train_meanwhile_have_reported_t
     search.happens(*trial([{"loss": 1.0}]))
     search.happens(TrialAdded(trial="00003", config={}, own_journal=True))  # it began later
     assert not search.why_end
-    search.happens(AttemptEnded(trial="00001", cause=Cause.PREEMPTED, message=""))
+    search.happens(AttemptEnded(trial="00001", cause=Cause.PREEMPTED, reason=""))
     assert not search.why_end
     search.reports("00002", loss=1.0)
     assert search.why_end == CERTAIN
@@ -162,7 +161,7 @@ def test_a_metric_of_every_nth_step_is_none_that_is_missing() -> None:
 
 def test_a_trial_that_began_in_an_earlier_run_may_have_reported_it_there() -> None:
     search = Search("los")
-    for event in (Started(trial=T, attempt=1, from_step=0), AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="")):
+    for event in (Started(trial=T, attempt=1, from_step=0), AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="")):
         search.state = after_event(search.state, event, 2)
     search.happens(*trial([{"loss": 1.0}], attempt=2))
     assert not search.why_end
@@ -171,7 +170,7 @@ def test_a_trial_that_began_in_an_earlier_run_may_have_reported_it_there() -> No
 def test_it_is_certain_when_the_scheduler_cannot_decide_for_lack_of_the_first_metric() -> None:
     search = Search("los", "size")
     search.reports(loss=1.0)
-    assert search.check.why_end(search.state, UNDECIDED) == CERTAIN
+    assert search.check.why_end(search.state, T) == CERTAIN
 
 
 def test_a_scheduler_that_cannot_decide_about_one_trial_without_a_similar_metric_is_no_proof_but_a_second_one_is() -> (
@@ -180,15 +179,14 @@ def test_a_scheduler_that_cannot_decide_about_one_trial_without_a_similar_metric
     search = Search("accuracy")
     search.reports(skipped=1)
     for _ in range(2):  # of the same trial
-        assert not search.check.why_end(search.state, UNDECIDED)
-    other = BadMetric("trial 00001, step 1: expected a number for metric 'accuracy'")
-    assert search.check.why_end(search.state, other) == NO_ACCURACY
+        assert not search.check.why_end(search.state, T)
+    assert search.check.why_end(search.state, "00001") == NO_ACCURACY
 
 
 def test_a_scheduler_that_cannot_decide_about_one_trial_ends_no_search_that_knows_the_metric() -> None:
     search = Search("loss", "size")
     search.reports(loss=1.0)
-    assert not search.check.why_end(search.state, UNDECIDED)
+    assert not search.check.why_end(search.state, T)
 
 
 @pytest.mark.parametrize(("value", "kind"), [("1.0", "text"), ([1.0], "a list"), ({"train": 1.0}, "a dict")])
@@ -304,20 +302,23 @@ def test_a_source_that_exploits_another_trial_is_not_compared_any_more(caplog: p
     assert caplog.messages == []
 
 
-_TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
+_BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback (most recent call last):\n  ...")
 
 
 @pytest.mark.parametrize(
     ("reason", "ends"),
     [
-        (_TRACE, "Traceback: prefect-tune show file:///runs e --trial 0"),
-        ("the trial's process exited with code 3", KEEPS_CONFIGURATIONS),
+        (
+            make_reason("max-failures", failures=1, limit=0, error=_BAD),
+            "Traceback: prefect-tune show file:///runs e --trial 0",
+        ),
+        (make_reason("process-ended", exit_code=3), KEEPS_CONFIGURATIONS),
     ],
 )
-def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> None:
+def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> None:
     state = nothing_yet(first_generation("e"))
     events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
-    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, message=reason)], 1):
+    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, reason=reason)], 1):
         state = after_event(state, event, number)
     error = failure_of(Results(state, LocalTarget(path="/runs"), None), None, MetricCheck(None, logging.getLogger()))
     assert error is not None
@@ -329,7 +330,8 @@ def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> Non
 def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:
     with pytest.raises(BadMetric) as refused:
         storable({"loss": float("nan")}, "metrics of step 1")
-    assert error_in(f"bad-metric is not retried: BadMetric: {refused.value}") == (
+    error = make_reason("raised", type="BadMetric", text=str(refused.value))
+    assert format_error(make_reason("not-retried", cause="bad-metric", error=error)) == (
         "BadMetric: metrics of step 1: 'loss': found nan; training has diverged, or the metric divides by zero. For a "
         "trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
     )

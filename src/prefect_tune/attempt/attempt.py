@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.machine_limits import processes_here
 from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
-from prefect_tune.attempt.outcomes import Done, Failed, Outcome, Yielded, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank_group
@@ -42,12 +41,17 @@ from prefect_tune.core.journal_events import (
     CheckpointRef,
     Cloned,
     Event,
+    Finished,
+    FinishKind,
+    Outcome,
+    Paused,
     Quarantined,
     Requeued,
     Started,
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import Start
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.shown_text import plural, visible
 from prefect_tune.core.values import StepReport
@@ -106,9 +110,8 @@ class Attempt:
         """Train, in a journal that is open, and journal how it ended. Raises as `run`."""
         spec, link, log = self.spec, self.link, self.log
         if link.stop.is_set() and journal_writer.experiment.trial(self._name).phase is not Phase.RUNNING:
-            return AttemptResult(
-                Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
-            )
+            stopped = AttemptEnded(trial=self._name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
+            return AttemptResult(stopped, journal_writer.experiment)
         with ScratchDirectory("staging", "artifacts") as scratch:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
             with self.meter.restoring():
@@ -124,24 +127,23 @@ class Attempt:
                     with self._ranks(start, nodes) as group:
                         self.meter.last_output = group.last_output
                         outcome = supervise(group, commit_worker, spec, link, self.meter)
-                        if isinstance(outcome, Failed):
-                            outcome = replace(outcome, output=group.last_output())
                         self._end(outcome, group, commit_worker)
                 except NodesMissing as missing:
                     cause = Cause.PREEMPTED if missing.is_stopped else Cause.MACHINE
-                    outcome = Failed(cause, str(missing), at_start=False)
-                    commit_worker.end(events_of(self._name, outcome))
+                    reason = make_reason("nodes-missing", error=str(missing))
+                    outcome = AttemptEnded(trial=self._name, cause=cause, reason=reason)
+                    commit_worker.end(outcome)
                     commit_worker.close()
+            outcome = commit_worker.outcome or outcome
         return self._as_journaled(AttemptResult(outcome, commit_worker.experiment))
 
     def _end(self, outcome: Outcome, group: RankGroup, commit_worker: CommitWorker) -> None:
-        ending = events_of(self._name, outcome)
-        if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
-            commit_worker.end(ending)
+        if isinstance(outcome, Finished):  # the process exits by itself while its end is journaled
+            commit_worker.end(outcome)
             group.end_all()
         else:
             group.end_all()
-            commit_worker.end(ending)
+            commit_worker.end(outcome)
         # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
         commit_worker.close()
 
@@ -177,9 +179,9 @@ class Attempt:
 
     def _as_journaled(self, result: AttemptResult) -> AttemptResult:
         """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
-        if not isinstance(result.outcome, Failed) or (ended := self._ended(result.experiment)) is None:
+        if not isinstance(result.outcome, AttemptEnded) or (ended := self._ended(result.experiment)) is None:
             return result
-        why = visible(result.outcome.message)
+        why = visible(result.outcome.reason)
         self.log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
         return ended
 
@@ -201,8 +203,8 @@ class Attempt:
         if (ended := self._ended(experiment)) is not None:
             return ended
         if experiment.trial(self._name).phase is Phase.RUNNING:
-            lost = "its supervisor failed, and was retried"
-            journal_writer.write([AttemptEnded(trial=self._name, cause=Cause.MACHINE, message=lost)])
+            reason = make_reason("supervisor-failed")
+            journal_writer.write([AttemptEnded(trial=self._name, cause=Cause.MACHINE, reason=reason)])
         self._carry_out(journal_writer)
         return journal_writer
 
@@ -210,8 +212,11 @@ class Attempt:
         """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
         trial = experiment.trial(self._name)
         if trial.phase is Phase.FINISHED:
-            return AttemptResult(Done(trial.reason, trial.returned, trial.ended_early), experiment)
-        return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
+            kind = trial.finish_kind or FinishKind.CRITERION
+            return AttemptResult(Finished(trial=self._name, reason=trial.end_reason, kind=kind), experiment)
+        if trial.phase is Phase.PAUSED:
+            return AttemptResult(Paused(trial=self._name, reason=trial.end_reason), experiment)
+        return None
 
     def _own_journal(self) -> JournalWriter | AttemptResult:
         """Open the trial's own journal, or create it, and take it over from an earlier writer.
@@ -266,7 +271,7 @@ class Attempt:
         known = {each.sequence for each in state.checkpoints}
         events: list[Event] = [each for each in self.request.quarantines if each.sequence in known]
         if state.phase in ENDED:
-            events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
+            events.append(Requeued(trial=state.trial, reason=make_reason("attempt-requested")))
         if events:
             journal_writer.write(events)
         if self.request.exploit is not None:
@@ -413,7 +418,8 @@ def has_had_enough(spec: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
 
 def meets(trial: Trial, stopper: Stopper, curve: Callable[[], Sequence[StepReport]]) -> bool:
     """As `has_had_enough`; `curve` returns the trial's reports, and is called only if the stopper looks back."""
-    if trial.returned or trial.ended_early or trial.metrics.get("done") is True:
+    is_over = trial.finish_kind not in (None, FinishKind.CRITERION)
+    if is_over or trial.metrics.get("done") is True:
         return True
     reports = curve() if stopper.looks_back else [last_report(trial)]
     return bool(reports) and stopper.why_stop(reports) is not None

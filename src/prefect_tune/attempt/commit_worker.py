@@ -44,18 +44,18 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
 from prefect_tune.core.journal_events import (
-    AttemptEnded,
     CheckpointRef,
     Committed,
     Event,
     Finished,
-    Paused,
+    Outcome,
     Quarantined,
     Reported,
     Retired,
 )
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.operations.checkpoint_gc import leftover
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import checkpoints_with
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -237,7 +237,8 @@ class CommitWorker:
         self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
-        self._ending: Sequence[Event] = ()
+        self.outcome: Outcome | None = None
+        """How the attempt has ended; once that is journaled, with what it has used."""
         self._commit_count = 0
         self._logged_at: float | None = None
         self._unlogged = 0
@@ -281,12 +282,12 @@ class CommitWorker:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""
         self._work.put(self._sync)
 
-    def end(self, events: Sequence[Event]) -> None:
-        """Queue the last entry: the remaining reports, then `events`, with what the attempt has used by then.
+    def end(self, outcome: Outcome) -> None:
+        """Queue the last entry: the remaining reports, then `outcome`, with what the attempt has used by then.
 
         It is not written if a committed checkpoint has finished the trial already.
         """
-        self._ending = events
+        self.outcome = outcome
         self._work.put(self._write_end)
 
     def close(self) -> None:
@@ -318,9 +319,9 @@ class CommitWorker:
             self.log.error("the attempt's end could not be journaled: %s", error)  # noqa: TRY400 - the target's error
 
     def _write_end(self) -> None:
-        if self._trial.phase is Phase.RUNNING:
-            use, ends = {"use": self._use()}, AttemptEnded | Finished | Paused
-            self._write([each.model_copy(update=use) if isinstance(each, ends) else each for each in self._ending])
+        if self._trial.phase is Phase.RUNNING and self.outcome is not None:
+            self.outcome = self.outcome.model_copy(update={"use": self._use()})
+            self._write([self.outcome])
 
     def _run(self) -> None:
         try:
@@ -364,7 +365,7 @@ class CommitWorker:
         except PartMissing as missing:
             if failed is None:
                 raise
-            failed(FailedSave(done, str(missing)))
+            failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
             remove_directory(directory if done.moved else None)
             return
         committed(done.report.step)
@@ -426,7 +427,8 @@ class CommitWorker:
         committed = entry.committed
         if self.meter is not None:
             committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
-        ends = [Finished(trial=trial, reason=done.over, returned=False, use=self._use())] if done.over else []
+        reason = done.finish_reason
+        ends = [] if reason is None else [Finished(trial=trial, reason=reason, use=self._use())]
         self._write((committed, *entry.quarantined, *ends), up_to=saved.key.step)
         self._commit_count += 1
         log_damage(saved, entry.quarantined, self.log)

@@ -22,6 +22,7 @@ from pathlib import Path
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
 from prefect_tune.core.metrics import mean_of
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.staging import naming_unreadable
 from prefect_tune.stores.posix_files import remove_tree
@@ -61,7 +62,7 @@ class FailedSave:
 
     done: StepDone
     """The report of rank 0."""
-    why: str
+    reason: Reason
     ranks: Sequence[int] = ()
     """Those that did not, where that is known."""
 
@@ -119,13 +120,13 @@ class GroupSaves:
             for rank, part in self._pending.pop(at).parts.items():
                 _require_no_files(rank, part)
 
-    def without(self, ended: Collection[int]) -> str:
-        """Return which checkpoint can never be complete, since ranks have ended without their part; else ""."""
+    def without(self, ended: Collection[int]) -> Reason | None:
+        """Return which checkpoint can never be complete, since ranks have ended without their part; else None."""
         for step, each in self._pending.items():
             gone = [rank for rank in self._others if rank not in each.parts and rank in ended]
             if each.done is not None and gone:
-                return f"{_named(gone)} ended before step {step}, of which rank 0 reported a checkpoint"
-        return ""
+                return make_reason("ranks-left-save", ranks=gone, step=step)
+        return None
 
     def overdue(self) -> FailedSave | None:
         """Return a checkpoint whose deadline has passed; its files are removed."""
@@ -137,8 +138,8 @@ class GroupSaves:
             for directory in (*(part.directory for part in each.parts.values()), each.done.checkpoint):
                 remove_directory(directory)
             missing = [rank for rank in self._others if rank not in each.parts]
-            why = f"{_named(missing)} did not add its part within {self._within.total_seconds():g} s"
-            return FailedSave(each.done, why, missing)
+            reason = make_reason("part-late", ranks=missing, seconds=self._within.total_seconds())
+            return FailedSave(each.done, reason, missing)
         return None
 
     def _at(self, step: int) -> _Pending:
@@ -191,35 +192,29 @@ class GroupMetrics:
         del self._found[reported.step]
         return MeanMetrics(step=reported.step, metrics=mean_of([found[each] for each in self._ranks]))
 
-    def without(self, ended: Collection[int]) -> str:
-        """Return of which step there can never be a mean, since ranks have ended before it; else ""."""
+    def without(self, ended: Collection[int]) -> Reason | None:
+        """Return of which step there can never be a mean, since ranks have ended before it; else None."""
         gone = [each for each in self.missing if each in ended]
-        return f"{_named(gone)} ended before step {self._step}, of which rank 0 reported metrics" if gone else ""
+        return make_reason("ranks-left-mean", ranks=gone, step=self._step) if gone else None
 
-    def surplus(self) -> str:
-        """Return which ranks wait in `pt.report` for rank 0, which has ended; else ""."""
+    def surplus(self) -> Reason | None:
+        """Return which rank waits in `pt.report` for rank 0, which has ended; else None."""
         for rank, reported in sorted(self._newest.items()):
             if rank and reported.step > self._directed and not reported.returned:
-                return (
-                    f"rank {rank} reported step {reported.step}, and rank 0 had ended before: each mean since the "
-                    "surplus report is of different steps. Every rank calls pt.report once in each step"
-                )
-        return ""
+                return make_reason("surplus-report", rank=rank, step=reported.step)
+        return None
 
-    def overdue(self) -> str:
-        """Return which ranks have not reported in time the step that rank 0 waits for; else ""."""
+    def overdue(self) -> Reason | None:
+        """Return which ranks have not reported in time the step that rank 0 waits for; else None."""
         if self._deadline.remaining_seconds > 0:
-            return ""
-        return f"{_named(self.missing)} did not report step {self._step} within {self._within.total_seconds():g} s"
+            return None
+        seconds = self._within.total_seconds()
+        return make_reason("metrics-late", ranks=self.missing, step=self._step, seconds=seconds)
 
     @property
     def missing(self) -> Sequence[int]:
         """The ranks whose metrics rank 0 waits for."""
         return [] if self._step is None else [each for each in self._ranks if each not in self._found[self._step]]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def remove_directory(directory: str | Path | None) -> None:

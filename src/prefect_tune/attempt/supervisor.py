@@ -11,6 +11,7 @@ When the whole run stops, the trial has `spec.grace` to save, and is then killed
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,19 +20,16 @@ from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
 from prefect_tune.attempt.group_saves import FailedSave, GroupMetrics, GroupSave, GroupSaves
-from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.process_channel import OWN_SIGNALS
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, Outcome
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     Directive,
-    EndOfAttempt,
     FromTrial,
     Join,
     Leave,
@@ -44,6 +42,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.reasons import AnyReason, Reason, make_reason, process_end_reason, rank_end_reason
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.storage_retries import is_abandoned
@@ -64,14 +63,9 @@ _ALL_JOIN_WITHIN = timedelta(minutes=10)
 """How long the ranks of a launcher have to join after the first of them: their imports differ, and their setup."""
 _FAILED_SAVES = 2
 """So many saves that fail one after the other end the attempt: a rank hangs."""
-_RETURNED = "returned"
-_LONGEST_END = 200
+_RETURNED = make_reason("returned")
 _REPORTS_TWICE = (
     "the trial's own process reported a step, and so did the ranks that it has started: report in the ranks only"
-)
-_ENDED_BEFORE_RANK_0 = (
-    "the trial's own process has returned, and rank 0, which it has started, had not: was its launcher killed? Wait "
-    "for the launcher, and raise if it fails, as subprocess.run(..., check=True) does. Rank 0 was ended"
 )
 
 
@@ -99,10 +93,10 @@ class _Supervisor:
         self._commit_worker = commit_worker
         self._spec = spec
         self._link = link
-        self._failures: list[tuple[int, Failed, int]] = []
+        self._failures: list[tuple[int, AttemptEnded, int]] = []
         """In the order in which they arrived, each with its place among what causes what, and its rank."""
-        self._rank_ends: dict[int, str] = {}
-        """How ranks ended by themselves, that of an end in order without its reason."""
+        self._rank_ends: dict[int, AnyReason] = {}
+        """How ranks ended by themselves."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
@@ -115,14 +109,13 @@ class _Supervisor:
         self._committed = 0  # counted by the commit worker's thread
         self._not_whole: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
         """Checkpoints to which a node did not add its part; the commit worker's thread adds them."""
-        self._failed_saves: list[str] = []
+        self._failed_saves: list[Reason] = []
         """Why the last checkpoints were not committed, since the last one that was."""
         self._loaded: set[int] = set()
         self._leave: Leave | None = None
         self._first_join: Deadline | None = None
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
-        self._left: EndOfAttempt | None = None
         link.connect(self._answer)
         self._asked_at: float | None = None
 
@@ -134,7 +127,7 @@ class _Supervisor:
             except RankEnded as ended:
                 outcome = self._gone(ended)
             except InvalidInput as error:
-                outcome = self._failed(Cause.USER, str(error))
+                outcome = self._failed(Cause.USER, make_reason("invalid-use", text=str(error)))
             self._meter.look(self._phase())
             if outcome is not None:
                 return outcome
@@ -149,15 +142,18 @@ class _Supervisor:
 
     def rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how ranks ended that did not end like the others, the cause of a failure first."""
-        has_failed = isinstance(outcome, Failed)
+        has_failed = isinstance(outcome, AttemptEnded)
         ends = {rank: how for rank, how in self._rank_ends.items() if rank != OWN and (has_failed or how != _RETURNED)}
         if self._group.world_size == 1 or not ends:
             return ()
         first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
-        cause, ranks_of = ends.get(first) if has_failed else None, dict[str, list[int]]()
-        for rank in sorted(ends, key=lambda each: (ends[each] != cause, each)):
-            ranks_of.setdefault(ends[rank], []).append(rank)
-        return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in ranks_of.items()]
+        cause, groups = ends.get(first) if has_failed else None, list[tuple[AnyReason, list[int]]]()
+        for rank in sorted(ends, key=lambda rank: (ends[rank] != cause, rank)):
+            if groups and groups[-1][0] == ends[rank]:
+                groups[-1][1].append(rank)
+            else:
+                groups.append((ends[rank], [rank]))
+        return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in groups]
 
     def _phase(self) -> str:
         is_saving = self._is_uploading and self._spec.sync.commit == "sync"
@@ -188,7 +184,7 @@ class _Supervisor:
                 self._link.reported(report, asks=True)
             case StepDone():
                 self._take_down(message)
-            case TrialEnded() | Broke():
+            case TrialEnded():
                 return self._rank_ended(rank, message)
             case _:
                 assert_never(message)
@@ -231,28 +227,36 @@ class _Supervisor:
         if not directive.saves:
             self._saves.close(directive.step)
 
-    def _rank_ended(self, rank: int, message: TrialEnded | Broke) -> Outcome | None:
+    def _rank_ended(self, rank: int, message: TrialEnded) -> Outcome | None:
         self._group.leave(rank)
         self._ended_ranks.add(rank)
-        if isinstance(message, TrialEnded):
+        # A process speaks for its own trial; what it used, and whether its checkpoint is to blame, is decided here.
+        outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "use": None})
+        if isinstance(outcome, AttemptEnded):
+            outcome = outcome.model_copy(update={"at_start": False})
+        if not message.raised or not isinstance(outcome, AttemptEnded):
             # A rank of a launcher may return before the function that has started it, and others after it. Only the
             # end of rank 0 says that all is trained: a launcher that was killed, or is not waited for, returns too.
-            if message.returned:
+            if message.has_returned:
                 self._returned.add(rank)
                 self._rank_ends[rank] = _RETURNED
             if rank == OWN and self._group.is_launched and 0 not in self._ended_ranks:
                 self._rank_0_ends_until = Deadline.after(_OTHERS_END_WITHIN)
                 return self._waited_enough()
-            decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
-            return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
-        self._rank_ends[rank] = _short(message.message)
-        why, cause = f"{self._named(rank)}{message.message}", message.cause
+            decides = rank == OWN or (rank == 0 and not (message.has_returned and OWN in self._group.open_ranks))
+            return self._end_with(self._whole(outcome)) if decides else self._waited_enough()
+        cause, reason, memory = outcome.cause, outcome.reason, None
         if cause is Cause.MACHINE and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # what the trial has started was killed
         if cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
-            why = f"{why}; {self._meter.memory_words()}"
-        failed = self._failed(cause, f"{why}\n{message.traceback}".rstrip())
-        if rank > 0 and isinstance(self._end, Done) and not message.after_end:
+            memory = self._meter.memory_reason()
+        if isinstance(reason, Reason):
+            # The other lines, and the place, differ by rank: ranks that ended alike are listed together.
+            text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
+            self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
+            reason = make_reason(reason.code, **{**reason.arguments, "rank": self._number_of(rank), "memory": memory})
+        failed = self._failed(cause, reason)
+        if rank > 0 and isinstance(self._end, Finished) and not message.after_end:
             self._end = failed  # rank 0 has trained its last step before this rank
             return self._waited_enough()
         return self._fail(failed, _FAILED, rank)
@@ -265,28 +269,29 @@ class _Supervisor:
 
     def _whole(self, outcome: Outcome) -> Outcome:
         """Return a failure in place of the end of a trial whose last checkpoint was not committed."""
-        is_lacking = self._failed_saves and isinstance(outcome, Done)
+        is_lacking = self._failed_saves and isinstance(outcome, Finished)
         return self._failed(Cause.MACHINE, self._failed_saves[-1]) if is_lacking else outcome
 
     def _gone(self, ended: RankEnded) -> Outcome | None:
         self._ended_ranks.add(ended.rank)
         if not ended.is_gone:
-            self._rank_ends[ended.rank] = _short(str(ended))
-            return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
-        if ended.rank > 0 and self._group.is_led and isinstance(self._end, Done):
+            self._rank_ends[ended.rank] = first_line(ended)
+            reason = make_reason("invalid-use", text=str(ended), rank=self._number_of(ended.rank))
+            return self._failed(Cause.USER, reason)
+        if ended.rank > 0 and self._group.is_led and isinstance(self._end, Finished):
             self._rank_ends[ended.rank] = _RETURNED  # rank 0 had started it, and has ended
             return self._waited_enough()
         is_ended = self._group.is_launched and ended.rank not in self._group.died_by_themselves
         return self._fail(self._died(ended.rank), _FAILED if is_ended else _DIED, ended.rank)
 
-    def _fail(self, failed: Failed, place: int, rank: int = OWN) -> Outcome | None:
+    def _fail(self, failed: AttemptEnded, place: int, rank: int = OWN) -> Outcome | None:
         """Return the failure, once those that may have caused it are known; `place` is among what causes what."""
         if self._end is None:
             if self._ends_until is None:
                 self._failed_at, self._ends_until = time.monotonic(), Deadline.after(_CAUSE_KNOWN_WITHIN)
             self._failures.append((place, failed, rank))
         else:
-            self._commit_worker.log.warning("after the end of the trial: %s", failed.message.partition("\n")[0])
+            self._commit_worker.log.warning("after the end of the trial: %s", first_line(failed.reason))
         return self._waited_enough()
 
     def _knows_cause(self) -> bool:
@@ -294,19 +299,9 @@ class _Supervisor:
         known_from = self._failed_at + _CAUSE_WITHIN.total_seconds()
         return time.monotonic() >= known_from and self._group.known_up_to() >= self._failed_at
 
-    def _named(self, rank: int) -> str:
-        return f"rank {rank}: " if self._group.world_size > 1 and rank != OWN else ""
-
-    def _ended(self, ended: TrialEnded) -> Outcome:
-        if ended.question is not None:
-            return Asking(ended.question)
-        if ended.interrupted:
-            return self._failed(Cause.PREEMPTED, ended.reason)
-        if ended.paused and self._left == "errored":
-            return self._failed(Cause.BAD_METRIC, ended.reason)
-        if ended.paused:
-            return Yielded(ended.reason)
-        return Done(ended.reason, ended.returned, ended.ended_early, self._left if ended.ended_early else None)
+    def _number_of(self, rank: int) -> int | None:
+        """Return the rank for a reason; None where it is the only one, or the process that has started the ranks."""
+        return rank if self._group.world_size > 1 and rank != OWN else None
 
     def _take_down(self, done: StepDone) -> None:
         """Note a report for the next entry, and hand over its checkpoint; write at once if the search is to decide."""
@@ -347,20 +342,20 @@ class _Supervisor:
 
     def _failed_save(self) -> Outcome | None:
         """Fail a checkpoint that is overdue; return the outcome if the trial cannot do without it."""
-        if why := self._saves.without(self._ended_ranks):
-            return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
+        if (reason := self._saves.without(self._ended_ranks)) is not None:
+            return self._fail(self._failed(Cause.USER, reason), _ENDED_EARLY)
         if (failed := self._saves.overdue()) is None:
             if self._not_whole.empty():
                 return None
             failed = self._not_whole.get()
         self._given_up += 1
-        why = f"step {failed.step} is not committed: {failed.why}"
-        self._failed_saves.append(why)
-        if failed.done.over or len(self._failed_saves) >= _FAILED_SAVES:
-            self._rank_ends |= dict.fromkeys(failed.ranks, "did not add its part to a checkpoint")
-            return self._failed(Cause.MACHINE, why)
+        reason = make_reason("not-committed", step=failed.step, error=failed.reason)
+        self._failed_saves.append(reason)
+        if failed.done.finish_reason is not None or len(self._failed_saves) >= _FAILED_SAVES:
+            self._rank_ends |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
+            return self._failed(Cause.MACHINE, reason)
         self._commit_worker.log.warning(
-            "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
+            "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", reason
         )
         self._group.tell(SaveFailed(step=failed.step))
         return None
@@ -370,7 +365,7 @@ class _Supervisor:
             self._last_message_at = time.monotonic()
         self._asks = False
         if isinstance(answer, Leave):
-            self._left, self._leave = answer.end, answer
+            self._leave = answer
         self._group.tell(answer)
 
     def _saved(self, step: int) -> None:
@@ -383,8 +378,8 @@ class _Supervisor:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         if self._commit_worker.error is not None:
             return self._not_written(self._commit_worker.error)
-        if isinstance(self._end, Done) and (why := self._metrics.surplus()):
-            return self._failed(Cause.USER, why)
+        if isinstance(self._end, Finished) and (reason := self._metrics.surplus()) is not None:
+            return self._failed(Cause.USER, reason)
         if self._ends_until is not None:
             is_over = self._ends_until.remaining_seconds <= 0 or (self._end is None and self._knows_cause())
             if self._group.open_ranks and not is_over:
@@ -392,7 +387,8 @@ class _Supervisor:
             self._say_who_goes_on()
             return self._end or min(self._failures, key=itemgetter(0))[1]
         if self._rank_0_ends_until is not None and self._rank_0_ends_until.remaining_seconds <= 0:
-            return self._failed(Cause.MACHINE, f"{_ENDED_BEFORE_RANK_0} {_OTHERS_END_WITHIN.total_seconds():g} s later")
+            seconds = _OTHERS_END_WITHIN.total_seconds()
+            return self._failed(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
         if (failed := self._failed_save()) is not None:
             return failed
         if (absent := self._absent() or self._lacking_metrics()) is not None:
@@ -406,12 +402,12 @@ class _Supervisor:
         silent = timedelta(seconds=time.monotonic() - self._last_message_at)
         if silent <= self._spec.silence:
             return None
-        return self._failed(Cause.MACHINE, f"no report for {silent}: presumed hung, and killed")
+        return self._failed(Cause.MACHINE, make_reason("silent", seconds=silent.total_seconds()))
 
-    def _not_written(self, error: BaseException) -> Failed:
+    def _not_written(self, error: BaseException) -> AttemptEnded:
         if isinstance(error, USERS_FAULT):
-            return self._failed(Cause.USER, f"its checkpoint cannot be saved: {error}")
-        return self._failed(Cause.MACHINE, f"its reports could not be written: {type(error).__name__}: {error}")
+            return self._failed(Cause.USER, make_reason("save-failed", error=str(error)))
+        return self._failed(Cause.MACHINE, make_reason("write-failed", error=f"{type(error).__name__}: {error}"))
 
     def _absent(self) -> Outcome | None:
         """Return the failure of ranks that a launcher has not started, or that did not join in time."""
@@ -419,28 +415,29 @@ class _Supervisor:
             return None
         if not (missing := self._group.missing_ranks):
             return None
-        why = f"rank {', '.join(map(str, missing))} of {self._group.world_size} did not join the trial within"
-        return self._failed(Cause.USER, f"{why} {_ALL_JOIN_WITHIN.total_seconds():g} s of the first rank")
+        ranks = {"ranks": list(missing), "world_size": self._group.world_size}
+        reason = make_reason("ranks-missing", **ranks, seconds=_ALL_JOIN_WITHIN.total_seconds())
+        return self._failed(Cause.USER, reason)
 
     def _lacking_metrics(self) -> Outcome | None:
         """Return the failure of ranks whose metrics rank 0 waits for, and that have ended or are late."""
         if not self._metrics.missing:
             return None
-        if why := self._metrics.without(self._ended_ranks):
-            return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
+        if (reason := self._metrics.without(self._ended_ranks)) is not None:
+            return self._fail(self._failed(Cause.USER, reason), _ENDED_EARLY)
         if self._last_message_at is None or self._group.missing_ranks:
             self._metrics.restart()
-        if not (why := self._metrics.overdue()):
+        if (reason := self._metrics.overdue()) is None:
             return None
-        self._rank_ends |= dict.fromkeys(self._metrics.missing, "did not report a step")
-        return self._failed(Cause.MACHINE, why)
+        self._rank_ends |= dict.fromkeys(self._metrics.missing, make_reason("rank-without-report"))
+        return self._failed(Cause.MACHINE, reason)
 
     def _say_who_goes_on(self) -> None:
         going_on = sorted(each for each in self._group.open_ranks if each > 0)
         if self._end is not None and going_on and self._steps:
             ranks, within = ", ".join(map(str, going_on)), _OTHERS_END_WITHIN.total_seconds()
             self._commit_worker.log.warning("rank %s had not ended %g s after rank 0, and was ended", ranks, within)
-            self._rank_ends |= dict.fromkeys(going_on, f"had not ended {within:g} s after rank 0")
+            self._rank_ends |= dict.fromkeys(going_on, make_reason("rank-outlived", seconds=within))
 
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
@@ -448,27 +445,25 @@ class _Supervisor:
             self._group.tell(StopAndSave())
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._spec.grace:
-            return self._failed(Cause.PREEMPTED, "interrupted twice, and killed") if is_abandoned() else None
-        uploading = self._is_uploading
-        late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
-        return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._spec.grace.total_seconds():g} s")
+            is_killed = is_abandoned()
+            return self._failed(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_killed else None
+        seconds, is_uploading = self._spec.grace.total_seconds(), self._is_uploading
+        reason = make_reason("upload-unfinished" if is_uploading else "no-checkpoint", seconds=seconds)
+        return self._failed(Cause.PREEMPTED, reason)
 
-    def _died(self, rank: int) -> Failed:
-        became = self._group.end(rank)
-        how = became.partition("\n")[0]  # its last output follows, which may contain any text
-        self._rank_ends[rank] = _short(how)
-        is_killed, is_hidden = "SIGKILL" in how, "was killed" in how  # the latter by a launcher
+    def _died(self, rank: int) -> AttemptEnded:
+        end = self._group.end(rank)
+        self._rank_ends[rank] = rank_end_reason(end)
+        is_killed = end.signal == signal.SIGKILL
+        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows its end
         if (is_killed or is_hidden) and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=is_killed):
-            why = f"{self._meter.memory_words()}; the trial's process {became}"
-            return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
-        own = "exited with code" in how or any(name in how for name in OWN_SIGNALS)
-        which = "the trial's process" if self._group.world_size == 1 or rank == OWN else f"rank {rank}'s process"
-        return self._failed(Cause.USER if own else Cause.MACHINE, f"{which} {became}")
+            reason = process_end_reason(end, self._number_of(rank), self._meter.memory_reason())
+            return self._failed(Cause.OUT_OF_MEMORY, reason)
+        is_own_end = end.exit_code is not None or end.signal in OWN_SIGNALS
+        cause = Cause.USER if is_own_end else Cause.MACHINE
+        return self._failed(cause, process_end_reason(end, self._number_of(rank)))
 
-    def _failed(self, cause: Cause, message: str) -> Failed:
+    def _failed(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
         loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
-        return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
-
-
-def _short(how: str) -> str:
-    return first_line(how)[:_LONGEST_END]
+        at_start = cause is Cause.USER and loaded and self._steps == 0
+        return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, at_start=at_start)

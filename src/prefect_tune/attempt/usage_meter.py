@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
-from prefect_tune.core.shown_text import shown_size
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.journal_access import run_now
 
@@ -74,7 +74,7 @@ class UsageMeter:
         seconds = getattr(message, "seconds", None)
         if isinstance(seconds, PhaseSeconds):
             self._trial = seconds
-        if isinstance(message, StepDone) and message.over and self._processes is not None:
+        if isinstance(message, StepDone) and message.finish_reason is not None and self._processes is not None:
             self._processes.sample()  # its checkpoint is journaled with the end, in another thread
 
     def saved(self, **seconds: Sequence[float]) -> None:
@@ -125,16 +125,17 @@ class UsageMeter:
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._was_killed() or (is_killed and (peak or 0) >= _NEAR * self._memory_limit.limit_bytes())
 
-    def memory_words(self) -> str:
+    def memory_reason(self) -> Reason:
         """Return the highest memory, the limit, and the largest process of the trial with its last sample."""
-        peak_bytes, limit_bytes, process = 0, self._memory_limit.limit_bytes(), ""
+        peak_bytes, process, process_bytes = 0, None, None
         if self._processes is not None:
-            pid, size_bytes = self._processes.largest
+            process, process_bytes = self._processes.largest
             peak_bytes = round(self._processes.memory.peak or 0)
-            process = f" (process {pid}, {shown_size(size_bytes)} in its last sample)"
         if self._was_killed():  # the last second is in no sample
             peak_bytes = max(peak_bytes, self._memory_limit.peak_bytes())
-        return f"out of memory: peak {shown_size(peak_bytes)} of limit {shown_size(limit_bytes)}{process}"
+        limit_bytes = self._memory_limit.limit_bytes()
+        sizes = {"peak_bytes": peak_bytes, "limit_bytes": limit_bytes, "process_bytes": process_bytes}
+        return make_reason("out-of-memory", process=process, **sizes)
 
     def _was_killed(self) -> bool:
         return self._memory_limit.kills() > self._kills_before  # the last look may lie between a kill and its end

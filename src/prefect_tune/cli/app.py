@@ -29,6 +29,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
 
+    from prefect_tune.prefect_api.api_client import is_missing_server
     from prefect_tune.prefect_api.flow_with_server import has_begun
 
     # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
@@ -46,7 +47,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
         problem = error.errors()[0]
         raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     except RuntimeError as error:
-        if "API" in str(error):  # what Prefect raises when no server answers
+        if is_missing_server(error):
             raise TuneError(f"Prefect: {_in_one_line(error)}") from error
         raise
     finally:

@@ -341,9 +341,9 @@ def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial, last: int |
         match event:
             case Started(trial=trial.trial, attempt=number):
                 outputs[number] = _Output(number)
-            case AttemptEnded(message=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
+            case AttemptEnded(reason=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
                 if number not in outputs or outputs[number].reason is None:  # it had not ended before
-                    outputs[number] = _Output(number, reason, event.use.output if event.use else "")
+                    outputs[number] = _Output(number, str(reason), event.use.output if event.use else "")
             case _:
                 pass
     return outputs

@@ -134,7 +134,7 @@ def _resumed(experiment: str, parameters: Mapping[str, Any]) -> Results:
     except NotInJournal as error:
         flags = [resume_flag_of(name) for name in error.names]
         how = f"pass {' '.join(filter(None, flags))}" if all(flags) else "call pt.resume(...) in code, and pass it"
-        if how == f"pass {resume_flag_of('trainable')}":
+        if list(error.names) == ["trainable"]:
             how = f"{how}, of a module whose import starts no search, or run the script again: it resumes"
         raise InvalidInput(f"{error.problem}; {how}") from error
     return found

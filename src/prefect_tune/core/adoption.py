@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_acceptable
 from prefect_tune.core.journal_events import Adopted, AttemptEnded, Cause, Event, OneTrialsEvent, Quarantined, Reported
 from prefect_tune.core.messages.live_status import NOTHING_KNOWN, LastKnown
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest, ref_of
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
@@ -102,4 +102,4 @@ def _events_of(found: _OrphanedSaves) -> Iterator[OneTrialsEvent]:
     for report in found.manifest.about.reports if found.manifest else ():
         if report.step > trial.step:
             yield Reported(trial=trial.trial, report=report)
-    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))

@@ -1,4 +1,4 @@
-"""Why an attempt ended: apart from the journal's events, so that a policy for failures is imported without them."""
+"""How attempts and trials end: apart from the journal's events, so that a failure policy is imported without them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ class Cause(StrEnum):
     """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
     BAD_STOP = "bad-stop"
     """The stop criterion needs a metric that it did not report: a retry does not help."""
+
+
+class FinishKind(StrEnum):
+    """How a trial finished. Only a trial that met its stop criterion continues when that changes."""
+
+    RETURNED = "returned"
+    """The trainable returned by itself."""
+    CRITERION = "criterion"
+    """A stop criterion was met."""
+    ALL_STEPS = "all-steps"
+    """It has trained all of the scheduler's steps."""
+    PRUNED = "pruned"
+    """The scheduler ended it early."""
+    STOPPED = "stopped"
+    """A person ended it: by a stop request, or by the choice on Resume."""

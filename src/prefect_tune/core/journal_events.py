@@ -1,4 +1,8 @@
-"""The events that journal entries hold: those of a trial, those of an experiment, and the entry itself."""
+"""The events that journal entries hold: those of a trial, those of an experiment, and the entry itself.
+
+`Finished`, `Paused` and `AttemptEnded` are also how an attempt says that it has ended (`Outcome`): its process sends
+one of them, its supervisor completes and returns it, the journal holds it, and Prefect's state is made of it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.attempt_causes import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
+from prefect_tune.core.attempt_causes import FinishKind as FinishKind  # noqa: PLC0414 - the same
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, shown
+from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.shown_text import is_unicode
 from prefect_tune.core.storage.documents import Document
@@ -74,7 +80,7 @@ class QuarantinedCheckpoint(Value):
     checkpoint: CheckpointRef
     since: int
     """The number of the entry that quarantined it."""
-    reason: str
+    reason: AnyReason
 
 
 class Claim(Value):
@@ -282,7 +288,7 @@ class Quarantined(TrialEvent):
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
-    reason: Message = ""
+    reason: AnyReason = ""
     kills: bool = False
     """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
     quarantined: bool = True
@@ -308,7 +314,7 @@ class Cloned(TrialEvent):
     checkpoint: CheckpointRef
     source: CheckpointKey
     config: Mapping[str, object] | None = None
-    reason: Message = ""
+    reason: AnyReason = ""
     inherited: bool = False
 
 
@@ -328,7 +334,7 @@ class AttemptEnded(TrialEvent):
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
-    message: Message
+    reason: AnyReason
     at_start: bool = False
     """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
     question: Question | None = None
@@ -342,18 +348,15 @@ class GaveUp(TrialEvent):
 
     type: Literal["gave-up"] = "gave-up"
     cause: Cause
-    message: Message
+    reason: AnyReason
 
 
 class Finished(TrialEvent):
     """The trial is done: a stop criterion was met, or the trainable returned."""
 
     type: Literal["finished"] = "finished"
-    reason: Message
-    returned: bool = False
-    """Whether the trainable returned by itself; a larger budget does not restart it."""
-    ended_early: bool = False
-    """Whether the scheduler or a stop request ended it; a larger budget does not restart it either."""
+    reason: AnyReason
+    kind: FinishKind = FinishKind.CRITERION
     use: Use | None = None
     """What its attempt used; None where that is not known, or where it did not train."""
 
@@ -362,14 +365,14 @@ class Requeued(TrialEvent):
     """A trial that had ended continues: it gets more steps, or another try."""
 
     type: Literal["requeued"] = "requeued"
-    reason: Message
+    reason: AnyReason
 
 
 class Paused(TrialEvent):
     """The scheduler gives the slot to another trial: this one has saved if it could, and waits to be resumed."""
 
     type: Literal["paused"] = "paused"
-    reason: Message
+    reason: AnyReason
     use: Use | None = None
     """What its attempt used; None where that is not known, or where it did not train."""
 
@@ -400,6 +403,8 @@ class SlotFreed(TrialEvent):
     """How long it held the slot."""
 
 
+Outcome: TypeAlias = Finished | Paused | AttemptEnded
+"""How an attempt ended."""
 GuestEvent: TypeAlias = Claimed | Quarantined | Retired
 """What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
 OneTrialsEvent: TypeAlias = (
@@ -480,13 +485,13 @@ class StopAsked(Value):
     """
 
     type: Literal["stop-asked"] = "stop-asked"
-    reason: Message
+    reason: AnyReason
     trial: TrialId | None = None
     """None for the whole experiment."""
     request: str | None = None
     """The write id of the request on the target; None where a stopper or a limit of the experiment asks."""
-    refused: Message = ""
-    """Why the request is ignored; empty where it is carried out."""
+    refused: Reason | None = None
+    """Why the request is ignored; None where it is carried out."""
 
 
 class Answered(Value):
@@ -569,7 +574,7 @@ class Entry(Document):
     """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
 
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     number: int
     term: int
     write_id: str

@@ -24,8 +24,10 @@ from prefect_tune.core.journal_events import (
     Paused,
     Quarantined,
     Question,
+    StopAsked,
     events_in,
 )
+from prefect_tune.core.reasons import code_of
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import Json, Metrics, Value, metric_in
@@ -96,7 +98,7 @@ def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Map
     return {trial: ref.sequence for trial, ref, losses in best if losses == least}
 
 
-VERSION = 1
+VERSION = 2
 """The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field."""
 NOT_EMITTED = frozenset(
     (
@@ -106,7 +108,7 @@ NOT_EMITTED = frozenset(
     )
 )
 """Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
-LABELS = ("trial", "status", "cause", "kills", "what", "end")
+LABELS = ("trial", "status", "cause", "reason_code", "kind", "kills", "what", "end")
 """Fields of a payload that are also labels of the event's resource: automations match labels, and no payload."""
 _TEXT = 500
 _ITEMS = 20
@@ -199,9 +201,14 @@ def emitted_in(event: Event) -> Iterator[Event]:
 def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
     """Return an event's payload as JSON, with the version, and for the end of an attempt how the trial `after` it is.
 
+    A reason is its sentence, for people, and `reason_code`, for conditions; the code is None for a text of the user's.
     Texts are cut to their first line and 500 characters, lists and tables to 20 items.
     """
     fields = event.model_dump(mode="json", exclude={"type"})
+    if (reason := getattr(event, "reason", None)) is not None:
+        fields |= {"reason": str(reason), "reason_code": code_of(reason)}
+    if isinstance(event, StopAsked) and event.refused is not None:
+        fields["refused"] = str(event.refused)
     if after is not None and isinstance(event, AttemptEnded | GaveUp | Finished | Paused):
         outcome = {"attempt", "step", "metrics", "wasted_steps", "wasted_at_least"}
         fields |= {"status": after.status.value, **after.model_dump(mode="json", include=outcome)}

@@ -18,12 +18,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 """Control characters (C0 but for tab and newline, C1), bidirectional marks, line separators, and surrogates."""
 
 
-def visible(text: str) -> str:
-    r"""Return `text` with control characters written as `\x1b` or `\u202e`; tabs and newlines stay.
+def visible(text: object) -> str:
+    r"""Return a text, or the sentence of a reason, with control characters written as `\x1b`; tabs and newlines stay.
 
     Text from a target can then neither control a terminal nor reorder the characters around it.
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def visible_line(text: str) -> str:
@@ -31,9 +31,9 @@ def visible_line(text: str) -> str:
     return visible(" ".join(text.splitlines()))
 
 
-def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank, for people: `visible`."""
-    return visible(text.strip().partition("\n")[0])
+def first_line(text: object) -> str:
+    """Return the first line of a text or of a reason that is not blank, for people: `visible`."""
+    return visible(str(text).strip().partition("\n")[0])
 
 
 def is_unicode(text: str) -> bool:

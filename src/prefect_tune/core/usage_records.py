@@ -13,6 +13,7 @@ from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field
 
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.values import Message, Value, parse_time
 
 _MOST_SECONDS = 1e9
@@ -82,8 +83,7 @@ class RankEnd(Value):
     """How ranks ended that did not end like the others of their attempt."""
 
     ranks: tuple[int, ...]
-    how: Message
-    """An exit code, a signal, or an error."""
+    how: AnyReason
     is_cause: bool = False
     """Whether the attempt failed for this reason."""
 

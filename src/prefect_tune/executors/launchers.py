@@ -27,7 +27,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Crashed
 
-from prefect_tune.attempt.nodes.node_stream import IS_SILENT
+from prefect_tune.attempt.outcomes import FIRST_NODE_SILENT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
@@ -360,9 +360,9 @@ class DeploymentLauncher:
                 continue
             self._alone_since[first] = time.monotonic()
             runs = client.read_flow_runs(flow_run_filter=_runs_with(others), limit=_RUNS_PER_REQUEST)
-            messages = [each.state.message or "" for each in runs if each.state is not None]
-            if said := next((each for each in messages if f"node 0 {IS_SILENT}" in each), None):
-                client.set_flow_run_state(first, Crashed(message=said))
+            states = [run.state for run in runs if run.state is not None and run.state.name == FIRST_NODE_SILENT]
+            if states:
+                client.set_flow_run_state(first, Crashed(message=states[0].message))
 
 
 def _runs_with(ids: Collection[UUID]) -> FlowRunFilter:

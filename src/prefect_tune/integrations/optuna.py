@@ -37,6 +37,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.metrics import convert_fields
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.domains import Domain, as_dicts, has_grid
@@ -122,8 +123,9 @@ class _OptunaSchedule(Schedule):
             (value,) = values_of(self._objective, report.report.metrics, f"trial {report.trial!r}, step {step}")
             self._trials.set_trial_intermediate_value(trial_id, step, value)
             if self._prunes(trial_id):
-                name = type(self._pruner).__name__
-                self._stops[report.trial] = Stop(reason=f"{name} at {self._objective.metrics[0]} = {value:g}")
+                result = {"metric": self._objective.metrics[0], "value": float(value)}
+                reason = make_reason("pruner", name=type(self._pruner).__name__, **result)
+                self._stops[report.trial] = Stop(reason=reason)
         return self._stops.get(report.trial) or Continue()
 
     def ended(self, trial: TrialId) -> None:

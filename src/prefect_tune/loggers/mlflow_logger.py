@@ -95,13 +95,13 @@ class MLflowLogger(Callback):
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
         with self._run(trial) as run:
-            run.tag("prefect_tune.last_failure", f"{ended.cause}: {ended.message}")
+            run.tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
-        self._end(trial, "FINISHED", finished.reason)
+        self._end(trial, "FINISHED", str(finished.reason))
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        self._end(trial, "FAILED", gave_up.message)
+        self._end(trial, "FAILED", str(gave_up.reason))
 
     def _end(self, trial: Trial, status: str, reason: str) -> None:
         with self._run(trial) as run:

@@ -303,7 +303,7 @@ class EventEmitter(SearchObserver):
             was = before.trials.get(trial.trial)
             if was is not None and was.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
                 cause = trial.cause or Cause.MACHINE
-                ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
+                ended = AttemptEnded(trial=trial.trial, cause=cause, reason=trial.end_reason)
                 self._put(_Applied(ended, before, experiment))
 
     def applied(self, event: Event, experiment: Experiment) -> None:
@@ -383,7 +383,7 @@ def emitting_events(emitter: EventEmitter, stop: threading.Event) -> Iterator[Ev
         raise
     else:
         reason = emitter.experiment.ends or ("asked to stop" if stop.is_set() else "")
-        emitter.end("stopped" if reason else "finished", reason)
+        emitter.end("stopped" if reason else "finished", str(reason))
 
 
 def this_run() -> UUID | None:

@@ -20,7 +20,6 @@ from prefect_tune.attempt import search_link
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
@@ -39,7 +38,7 @@ from prefect_tune.core.journal_events import (
     events_in,
 )
 from prefect_tune.core.messages.live_status import RunningAttempts
-from prefect_tune.core.schedulers.base import shown
+from prefect_tune.core.reasons import AnyReason, Reason, without_result
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
@@ -209,14 +208,14 @@ class SearchLog(SearchObserver):
                 text = self._ended(trial.status, reason, trial, experiment)
             case Paused(reason=reason):
                 text = self._ended(Status.PAUSED, reason, trial, experiment)
-            case AttemptEnded(cause=Cause.PREEMPTED, message=message):
-                text = self._ended(Status.INTERRUPTED, message, trial, experiment)
-            case AttemptEnded(message=message) if message == OWNER_VANISHED and trial.trial in self._lost:
+            case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
+                text = self._ended(Status.INTERRUPTED, reason, trial, experiment)
+            case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost:
                 self._lost.discard(trial.trial)
-            case AttemptEnded(message=message) if message == OWNER_VANISHED:
+            case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
-            case GaveUp(message=message):
-                text, level = self._ended(Status.ERRORED, message, trial, experiment), logging.ERROR
+            case GaveUp(reason=reason):
+                text, level = self._ended(Status.ERRORED, reason, trial, experiment), logging.ERROR
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text:
@@ -239,14 +238,14 @@ class SearchLog(SearchObserver):
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"
 
-    def _ended(self, end: str, reason: str, trial: Trial, experiment: JournalKey) -> str:
-        why, saved = first_line(reason), self._saved(end, trial, experiment)
+    def _ended(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
+        saved = self._saved(end, trial, experiment)
         if not trial.step:
-            return f"{end} before its first step: {why}{saved}"
-        losses, metrics = self._losses_in(trial.metrics), self._metrics_of(trial, why)
-        if losses and self._objective and why.startswith(f"{shown(losses[0], self._objective)} at step {trial.step}: "):
-            metrics, why = self._metrics_of(trial, ""), why.partition(": ")[2]  # a scheduler begins with the result
-        return f"{end} at step {trial.step}{metrics}{self._compared(trial)}: {why}{saved}"
+            return f"{end} before its first step: {first_line(reason)}{saved}"
+        if self._losses_in(trial.metrics):
+            reason = without_result(reason, trial.step)
+        metrics = "" if self._names_result(reason) else self._metrics_of(trial)
+        return f"{end} at step {trial.step}{metrics}{self._compared(trial)}: {first_line(reason)}{saved}"
 
     def _saved(self, end: str, trial: Trial, experiment: JournalKey) -> str:
         """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
@@ -265,11 +264,14 @@ class SearchLog(SearchObserver):
         metrics = self._objective.metrics if self._objective else ()
         return f" (the best one is of step {best[0].step}{_listed(best[0].metrics, metrics)})"
 
-    def _metrics_of(self, trial: Trial, why: str) -> str:
-        names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
-        if any(f"{name} = " in why for name in names):
-            return ""  # a criterion that is met gives them
-        return _listed(trial.metrics, names)
+    def _names_result(self, reason: AnyReason) -> bool:
+        """Whether the reason names a metric of the objective with its value, such as a limit that is reached."""
+        if not isinstance(reason, Reason) or not reason.arguments.keys() & {"value", "best"}:
+            return False
+        return self._objective is None or reason.arguments.get("metric") in self._objective.metrics
+
+    def _metrics_of(self, trial: Trial) -> str:
+        return _listed(trial.metrics, self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS])
 
     def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
         return losses_in(metrics, self._objective) if self._objective else None

@@ -19,7 +19,10 @@ from prefect_tune.attempt.trial_spec import import_path, pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Never
-from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
+from prefect_tune.core.journal_events import AttemptEnded
+from prefect_tune.core.messages.process_messages import Start, TrialEnded
+from prefect_tune.core.reasons import Reason
+from prefect_tune.core.shown_text import first_line
 from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.runtime.trainable import CALLED_WITH
 from prefect_tune.stores.local.scratch import ScratchDirectory
@@ -140,8 +143,9 @@ def _raise_what_it_says(channel: TrialChannel, waits: WaitLog) -> None:
         except EOFError:
             return
         match message:
-            case Broke(message=why):
-                raise InvalidInput(why.removeprefix("InvalidInput: "))
+            case TrialEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
+                is_invalid = arguments.get("type") == InvalidInput.__name__
+                raise InvalidInput(str(arguments["text"]) if is_invalid else first_line(reason))
             case TrialEnded():
                 return
             case _:

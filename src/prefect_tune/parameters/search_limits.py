@@ -14,16 +14,17 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.reasons import Reason
 from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import leaves
+from prefect_tune.core.values import TrialId, leaves
 from prefect_tune.parameters.argument_checks import existing_limits
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
@@ -142,7 +143,7 @@ class SearchLimits:
     """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
     max_concurrent_trials: int
     """The number of slots, which the options only bound."""
-    why_end: Callable[[Experiment, BadMetric | None], str] = lambda _state, _undecided: ""
+    why_end: Callable[[Experiment, TrialId | None], Reason | None] = lambda _state, _undecided: None
     """Returns why the run ends now, empty while it continues, from its state and the error of a scheduler that could
     not decide, if it could not."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True

@@ -28,6 +28,11 @@ def is_temporary(error: BaseException | None) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
+def is_missing_server(error: RuntimeError) -> bool:
+    """Whether Prefect raised it since no server answers; it has no class of its own for that."""
+    return "API" in str(error)
+
+
 # The error of a guard: this Prefect lacks something that the package needs and Prefect does not promise.
 
 OLDEST_TESTED = "3.8.0"

@@ -23,6 +23,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key, with_report
 from prefect_tune.core.journal_events import Owner
+from prefect_tune.core.reasons import format_error
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
@@ -190,6 +191,8 @@ class TrialFacts:
     status: str
     """A word of `Status`."""
     reason: str
+    error: str
+    """The error of an errored trial in one line."""
     step: int
     metrics: Mapping[str, object]
     config: Mapping[str, object]
@@ -339,7 +342,7 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         runs=_runs(ownerships[-_RUNS:], history.attempts, links),
         cost=_cost(report_input),
         settings=shown_settings(state.settings),
-        ended_because=state.ends,
+        ended_because=str(state.ends),
         is_whole=history.is_whole,
     )
 
@@ -350,6 +353,7 @@ def _trial_facts(trial: Trial, experiment: JournalKey, owner: Owner | None, link
         trial=trial.trial,
         status=str(trial.status),
         reason=trial.reason,
+        error=format_error(trial.end_reason),
         step=trial.step,
         metrics=dict(trial.metrics),
         config=dict(trial.config),

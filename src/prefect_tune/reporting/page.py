@@ -22,7 +22,6 @@ from prefect_tune.reporting.trial_charts import (
 )
 from prefect_tune.terminal.cost_view import LEAST_SECONDS
 from prefect_tune.terminal.formatting import (
-    error_of,
     format_cell,
     format_counts,
     format_metrics,
@@ -283,7 +282,7 @@ def _errors(facts: Facts) -> Iterator[Block]:
 
 def _causes(errors: Sequence[TrialFacts]) -> Sequence[str]:
     """Return the errors in one line each; of several, one that an earlier trial has too is said once."""
-    causes = [error_of(each.reason) for each in errors]
+    causes = [each.error for each in errors]
     if len(set(causes)) == 1:
         return causes
     first = {cause: each.trial for cause, each in reversed(list(zip(causes, errors, strict=True)))}

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events import Scalar
+from prefect_tune.core.journal_events import Outcome, Scalar
 from prefect_tune.core.messages.process_messages import (
     Directive,
     Join,
@@ -40,6 +40,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.metrics import storable
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.load_named import load_named, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
@@ -55,7 +56,7 @@ from prefect_tune.runtime.ranks import (
 )
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
 from prefect_tune.runtime.trainable import TrialOver, enter, session_of_process
-from prefect_tune.runtime.trial_errors import broke, was_raised_by_signal_handler
+from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_signal_handler
 
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -119,10 +120,10 @@ class LeadingSession(TrialSession):
 
     def _end(self, *, saved: bool) -> None:
         over = None if self._is_alone else self._why_over(saved=saved)
-        self._direct(over=None if over is None else over.ended)
+        self._direct(over=None if over is None else over.outcome)
         super()._end(saved=saved)
 
-    def _direct(self, *, saves: bool = False, over: TrialEnded | None = None) -> None:
+    def _direct(self, *, saves: bool = False, over: Outcome | None = None) -> None:
         if self._is_alone:
             return
         if not saves:
@@ -181,7 +182,8 @@ class FollowingSession(TrialSession):
                 return given
             if save is not None:
                 self.save_last_step(save)
-            raise self._leaving(TrialOver(f"rank 0 asks a person: {question}", interrupted=True))
+            reason = make_reason("rank-0-asks", question=question)
+            raise self._leaving(TrialOver(self._interrupted(reason)))
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
@@ -190,7 +192,7 @@ class FollowingSession(TrialSession):
                 self._send_metrics(super().count(returned), returned=True)
         return super().finish(None)
 
-    def why_stop(self) -> str | None:
+    def why_stop(self) -> AnyReason | None:
         """Return None: rank 0 decides."""
         return None
 
@@ -222,7 +224,7 @@ class FollowingSession(TrialSession):
                 case Directive() as directive:
                     self._require_step(directive.step)
                     if directive.over is not None:
-                        raise self._leaving(TrialOver.as_ended(directive.over))
+                        raise self._leaving(TrialOver(directive.over))
                     if not directive.saves:
                         break
                     if save is not None:
@@ -350,7 +352,8 @@ def _end(process: int, session: TrialSession) -> None:
         ):
             session.end(session.finish(None))
         else:
-            session.end(broke(error.__context__ or error if isinstance(error, SystemExit) else error))
+            raised = error.__context__ or error if isinstance(error, SystemExit) else error
+            session.end(failure_message(raised, session.start.trial))
 
 
 def _raised(
@@ -361,5 +364,5 @@ def _raised(
     trace: TracebackType | None,
 ) -> None:
     with suppress(Exception):
-        session.end(broke(error))
+        session.end(failure_message(error, session.start.trial))
     before(kind, error, trace)

@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper, why_over
-from prefect_tune.core.journal_events import PROCEED, Question, Scalar, answer_to, valid_fields
+from prefect_tune.core.journal_events import (
+    PROCEED,
+    AttemptEnded,
+    Cause,
+    Finished,
+    FinishKind,
+    Question,
+    Scalar,
+    answer_to,
+    valid_fields,
+)
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     FromTrial,
     Leave,
@@ -34,6 +43,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.metrics import storable
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import SupervisorConnection
@@ -191,7 +201,7 @@ class TrialSession:
         self._uploading: int | None = None
         self._want_save = False
         self._over: TrialOver | None = None
-        self._judged: str | None = None
+        self._judged: AnyReason | None = None
         self._judged_step: int | None = None
         self._milestone = start.milestone
         self._asking = False
@@ -251,7 +261,7 @@ class TrialSession:
             report = self.count(metrics)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                self.hand_over(report, self._written_by(save), "moved", "" if self._asking else self._over_already())
+                self.hand_over(report, self._written_by(save), "moved", None if self._asking else self._finish_reason())
             else:
                 self.tell(report)
             self.heed_milestone()
@@ -284,7 +294,7 @@ class TrialSession:
             if save is not None:
                 self.save_last_step(save)
             self._wait_for_upload()
-            raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
+            raise self._leaving(TrialOver(self._interrupted(make_reason("asks", question=question), asked)))
 
     def _question(self, question: str, fields: Mapping[str, object] | None, key: str | None) -> Question:
         wanted = valid_fields(PROCEED if fields is None else fields)
@@ -304,9 +314,9 @@ class TrialSession:
                 if returned is not None:
                     self.tell(self.count(returned))
                 self._wait_for_upload()
-                self._over = TrialOver("the trainable returned")
-                return self._over.ended.model_copy(update={"returned": True})
-            return self._over.ended  # TrialOver was raised in another thread, or a broad except has caught it
+                self._over = TrialOver(self._finished(make_reason("returned"), FinishKind.RETURNED))
+            # Else `TrialOver` was raised in another thread, or a broad except has caught it.
+            return TrialEnded(outcome=self._over.outcome)
 
     @contextmanager
     def _reporting(self, call: str) -> Iterator[None]:
@@ -340,9 +350,11 @@ class TrialSession:
 
     def _leaving(self, over: TrialOver) -> TrialOver:
         """Record how the trial ends; if this is not the trainable's own thread, limit its time to return."""
-        self._over = over = self.leaves_by.as_ended(over.ended)
+        self._over = over = self.leaves_by(over.outcome)
         if threading.get_ident() != self._thread and self._overdue is None:
-            self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended])
+            self._overdue = threading.Timer(
+                _RETURN_WITHIN.total_seconds(), self.end, [TrialEnded(outcome=over.outcome)]
+            )
             self._overdue.daemon = True
             self._overdue.start()
         return over
@@ -352,7 +364,7 @@ class TrialSession:
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
         self.listen()
         wants = self._want_save or self.asked_to_stop or (self._asking and self.start.saves_first)
-        return wants or cadence.due(steps, elapsed) or (cadence.at_end and bool(self._over_already()))
+        return wants or cadence.due(steps, elapsed) or (cadence.at_end and self._finish_reason() is not None)
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         with self._writing():
@@ -376,7 +388,7 @@ class TrialSession:
         self._asking = self._milestone is not None and self.step >= self._milestone
         return report
 
-    def why_stop(self) -> str | None:
+    def why_stop(self) -> AnyReason | None:
         """Return why the trial is over after the last step, which may precede a resume; None to continue.
 
         The stopper is called once per step, since its result may have been journaled.
@@ -385,26 +397,33 @@ class TrialSession:
             self._judged, self._judged_step = self._judgement(), self.step
         return self._judged
 
-    def _judgement(self) -> str | None:
+    def _judgement(self) -> AnyReason | None:
         if not self._curve:
             return None
-        return why_over(self._stopper, self._curve)
+        return why_over(self._stopper, self._curve) or None
 
-    def _over_already(self) -> str:
-        """Return why this step finishes the trial, or ""; an error of the stopper is raised after the report."""
+    def _finish_reason(self) -> AnyReason | None:
+        """Return why this step finishes the trial, or None; an error of the stopper is raised after the report."""
         with suppress(Exception):
-            return self.why_stop() or ""
-        return ""
+            return self.why_stop()
+        return None
 
     def tell(self, report: StepReport) -> None:
         self._send(StepDone(report=report, asks=self._asking, seconds=self.seconds()))
 
-    def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
+    def hand_over(
+        self,
+        report: StepReport,
+        directory: Path,
+        how: Literal["moved", "lent"],
+        finish_reason: AnyReason | None = None,
+    ) -> None:
         """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
         self._wait_for_upload()
         moved = how == "moved"
-        handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking, "over": over}
-        self._send(StepDone(report=report, seconds=self.seconds(), writing_seconds=self._written_in(), **handed))
+        handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking}
+        times = {"seconds": self.seconds(), "writing_seconds": self._written_in()}
+        self._send(StepDone(report=report, finish_reason=finish_reason, **times, **handed))
         self._uploading = report.step
         if not (moved and self.start.overlap):
             self._wait_for_upload()
@@ -462,12 +481,18 @@ class TrialSession:
             raise self._leaving(over)
 
     def _why_over(self, *, saved: bool) -> TrialOver | None:
-        if why := self.why_stop():
-            return TrialOver(why)
+        if (reason := self.why_stop()) is not None:
+            return TrialOver(self._finished(reason, FinishKind.CRITERION))
         if self._leave is not None:
-            for_good = self._leave.for_good
-            return TrialOver(self._leave.reason, paused=not for_good, ended_early=for_good)
-        return TrialOver("saved, as requested", interrupted=True) if saved and self.asked_to_stop else None
+            return TrialOver(self._leave.outcome)
+        is_interrupted = saved and self.asked_to_stop
+        return TrialOver(self._interrupted(make_reason("saved-as-requested"))) if is_interrupted else None
+
+    def _finished(self, reason: AnyReason, kind: FinishKind) -> Finished:
+        return Finished(trial=self.start.trial, reason=reason, kind=kind)
+
+    def _interrupted(self, reason: AnyReason, question: Question | None = None) -> AttemptEnded:
+        return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason, question=question)
 
     def loaded(self, code: str) -> None:
         """Report that the trainable is loaded."""
@@ -475,22 +500,20 @@ class TrialSession:
         self._waiting_seconds = 0.0  # for an answer before that, which is a part of the start
         self._send(TrainableLoaded(pid=self._process, code=code))
 
-    def end(self, message: TrialEnded | Broke) -> None:
+    def end(self, message: TrialEnded) -> None:
         """Send the end of the attempt. Only the first such message is sent, and no message after it."""
         with self._sending:
             if not self._ended:
                 self._ended = True
-                known: dict[str, object] = {"seconds": self.seconds()}
-                if isinstance(message, Broke):
-                    known["after_end"] = self._over is not None
-                self.connection.send(message.model_copy(update=known))
+                after_end = message.raised and self._over is not None
+                self.connection.send(message.model_copy(update={"seconds": self.seconds(), "after_end": after_end}))
         if self._overdue is not None:
             self._overdue.cancel()
 
     def _send(self, message: FromTrial) -> None:
         with self._sending:
             if self._ended:
-                raise self._over or TrialOver("the attempt has ended")
+                raise self._over or TrialOver(self._interrupted(make_reason("attempt-over")))
             self.connection.send(message)
 
     def begin(self) -> None:

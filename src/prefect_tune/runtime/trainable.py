@@ -19,8 +19,7 @@ from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.core.journal_events import Question, Scalar
-    from prefect_tune.core.messages.process_messages import TrialEnded
+    from prefect_tune.core.journal_events import Outcome, Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
 
@@ -221,29 +220,10 @@ class TrialInfo:
 class TrialOver(BaseException):
     """Ends the user's function when the trial must end; a BaseException, which `except Exception` does not catch."""
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        interrupted: bool = False,
-        paused: bool = False,
-        ended_early: bool = False,
-        question: Question | None = None,
-    ) -> None:
-        from prefect_tune.core.messages.process_messages import TrialEnded  # the flows import this module
-
-        super().__init__(reason)
-        self.ended = TrialEnded(
-            reason=reason, interrupted=interrupted, paused=paused, ended_early=ended_early, question=question
-        )
-        """The message that ends the attempt."""
-
-    @classmethod
-    def as_ended(cls, ended: TrialEnded) -> TrialOver:
-        """Return the exception that ends an attempt as `ended` says."""
-        over = cls(ended.reason)
-        over.ended = ended
-        return over
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(str(outcome.reason))
+        self.outcome = outcome
+        """How the attempt ends."""
 
 
 # A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.

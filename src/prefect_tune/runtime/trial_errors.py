@@ -10,9 +10,9 @@ import subprocess
 import traceback
 
 from prefect_tune.core.errors import BadMetric, BadStop
-from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import Broke
-from prefect_tune.core.shown_text import shown_size
+from prefect_tune.core.journal_events import AttemptEnded, Cause
+from prefect_tune.core.messages.process_messages import TrialEnded
+from prefect_tune.core.reasons import Reason, find_code_location, make_reason
 from prefect_tune.runtime.message_stream import MalformedMessage
 
 _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -24,32 +24,43 @@ class NotLoaded(Exception):
     """The trainable could not be imported: another attempt would fail too."""
 
 
-def broke(error: BaseException) -> Broke:
-    """Return the message of a process in which `error` was raised."""
-    cause = _cause(error)
+def failure_message(error: BaseException, trial: str) -> TrialEnded:
+    """Return the message that ends an attempt of `trial` in whose process `error` was raised."""
+    failure = AttemptEnded(trial=trial, cause=_cause(error), reason=_failure_reason(error))
+    return TrialEnded(outcome=failure, raised=True)
+
+
+def _failure_reason(error: BaseException) -> Reason:
     if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
-        return Broke(cause=cause, message=str(error), traceback="")
-    named = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
-    message = str(error) if isinstance(error, NotLoaded) else named
-    return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
+        return make_reason("raised", text=str(error))
+    traceback_text, text = _traceback_of_trainable(error), text_of(error)
+    name = None if isinstance(error, NotLoaded) else type(error).__name__
+    return make_reason(
+        "raised",
+        type=name if text else None,
+        text=text or name,
+        advice=_advice(error),
+        location=find_code_location(traceback_text, is_newest_first=False),
+        traceback=traceback_text,
+    )
 
 
-def _advice(error: BaseException) -> str:
-    """Return what to do about errors that are due to the process in which a trial runs; empty for others."""
+def _advice(error: BaseException) -> Reason | None:
+    """Return what to do about errors that are due to the process in which a trial runs; None for others."""
     if type(error).__qualname__ == "BdbQuit":
-        return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
+        return make_reason("advice-no-terminal")
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if was_raised_by_signal_handler(error):
-        return ", raised by a signal handler. A trial ignores SIGTERM, and is asked to save and end by its supervisor"
+        return make_reason("advice-signal-handler")
     if isinstance(error, SystemExit):
-        return ". sys.exit(0) in a function completes its trial, as the end of a script; a class returns {'done': True}"
+        return make_reason("advice-exit")
     if isinstance(error, MemoryError) and limit_bytes != resource.RLIM_INFINITY:
-        return f"the address space is limited to {shown_size(limit_bytes)} (ulimit -v)"
+        return make_reason("advice-address-space", limit_bytes=limit_bytes)
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
-        return f". A configuration is a dict, that of a dataclass too: config[{error.name!r}]"
+        return make_reason("advice-config", name=error.name)
     if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
-        return ". Move what the script or notebook defines to a module, which each process can import"
-    return ""
+        return make_reason("advice-main-module")
+    return None
 
 
 def _traceback_of_trainable(error: BaseException) -> str:

@@ -32,12 +32,14 @@ from prefect_tune.core.journal_events import (
     Cloned,
     Event,
     Finished,
+    FinishKind,
     Question,
     Requeued,
     Scalar,
     answer_to,
     default_of,
 )
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.shown_text import plural, visible
@@ -105,7 +107,7 @@ def _read(typed: str, default: Scalar) -> Scalar:
     return type(default)(typed) if isinstance(default, int | float) else typed
 
 
-STOPPED_HERE = "stopped, as chosen on Resume"
+STOPPED_HERE = make_reason("stopped-on-resume")
 _PATIENCE = timedelta(days=30)
 
 
@@ -380,10 +382,10 @@ def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]
 def _follows(spec: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
     match choice.way:
         case "stop here":
-            finished = Finished(trial=trial.trial, reason=STOPPED_HERE, ended_early=True)
+            finished = Finished(trial=trial.trial, reason=STOPPED_HERE, kind=FinishKind.STOPPED)
             return [] if trial.phase in ENDED else [finished]
         case "other checkpoint":
-            back = Requeued(trial=trial.trial, reason=f"it returns to step {choice.checkpoint}, as chosen on Resume")
+            back = Requeued(trial=trial.trial, reason=make_reason("goes-back", step=choice.checkpoint))
             return [back, _copy(spec, state, trial, choice.checkpoint)]
         case "continue" | "extend":
             return []
@@ -393,7 +395,7 @@ def _copy(spec: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned
     """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
     key = _checkpoint_at(state.trial_key(trial.trial), trial, step)
     cloned = clone_checkpoint(spec.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
-    reason = f"returned to step {step}, as chosen on Resume"
+    reason = make_reason("went-back", step=step)
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
 
 

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.metrics import shown
+from prefect_tune.core.reasons import format_error
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.values import flat
 
 _LEAST_RANGE = 4
 """The shortest run of steps that is written as a range."""
-_FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
-_DUMP = "(most recent call first)"  # of faulthandler, at a signal
 _NAMED = 3
-_PACKAGE = "prefect_tune"
-_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
 
 
 UNLIMITED_WIDTH = 100_000
@@ -119,32 +113,17 @@ def _range(steps: Sequence[int]) -> str:
     return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
 
 
-def with_last_output(reason: str, output: str) -> str:
-    """Return how an attempt ended, followed by its last output unless `reason` ends with that; both are `visible`."""
-    shown, last = visible(reason.strip()), visible(output.rstrip())
-    return shown if shown.endswith(last) else f"{shown}\nlast output:\n{last}"
-
-
-def error_of(reason: str) -> str:
-    """Return the error of a trial in one line, with the last line of the user's code, if there is one.
-
-    Such as `KeyError: 'lr' (train.py:9)`. If all code is of libraries, it is the last line outside this package.
-    """
-    error = error_in(reason)
-    frames = [(PurePath(path), line) for path, line in _FRAME.findall(reason)]
-    others = [frame for frame in frames if _PACKAGE not in frame[0].parts and not frame[0].name.startswith("<")]
-    users = [frame for frame in others if not _LIBRARIES.search(str(frame[0]))] or others
-    if not users:
-        return error
-    path, line = users[0 if _DUMP in reason else -1]
-    return f"{error} ({path.name}:{line})"
+def with_last_output(reason: object, output: str) -> str:
+    """Return how an attempt or a process ended, followed by its last output, if it has any; both are `visible`."""
+    ended, last_output = visible(reason).strip(), visible(output.rstrip())
+    return f"{ended}\nlast output:\n{last_output}" if last_output else ended
 
 
 def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
     """Return each different error of these errored trials with its trials, the most frequent error first."""
     causes: dict[str, list[Trial]] = defaultdict(list)
     for each in trials:
-        causes[error_of(each.reason)].append(each)
+        causes[format_error(each.end_reason)].append(each)
     return sorted(causes.items(), key=lambda cause: -len(cause[1]))
 
 

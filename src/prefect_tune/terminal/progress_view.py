@@ -196,7 +196,7 @@ class ProgressTracker:
             notes=notes,
             errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
             share=share_of_search(trials, attempts.newest, outlook),
-            ended_because=experiment.ends,
+            ended_because=str(experiment.ends),
             lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
             has_trained=bool(attempts.running or attempts.counts.ended_attempts),
         )
@@ -279,10 +279,10 @@ def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:
         case Finished(trial=trial, reason=reason):
             ended = experiment.trial(trial)
             return Note(at, trial, f"{status_label(ended.status, ended.step)}: {first_line(reason)}")
-        case GaveUp(trial=trial, message=message):
-            return Note(at, trial, f"errored: {first_line(message)}", is_bad=True)
-        case AttemptEnded(trial=trial, cause=cause, message=message):
-            return Note(at, trial, f"attempt ended: {cause}: {first_line(message)}", is_bad=True)
+        case GaveUp(trial=trial, reason=reason):
+            return Note(at, trial, f"errored: {first_line(reason)}", is_bad=True)
+        case AttemptEnded(trial=trial, cause=cause, reason=reason):
+            return Note(at, trial, f"attempt ended: {cause}: {first_line(reason)}", is_bad=True)
         case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
             return Note(at, trial, f"attempt {attempt}, from step {step}")
         case Quarantined(trial=trial, reason=reason):

@@ -11,14 +11,14 @@ from typing import assert_never
 from prefect_tune.attempt.attempt import last_report
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events import Decided, Finished, Paused, Resumed
+from prefect_tune.core.journal_events import Decided, Paused, Resumed
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.search_policy import SearchPolicy, is_saved, open_decision
+from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, is_saved, open_decision
 
 
 class Decisions:
@@ -67,10 +67,8 @@ class Decisions:
             self._failure_handler.undecided(name, error)
             self._failure_handler.conclude_undecided(name)
             return
-        if isinstance(answer, Leave) and answer.for_good:
-            self._pending_entry.put(Finished(trial=name, reason=answer.reason, ended_early=True))
-        elif isinstance(answer, Leave):
-            self._pending_entry.put(Paused(trial=name, reason=answer.reason))
+        if isinstance(answer, Leave):
+            self._pending_entry.put(answer.outcome)
 
     def _decided(self, name: str, report: StepReport) -> Decision:
         """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
@@ -90,11 +88,11 @@ class Decisions:
                 if self._policy.resume_next() == name:  # no other trial needs the slot
                     self._pending_entry.put(Resumed(trial=name))
                     return self._proceed(name)
-                return Leave(reason=reason, save=True, for_good=False)
-            case Stop(reason=why, early=early):
-                return Leave(reason=why, save=self._saves_at_end, for_good=True, end="pruned" if early else None)
+                return Leave(outcome=Paused(trial=name, reason=reason), save=True)
+            case Stop() as stop:
+                return Leave(outcome=finish_of(name, stop), save=self._saves_at_end)
             case Exploit(reason=reason):
-                return Leave(reason=reason, save=False, for_good=False)
+                return Leave(outcome=Paused(trial=name, reason=reason), save=False)
             case never:
                 assert_never(never)
 

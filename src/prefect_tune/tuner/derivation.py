@@ -25,7 +25,6 @@ from prefect_tune.core.experiment.failure_policy import (
     Quarantine,
     errors_end_reason,
     is_forgiven,
-    is_loss,
     verdict,
 )
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
@@ -45,6 +44,7 @@ from prefect_tune.core.journal_events import (
     Entry,
     Event,
     Finished,
+    FinishKind,
     Forked,
     GaveUp,
     OneTrialsEvent,
@@ -59,6 +59,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     WarmStart,
 )
+from prefect_tune.core.reasons import AnyReason, code_of
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
@@ -67,12 +68,10 @@ from prefect_tune.parameters.json_specs import scheduler_from
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_limits import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
-from prefect_tune.suspension.suspend_and_resume import STOPPED_HERE
 from prefect_tune.trust import code_choices
 from prefect_tune.tuner.repeated_values import ReportCopies, clone_of_source, misplacement_reason
 from prefect_tune.tuner.run_search import policy_of
-from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
-from prefect_tune.tuner.stop_requests import TIME_IS_UP
+from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, finish_of, open_decision, retry_of, trial_id
 from prefect_tune.tuner.warm_start import prior_trials_of
 
 # What an event of the journal is to an audit.
@@ -218,7 +217,7 @@ class Derivation:
         self._requested_in: dict[str, int] = {}  # the term in which the search requested a trial's attempt
         self._is_copy = False
         self._gave_up: GaveUp | None = None  # the last event, if it is one
-        self._must_end: str | None = None  # why the stoppers end the search, as of the last entry
+        self._must_end: AnyReason | None = None  # why the stoppers end the search, as of the last entry
 
     def begin(self, entry: Entry) -> None:
         """Take note of the next entry. The one that completes a fork copies the decisions of its origin."""
@@ -407,7 +406,7 @@ class Derivation:
             _conclude_proposals(policy, plan)
         if (stopped := policy.stop_next()) is None:
             return Expected((), "no end of this trial")
-        return Expected([Finished(trial=stopped[0], reason=stopped[1].reason, ended_early=True)])
+        return Expected([finish_of(*stopped)])
 
     def _requeued(self, trial: Trial, event: Requeued, plan: AuditPlan) -> Finding:
         match trial.phase:
@@ -426,12 +425,12 @@ class Derivation:
         if event.request is not None or event.trial is not None or self._policy is None:
             return Observed()
         plan = self._plans[before.term]
-        why: str | None = None
+        why: AnyReason | None = None
         if self._gave_up is not None:
             gave_up, trials = before.trial(self._gave_up.trial), before.trials.values()
             why = errors_end_reason(gave_up, trials, fail_fast=plan.plan.fail_fast)
         why = why or self._policy.why_end()
-        if why is None or event.reason == STOPPED_HERE or event.reason.startswith(TIME_IS_UP):
+        if why is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
             return Unknown(plan.unknown.get("stop", _NOT_HELD))
         return Expected([event.model_copy(update={"reason": why})])
 
@@ -485,7 +484,7 @@ class Derivation:
         decided = verdict(trial, cause, plan.plan.failure_policy)
         if not isinstance(decided, GiveUp):
             return Observed()
-        return Expected([GaveUp(trial=trial.trial, cause=cause, message=decided.message)])
+        return Expected([GaveUp(trial=trial.trial, cause=cause, reason=decided.reason)])
 
     def _of_attempt(self, before: Experiment, trial: Trial, event: OneTrialsEvent) -> Finding:
         """Return the finding on an event of an attempt, which only some events need the plan for."""
@@ -510,9 +509,9 @@ class Derivation:
                 return Observed()
 
     def _ended(self, before: Experiment, trial: Trial, event: Finished, plan: AuditPlan) -> Finding:
-        if event.returned:
+        if event.kind is FinishKind.RETURNED:
             return Observed()
-        if event.ended_early:
+        if event.kind is not FinishKind.CRITERION:
             ends = _early_ends(before, trial)
             # A stop request may reach an attempt of a deployment that has outlived its search.
             return Observed() if not ends and plan.plan.trials == "deployment" else Expected(ends, "no early end")
@@ -537,10 +536,16 @@ MEASURED: Final = {"at", "seconds", "use"}
 
 
 def is_same(event: Event, other: Event) -> bool:
-    """Return whether two events are the same in the journal, where a tuple is a list, but for what was measured."""
-    return event == other or canonical_json(event.model_dump(exclude=MEASURED)) == canonical_json(
-        other.model_dump(exclude=MEASURED)
-    )
+    """Return whether two events are the same in the journal, but for what was measured, and for texts of users."""
+    return event == other or canonical_json(_comparable_json(event)) == canonical_json(_comparable_json(other))
+
+
+def _comparable_json(event: Event) -> Mapping[str, object]:
+    fields = event.model_dump(exclude=MEASURED)
+    for holder in (fields, fields.get("decision")):
+        if isinstance(holder, dict) and isinstance(holder.get("reason"), str):
+            holder["reason"] = ""
+    return fields
 
 
 def _conclude_proposals(policy: SearchPolicy, plan: AuditPlan) -> None:
@@ -553,8 +558,10 @@ def _early_ends(before: Experiment, trial: Trial) -> Sequence[Finished]:
     """Return the ends of a trial that its scheduler has decided and a person has requested."""
     decided, requested = open_decision(trial), before.stops.get(trial.trial)
     stop = decided.decision if decided is not None else None
-    reasons = [*([stop.reason] if isinstance(stop, Stop) else []), *([requested] if requested is not None else [])]
-    return [Finished(trial=trial.trial, reason=reason, ended_early=True) for reason in reasons]
+    ends = [finish_of(trial.trial, stop)] if isinstance(stop, Stop) else []
+    if requested is not None:
+        ends.append(Finished(trial=trial.trial, reason=requested, kind=FinishKind.STOPPED))
+    return ends
 
 
 def _pauses(trial: Trial) -> Sequence[Paused]:
@@ -608,9 +615,9 @@ def _quarantined(trial: Trial, event: Quarantined, policy: FailurePolicy) -> Fin
 
 def _given_up(trial: Trial, event: GaveUp, policy: FailurePolicy) -> Finding:
     """Return the end by a spent budget; a lost attempt, a failed restore or a missing metric are not in the journal."""
-    if trial.phase is Phase.PENDING and trial.cause is event.cause and not is_loss(event.message):
+    if trial.phase is Phase.PENDING and trial.cause is event.cause and code_of(event.reason) != "attempts-lost":
         decided = verdict(trial, event.cause, policy)
         if isinstance(decided, GiveUp):
-            messages = [decided.message, *([trial.reason] if event.cause is Cause.BAD_METRIC else [])]
-            return Expected([event.model_copy(update={"message": each}) for each in messages])
+            reasons = [decided.reason, *([trial.end_reason] if event.cause is Cause.BAD_METRIC else [])]
+            return Expected([event.model_copy(update={"reason": reason}) for reason in reasons])
     return Unknown("the journal does not hold lost attempts, failed restores and reports without the metric")

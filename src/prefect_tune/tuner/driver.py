@@ -24,13 +24,13 @@ from prefect_tune.core.journal_events import (
     Cause,
     Entry,
     Event,
-    Finished,
     Opened,
     Resumed,
     SlotFreed,
     TrialAdded,
     Writer,
 )
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import JournalKey
@@ -60,7 +60,7 @@ from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, retry_of, trial_id
+from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, finish_of, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import Stopping, StopSource
 
 # Merge the entries of the trials' own journals into the experiment's journal.
@@ -254,7 +254,7 @@ class Driver:
 
     def _stop_unneeded(self) -> None:
         while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._slots:
-            self._put(Finished(trial=stopped[0], reason=stopped[1].reason, ended_early=True))
+            self._put(finish_of(*stopped))
 
     def _resume(self, trial: str) -> str | None:
         """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
@@ -378,12 +378,13 @@ class Driver:
         elif isinstance(over.error, AttemptCancelledError) and trial.phase not in ENDED:
             self._stopping.stop_alone(trial.trial, str(over.error))
         elif isinstance(over.error, ResumeFailed | InvalidInput):
-            self._failure_handler.give_up(trial.trial, Cause.USER, str(over.error))
+            reason = make_reason("raised", text=str(over.error))
+            self._failure_handler.give_up(trial.trial, Cause.USER, reason)
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
         elif trial.trial in self._state.questions:
             if trial.own_journal:  # the other trials save and end, too
-                self._stopping.end(f"trial {trial.trial} asks a question")
+                self._stopping.end(make_reason("trial-asks", trial=trial.trial))
         elif trial.phase is Phase.PENDING and trial.cause is not None and began:
             self._failure_handler.failed(trial, trial.cause, over.error)
         elif trial.phase is Phase.PENDING and self._stopping.ends:

@@ -17,13 +17,13 @@ from prefect_tune.core.experiment.failure_policy import (
     TryAgain,
     errors_end_reason,
     is_forgiven,
-    loss_message,
     machines_spent,
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events import Cause, Committed, GaveUp, Quarantined, Reported
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Committed, GaveUp, Quarantined, Reported
 from prefect_tune.core.messages.process_messages import Leave
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.search_limits import SearchLimits
@@ -46,7 +46,7 @@ class FailureHandler:
         self._startable = startable
         self._log = log
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
-        self._undecided: dict[str, str] = {}  # trials whose report lacked the metric, and the error
+        self._undecided: dict[str, Reason] = {}  # trials whose report lacked the metric, and the error
         self.quarantines: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
         running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
@@ -106,8 +106,8 @@ class FailureHandler:
                 quarantined = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.quarantines[trial] = (quarantined,)
                 self._startable.append(trial)
-            case GiveUp(message=message):
-                self.give_up(trial, cause, message)
+            case GiveUp(reason=reason):
+                self.give_up(trial, cause, reason)
             case never:
                 assert_never(never)
 
@@ -127,7 +127,7 @@ class FailureHandler:
 
         The journal does not hold this failure; the count is of this run. Raises what `failed` raises.
         """
-        why = f"{type(error).__name__}: {error}" if error else "the attempt ended without writing a result"
+        reason = make_reason("no-result") if error is None else f"{type(error).__name__}: {error}"
         newest = newest_checkpoint(self._pending_entry.state.trial(trial))
         saved = newest.sequence if newest else 0
         before, had = self._lost.get(trial, (0, saved))
@@ -136,9 +136,9 @@ class FailureHandler:
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
-            self.give_up(trial, Cause.MACHINE, loss_message(count, why))
+            self.give_up(trial, Cause.MACHINE, make_reason("attempts-lost", count=count, error=reason))
         else:
-            self._pending_entry.lost(trial, why)
+            self._pending_entry.lost(trial, str(reason))
             self._startable.append(trial)
 
     def undecided(self, trial: str, error: BadMetric) -> Leave | None:
@@ -146,10 +146,11 @@ class FailureHandler:
 
         None if no report had the metric: the search then ends, and the trial saves and ends as all do.
         """
-        if self._stopping.ends_undecided(error):
+        if self._stopping.ends_undecided(trial):
             return None
-        self._undecided[trial] = str(error)
-        return Leave(reason=str(error), save=False, for_good=False, end="errored")
+        reason = self._undecided[trial] = make_reason("raised", text=str(error))
+        errored = AttemptEnded(trial=trial, cause=Cause.BAD_METRIC, reason=reason)
+        return Leave(outcome=errored, save=False)
 
     def conclude_undecided(self, trial: str) -> bool:
         """Give up a trial about which the scheduler could not decide; return whether `trial` is one."""
@@ -158,12 +159,13 @@ class FailureHandler:
             self.give_up(trial, Cause.BAD_METRIC, why)
         return why is not None
 
-    def give_up(self, trial: str, cause: Cause, message: str) -> None:
+    def give_up(self, trial: str, cause: Cause, reason: Reason) -> None:
         """Mark a trial as errored; end the experiment if `fail_fast` says so."""
-        self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
+        self._pending_entry.put(GaveUp(trial=trial, cause=cause, reason=reason))
         trials, fail_fast = self._pending_entry.state.trials, self._limits.options.fail_fast
-        if why := errors_end_reason(trials[trial], trials.values(), fail_fast=fail_fast):
-            self._stopping.end(why)
+        ends = errors_end_reason(trials[trial], trials.values(), fail_fast=fail_fast)
+        if ends is not None:
+            self._stopping.end(ends)
 
 
 def _is_of_a_step(message: Message) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import StepReported
-from prefect_tune.core.errors import BadMetric, SearchFailed
+from prefect_tune.core.errors import SearchFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
@@ -28,6 +28,7 @@ from prefect_tune.core.journal_events import (
     events_in,
 )
 from prefect_tune.core.metrics import kind_unless_number, shown
+from prefect_tune.core.reasons import Reason, error_of, make_reason
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import did_you_mean, nearest, plural
@@ -75,7 +76,7 @@ class MetricCheck(SearchObserver):
         self._completed_without: dict[str, list[str]] = {each: [] for each in self._metrics}
         """The trials that have completed without each metric, while no report had it."""
         self._lacking: set[str] = set()
-        """The trials that have completed without a metric, and the errors of those that could not be decided."""
+        """The trials that have completed without a metric, or about which the scheduler could not decide."""
         self._silent: set[str] = set()
         """The trials that have begun in this run and have reported nothing in it."""
         self._awaited: set[str] | None = None
@@ -85,19 +86,19 @@ class MetricCheck(SearchObserver):
         self.ended_without: Sequence[str] = ()
         """The metrics for whose lack the search ends; empty while it continues."""
 
-    def why_end(self, experiment: Experiment, undecided: BadMetric | None = None) -> str:
-        """Return why the search ends; empty while it continues.
+    def why_end(self, experiment: Experiment, undecided: str | None = None) -> Reason | None:
+        """Return why the search ends; None while it continues.
 
         Args:
-            undecided: the error of a scheduler that could not decide. It compares the first metric.
+            undecided: the trial about which the scheduler, which compares the first metric, could not decide.
         """
         if self.bad_stop:
-            return f"no report had the metric {', '.join(map(repr, sorted(self._stop_metrics)))}, which stop needs"
+            return make_reason("missing-stop-metrics", metrics=sorted(self._stop_metrics))
         if undecided is not None:
-            self._conclude(str(undecided), experiment, self._metrics[:1], awaited=set())
+            self._conclude(undecided, experiment, self._metrics[:1], awaited=set())
         if self._awaited is not None and not self.ended_without and not self._awaited & self._silent:
             self.ended_without = never_last(experiment, [each for each in self._lack if each in self._missing])
-        return f"no report had the metric {', '.join(map(repr, self.ended_without))}" if self.ended_without else ""
+        return make_reason("missing-metrics", metrics=list(self.ended_without)) if self.ended_without else None
 
     @property
     def came_late(self) -> bool:
@@ -125,7 +126,7 @@ class MetricCheck(SearchObserver):
                     if trial in self._begun and experiment.trial(trial).status is Status.COMPLETED:
                         self._note_lacking(experiment.trial(trial))
                         self._conclude(trial, experiment, self._metrics, awaited=self._silent)
-                case AttemptEnded(trial=trial, cause=Cause.BAD_STOP, message=why) if self._stop_metrics:
+                case AttemptEnded(trial=trial, cause=Cause.BAD_STOP, reason=why) if self._stop_metrics:
                     where = f"trial {trial} errored at step {experiment.trial(trial).step}"
                     self.bad_stop = self.bad_stop or f"{where}: {why}"
                 case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Paused(trial=trial):
@@ -328,7 +329,8 @@ def _all_errored(results: Results, skipped: int) -> str:
         asked = f"{old}: to retry with the code as it is now, {rerun}"
         failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
     failed = f"experiment {name!r}: {failed}"
-    if "Traceback (most recent call last)" not in first.reason:  # its process has died
+    error = error_of(first.end_reason)
+    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process has died
         return failed
     return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
 

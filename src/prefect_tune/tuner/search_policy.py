@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events import PriorTrial, Requeued
+from prefect_tune.core.journal_events import Finished, FinishKind, PriorTrial, Requeued
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.values import StepReport
@@ -51,12 +52,18 @@ def open_decision(trial: Trial) -> PastEvent | None:
 
 def retry_of(trial: Trial) -> Requeued:
     """Return the event with which a trial that has failed gets fresh retry budgets, and is trained again."""
-    return Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}")
+    return Requeued(trial=trial.trial, reason=make_reason("retried", error=trial.end_reason))
+
+
+def finish_of(trial: str, stop: Stop) -> Finished:
+    """Return the event with which the scheduler's decision ends a trial."""
+    kind = FinishKind.PRUNED if stop.early else FinishKind.ALL_STEPS
+    return Finished(trial=trial, reason=stop.reason, kind=kind)
 
 
 def extension_of(trial: Trial) -> Requeued:
     """Return the event with which a finished trial that does not meet today's stop criterion is trained further."""
-    return Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}")
+    return Requeued(trial=trial.trial, reason=make_reason("extended", step=trial.step))
 
 
 class SearchPolicy:
@@ -103,7 +110,7 @@ class SearchPolicy:
         """Record the training time of a trial that has trained further."""
         self._tally.trained(trial.trial, trial.trained_seconds)
 
-    def why_end(self) -> str | None:
+    def why_end(self) -> AnyReason | None:
         """Return why the stoppers end the experiment; None as long as they do not."""
         verdict = self._tally.verdict()
         return verdict.reason if isinstance(verdict, End) else None
@@ -111,7 +118,7 @@ class SearchPolicy:
     def suggest(self) -> Suggestion:
         """Return the next configuration; it counts as proposed once the journal holds its trial."""
         if isinstance(enough := self._tally.verdict(), NoMore):
-            return Exhausted(reason=enough.reason)
+            return Exhausted(reason=str(enough.reason))
         suggestion = self._proposals.suggest(self._proposed)
         if isinstance(suggestion, Proposed):
             self._suggested = self._proposed

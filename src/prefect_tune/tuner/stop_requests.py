@@ -22,12 +22,12 @@ from typing import Literal, Self, TypeVar
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.core.errors import BadMetric, InvalidInput, StoreRefused, StoreUnavailable
+from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import trial_named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Finished, StopAsked
+from prefect_tune.core.journal_events import Finished, FinishKind, StopAsked
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
 from prefect_tune.core.messages.target_messages import (
     UNASKED,
@@ -39,10 +39,12 @@ from prefect_tune.core.messages.target_messages import (
     read_request,
     stop_event,
 )
-from prefect_tune.core.shown_text import format_span, visible
+from prefect_tune.core.reasons import AnyReason, Reason, make_reason
+from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import TrialId
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.search_limits import SearchLimits
@@ -50,9 +52,6 @@ from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
-
-TIME_IS_UP = "the time budget of "
-"""How the reason begins with which a search ends by its clock."""
 
 
 class StopSource:
@@ -92,48 +91,51 @@ class Stopping:
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in stop_source.take():
             self._handle(stop_event(self._pending_entry.state, request))
-        if reason := self._limits.why_end(self._pending_entry.state, None):
+        if (reason := self._limits.why_end(self._pending_entry.state, None)) is not None:
             self.end(reason)
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
-            self.end(f"{TIME_IS_UP}{format_span(budget.total_seconds())} is spent")
+            self.end(make_reason("time-budget", seconds=budget.total_seconds()))
         elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:
             self._pending_entry.then(self._executor.stop)
 
-    def end(self, why: str) -> None:
+    def end(self, reason: AnyReason) -> None:
         """Journal the end and its reason; have every trial save and end."""
         if not self.ends:
-            self._end(StopAsked(reason=why))
+            self._end(StopAsked(reason=reason))
 
-    def ends_undecided(self, error: BadMetric) -> bool:
+    def ends_undecided(self, trial: TrialId) -> bool:
         """End the experiment if its scheduler can decide about no trial; return whether it ends."""
-        if why := self._limits.why_end(self._pending_entry.state, error):
-            self.end(why)
-        return bool(why)
+        reason = self._limits.why_end(self._pending_entry.state, trial)
+        if reason is not None:
+            self.end(reason)
+        return reason is not None
 
     def finish(self, trial: str) -> None:
         """Finish a trial that has a request to stop, and no running attempt."""
-        self._pending_entry.put(Finished(trial=trial, reason=self._pending_entry.state.stops[trial], ended_early=True))
+        self._pending_entry.put(self._stopped(trial))
 
     def tell(self, trial: str) -> None:
         """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
-        reason = self._pending_entry.state.stops[trial]
-        leave = Leave(reason=reason, save=True, for_good=True, end="interrupted")
+        leave = Leave(outcome=self._stopped(trial), save=True)
         self._pending_entry.then(lambda: self._executor.answer(trial, leave))
 
+    def _stopped(self, trial: str) -> Finished:
+        return Finished(trial=trial, reason=self._pending_entry.state.stops[trial], kind=FinishKind.STOPPED)
+
     def _handle(self, asked: StopAsked) -> None:
-        if asked.refused:
-            self._log.warning("stop request ignored: %s (%s)", asked.refused, visible(asked.reason))
+        if asked.refused is not None:
+            self._log.warning("stop request ignored: %s (%s)", visible(asked.refused), visible(asked.reason))
             self._pending_entry.put(asked)
         elif asked.trial is None:
             self._end(asked)
         else:
             self._stop_trial(asked.trial, asked)
 
-    def stop_alone(self, trial: str, reason: str) -> None:
+    def stop_alone(self, trial: str, reason: AnyReason) -> None:
         """Journal that one trial is to stop, and stop it."""
         self._stop_trial(trial, StopAsked(trial=trial, reason=reason))
 
@@ -288,15 +290,15 @@ def stop(
     """
     place = resolve_existing(target)
     journal = on_target(place, lambda store: current_journal(store, experiment))
-    asking = _Asking(place, journal, trial, _said(reason))
+    asking = _Asking(place, journal, trial, _request_reason(reason))
     return asking.until_answered(wait_seconds)
 
 
-def _said(reason: str) -> str:
+def _request_reason(text: str) -> Reason:
     who = socket.gethostname()
     with suppress(OSError, KeyError):  # a container's user may have no name
         who = f"{getpass.getuser()}@{who}"
-    return f"stopped by {who}: {reason}" if reason else f"stopped by {who}"
+    return make_reason("stop-request", by=who, text=text or None)
 
 
 def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: ObjectStore) -> None:
@@ -306,7 +308,7 @@ def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: Obj
 class _Asking:
     """One stop request, sent again under the next number if another request was acknowledged under its number."""
 
-    def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: str) -> None:
+    def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
         self._journal = journal
         self._name = journal.experiment
@@ -344,9 +346,9 @@ class _Asking:
         """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
         if state.settings.get("trials") != "deployment":
             return
-        leave = Leave(reason=self._reason, save=True, for_good=True, end="interrupted")
-        said = leave if self._trial else StopAndSave()
         for name in [self._trial] if self._trial else list(state.trials):
+            stopped = Finished(trial=name, reason=self._reason, kind=FinishKind.STOPPED)
+            said = Leave(outcome=stopped, save=True) if self._trial else StopAndSave()
             key = state.trial_key(name)
             if name not in self._sent_to and state.trial(name).phase not in ENDED:
                 own = self._loaded(key.journal).trials.get(name)

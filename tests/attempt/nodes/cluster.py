@@ -14,6 +14,7 @@ from typing import Any
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.attempt.nodes.node_process import run_process
@@ -22,6 +23,18 @@ from tests.flows.forked_programs import preloaded
 
 JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
 _MINUTE = timedelta(minutes=1)
+
+
+def read_end(output: str) -> Reason:
+    """Return why a node has ended, from its output."""
+    (line,) = [line for line in output.splitlines() if line.startswith("ENDED ")]
+    return Reason.model_validate_json(line.removeprefix("ENDED "))
+
+
+def make_silent(node: int, seconds: float) -> Reason:
+    """Return the reason by which node 0 ends without another node, which has one rank and writes nothing any more."""
+    silent = make_reason("node-silent", node=node, seconds=seconds)
+    return make_reason("process-ended", detail=make_reason("node-lost", node=node, error=silent), rank=node)
 
 
 class Cluster:

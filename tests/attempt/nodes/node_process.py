@@ -20,6 +20,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_o
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
+from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.testing import without_server
@@ -45,8 +46,8 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
     )
 
 
-def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], options: dict[str, Any]) -> str:
-    """Run one attempt on a node; return how it ended."""
+def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], options: dict[str, Any]) -> AnyReason:
+    """Run one attempt on a node; return why it ended."""
     secret = options.pop("secret", f"of attempt {attempt}")
     spec, log = spec_of(folder, **options), logging.getLogger(f"node-{node}")
     request = AttemptRequest(config=config, attempt=attempt, search_term=1, secret=secret)
@@ -55,7 +56,7 @@ def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], opti
         try:
             if node:
                 return train_node(spec, request, node, link, DirectTasks(spec), log)
-            return repr(Attempt(spec, request, link, DirectTasks(spec), log).run().outcome)
+            return Attempt(spec, request, link, DirectTasks(spec), log).run().outcome.reason
         finally:
             link.close()
 
@@ -91,4 +92,6 @@ def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, o
         vars(first_node)["PARTS_WITHIN"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
             _fail_once(fault)
-    print("ENDED", run_node(folder, node, attempt, config, options), flush=True)
+    reason = run_node(folder, node, attempt, config, options)
+    assert isinstance(reason, Reason), reason
+    print("ENDED", reason.model_dump_json(), flush=True)

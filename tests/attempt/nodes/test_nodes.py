@@ -16,8 +16,9 @@ from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.target_messages import Arrived, NodeMessages, write_messages
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import NodesKey
-from tests.attempt.nodes.cluster import JOURNAL, Cluster
+from tests.attempt.nodes.cluster import JOURNAL, Cluster, make_silent, read_end
 from tests.attempt.nodes.node_process import STEPS
 from tests.long_cases import long_after
 
@@ -57,7 +58,7 @@ def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(proce
     assert (len(ranks.writing), len(ranks.sending)) == (2 * processes, 2)
     assert all(each > 0 for each in ranks.sending)
     assert cluster.state() == ends
-    assert "ENDED the attempt is over" in second
+    assert read_end(second) == make_reason("attempt-over")
     assert cluster.left() == []
 
 
@@ -67,8 +68,8 @@ def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_co
     rank: int, cluster: Cluster
 ) -> None:
     first, second = cluster.train(config={"rank": rank, "at": 5, "does": "die"})
-    assert f"rank {rank}'s process ended by SIGKILL" in first
-    assert "ENDED the attempt is over" in second
+    assert read_end(first) == make_reason("process-ended", signal="SIGKILL", rank=rank)
+    assert read_end(second) == make_reason("attempt-over")
     assert cluster.trial().phase is Phase.PENDING
     assert [each.step for each in cluster.trial().checkpoints][-1] == 4
     cluster.train(attempt=2)
@@ -85,9 +86,8 @@ def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continu
     killed_at = time.monotonic()
     cluster.nodes[1 - node].join(60)
     assert time.monotonic() - killed_at < 30
-    said = logs[1 - node].read_text()
-    assert f"node {node}" in said
-    assert "has written nothing for 8 s" in said
+    silent = make_silent(1, 8.0) if node else make_reason("node-silent", node=0, seconds=8.0)
+    assert read_end(logs[1 - node].read_text()) == silent
     wait_until(lambda: not _trials_below(cluster.folder), logs)
     cluster.train(attempt=2)
     assert (cluster.trial().phase, cluster.trial().step, cluster.trial().attempt) == (Phase.FINISHED, STEPS, 2)
@@ -121,7 +121,7 @@ def test_a_node_of_another_request_joins_no_attempt(cluster: Cluster) -> None:
     logs = [cluster.start(0), cluster.start(1), cluster.start(2, secret="of another request")]
     cluster.wait()
     assert cluster.state() == undisturbed(2)
-    assert "ENDED the attempt was over before this node began" in logs[2].read_text()
+    assert read_end(logs[2].read_text()) == make_reason("node-not-needed")
     assert cluster.left() == []
 
 
@@ -141,8 +141,8 @@ def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
     write_as_node(cluster, 1, "of attempt 1")  # the first process
     logs = [cluster.start(0, silence=5), cluster.start(1, silence=5)]
     cluster.wait()
-    assert "ENDED another process is node 1 of attempt 1" in logs[1].read_text()
-    assert "rank 1's process is on node 1, which has written nothing for 5 s" in logs[0].read_text()
+    assert read_end(logs[1].read_text()) == make_reason("node-displaced", node=1, attempt=1)
+    assert read_end(logs[0].read_text()) == make_silent(1, 5.0)
     assert cluster.checkpoints() == []
 
 
@@ -174,9 +174,10 @@ def test_what_another_one_writes_for_a_node_is_not_read(cluster: Cluster) -> Non
     write_as_node(cluster, 1, "of a stranger")
     log = cluster.start(0)
     cluster.wait()
-    first = log.read_text()
-    assert "node 1 wrote what cannot be read" in first
-    assert "expected the signature of a node of this attempt" in first
+    reason = read_end(log.read_text())
+    assert reason.code == "nodes-missing"
+    assert "node 1 wrote what cannot be read" in str(reason)
+    assert "expected the signature of a node of this attempt" in str(reason)
     assert cluster.trial().step == 0
 
 

@@ -15,9 +15,11 @@ from textwrap import dedent
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.messages.process_messages import Broke, TrainableLoaded
+from prefect_tune.core.messages.process_messages import TrainableLoaded
+from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import QUIET, Module, Trains, different
+from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -307,9 +309,8 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
 ) -> None:
     module.write(f"raise {error}")
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
-        (broke,) = messages_of(channel)
-    assert isinstance(broke, Broke)
-    assert f"cannot be imported: {said}" in broke.message
+        (end,) = messages_of(channel)
+    assert f"cannot be imported: {said}" in str(require_failure(end).reason)
     assert f"cannot be imported: {said}" in recorder.reasons[0]
 
 
@@ -343,7 +344,7 @@ def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, re
     module.write("os._exit(3)")
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         assert messages_of(channel) == []
-        assert channel.end() == "exited with code 3"
+        assert channel.end() == ProcessEnd(exit_code=3)
     assert "its import ended the process" in recorder.reasons[0]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from prefect_tune.attempt.processes import process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
+from prefect_tune.core.reasons import ProcessEnd
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
     Family,
@@ -52,7 +53,7 @@ def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
         )
         with pool.process(module.start(), log_to(recorder)) as channel:
             assert messages_of(channel) == []
-            assert channel.end() == "exited with code 3"
+            assert channel.end() == ProcessEnd(exit_code=3)
 
 
 def test_a_long_message_to_a_process_that_imports_ahead_does_not_wait_for_the_import(

@@ -17,8 +17,8 @@ import pytest
 from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place, trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.journal_events import Paused
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     Leave,
     StepDone,
@@ -26,6 +26,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.reasons import code_of
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
@@ -117,7 +118,7 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
     with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
         (ended,) = messages_of(channel)
     assert isinstance(ended, TrialEnded)
-    assert ended.reason == "the trainable reported that it is done"
+    assert code_of(ended.outcome.reason) == "done-reported"
     assert trained(2)["object"] == first["object"]
     assert acts(witness) == ["setup 1", "reset 2"]
 
@@ -152,7 +153,8 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
             until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
             last = messages_of(channel)[-1]
-            assert isinstance(last, {"is interrupted": TrialEnded, "is killed": TrainableLoaded}.get(how, Broke))
+            assert isinstance(last, TrainableLoaded if how == "is killed" else TrialEnded)
+            assert (isinstance(last, TrialEnded) and last.raised) == (how == "raises")
         served = set(ours.pids("trial"))
         channel.end()
     assert served.isdisjoint(ours.pids("trial"))  # the one that is forked ahead for the next trial may be there
@@ -164,12 +166,13 @@ def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
+    paused = Paused(trial="t", reason="paused")
     with pool.process(start, LOG) as channel:
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-        channel.tell(Leave(reason="paused", save=False, for_good=False))
+        channel.tell(Leave(outcome=paused, save=False))
         (ended,) = messages_of(channel)
     assert isinstance(ended, TrialEnded)
-    assert (ended.paused, ended.waits) == (True, True)
+    assert (ended.outcome, ended.waits) == (paused, True)
     trained(2)
     assert acts(witness) == ["setup 1", "reset 2"]
 
@@ -302,7 +305,8 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
             with pool.process(start, log_to(recorder)) as channel:
                 said = messages_of(channel)
                 pids.append([each.report.metrics["pid"] for each in said if isinstance(each, StepDone)])
-    assert (pids[0] != pids[1], isinstance(said[-1], Broke)) == (True, fails == "in each process")
+    assert isinstance(said[-1], TrialEnded)
+    assert (pids[0] != pids[1], said[-1].raised) == (True, fails == "in each process")
     (line,) = recorder.reasons
     assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
 
@@ -362,7 +366,7 @@ def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new
         channel.tell(CheckpointSaved(step=1))
         last = messages_of(channel)[-1]
     assert isinstance(last, TrialEnded)
-    assert last.interrupted
+    assert code_of(last.outcome.reason) == "saved-as-requested"
     assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
 from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
 
@@ -48,7 +49,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
     body = Body()
     channel = TrialChannel(near, body)
     assert channel.receive(SOON) is None
-    last = TrialEnded(reason="done")
+    last = TrialEnded(outcome=Finished(trial="t", reason="done"))
     far.send_bytes(last.model_dump_json().encode())
     body.alive = False
     assert channel.receive(SOON) == last
@@ -59,7 +60,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
 def test_a_message_sent_in_the_moment_of_a_trials_death_is_received_first(wire: tuple[Connection, Connection]) -> None:
     """The message arrives after the channel was empty, and before the trial is found dead."""
     near, far = wire
-    last = TrialEnded(reason="done")
+    last = TrialEnded(outcome=Finished(trial="t", reason="done"))
 
     class DiesTalking(Body):
         def is_alive(self) -> bool:

@@ -23,7 +23,9 @@ from prefect_tune.attempt.processes import fork_client
 from prefect_tune.attempt.processes.process_channel import trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import Broke, StopAndSave, TrialEnded
+from prefect_tune.core.messages.process_messages import StopAndSave, TrialEnded
+from prefect_tune.core.reasons import ProcessEnd
+from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -189,10 +191,9 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     config = {"code": code, "as_method": as_method}
     process = pool.process if forks else trial_process
     with process(start_of(exits_at_sigterm, tmp_path, config), LOG) as channel:
-        end = messages_of(channel)[-1]
-    assert isinstance(end, Broke)
-    assert end.cause is Cause.MACHINE
-    assert "raised by a signal handler" in end.message
+        failure = require_failure(messages_of(channel)[-1])
+    assert failure.cause is Cause.MACHINE
+    assert require_reason(failure).arguments["advice"]["code"] == "advice-signal-handler"
 
 
 # ----------------------------------------------------------------------------------------- messages and output
@@ -219,10 +220,11 @@ def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     process = pool.process if forks else trial_process
     with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
         messages_of(channel)
-        became = channel.end()
-        assert channel.end() == became
-    assert became.startswith(f"{said}\nlast output:\nlast words")
-    assert ("Segmentation fault" in became) == (how == "segfault")
+        end = channel.end()
+        assert channel.end() == end
+    assert str(end) == said
+    assert end.output.startswith("last words")
+    assert ("Segmentation fault" in end.output) == (how == "segfault")
 
 
 CALLER: ContextVar[str] = ContextVar("caller", default="unset")
@@ -251,9 +253,8 @@ def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialP
 
     with pool.process(start_of(fails, tmp_path), LOG) as channel:
         channel.tell(StopAndSave())
-        broke = messages_of(channel)[-1]
-    assert isinstance(broke, Broke)
-    assert "shapes differ" in broke.message
+        failure = require_failure(messages_of(channel)[-1])
+    assert require_reason(failure).arguments["text"] == "shapes differ"
 
 
 # ------------------------------------------------------------------------------------------------- no leftovers
@@ -329,7 +330,7 @@ def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours
         assert ours.one("tune-forkserver") != killed
         gate.touch()
         assert metrics_of(channel)["pid"] == began(witness)()[0].pid != found["pid"]
-        assert channel.end() == "exited with code 0"
+        assert channel.end() == ProcessEnd(exit_code=0)
 
 
 @pytest.mark.long
@@ -384,7 +385,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
     with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one(stopped), signal.SIGSTOP)
-        assert channel.end() == "ended by SIGKILL"
+        assert channel.end() == ProcessEnd(signal=signal.SIGKILL)
     pool.dismiss()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.runtime.load_named import pickled
+from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, supervised_process
 
 SCRIPT = """
@@ -64,12 +64,12 @@ if __name__ == "__main__":
             for start in (start_of(train, folder, {"x": x}), of_class):
                 with pool.process(start, logging.getLogger()) as channel:
                     said = [channel.receive(timedelta(seconds=60))]
-                    while said[-1] is None or said[-1].type not in ("trial-ended", "broke"):
+                    while said[-1] is None or said[-1].type != "trial-ended":
                         said.append(channel.receive(timedelta(seconds=60)))
                         if getattr(said[-1], "checkpoint", None):
                             channel.tell(CheckpointSaved(step=1))
                 steps = [dict(each.report.metrics) for each in said if each and each.type == "step-done"]
-                print(json.dumps([getattr(said[-1], "message", ""), *steps]))
+                print(json.dumps([said[-1].raised and str(said[-1].outcome.reason), *steps]))
 """
 
 
@@ -87,7 +87,7 @@ def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reus
     )  # fmt: skip
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     pools = [{"fork": 14}, {"spawn": 14}, {"forkserver": 14}]
-    assert found == [[part, *rest] for x in (1, 2) for part, *rest in (["", *pools, {"x": x}], ["", {"x": x}])]
+    assert found == [[part, *rest] for x in (1, 2) for part, *rest in ([False, *pools, {"x": x}], [False, {"x": x}])]
 
 
 def _spawns(config: dict[str, str]) -> dict[str, int | None]:
@@ -138,9 +138,8 @@ def _debugs(_config: object) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("train", "advice"), [(_unpickles, "to a module"), (_debugs, "isolation='thread'")])
+@pytest.mark.parametrize(("train", "advice"), [(_unpickles, "advice-main-module"), (_debugs, "advice-no-terminal")])
 def test_an_error_that_is_due_to_the_process_says_what_to_do(tmp_path: Path, train: object, advice: str) -> None:
     with supervised_process(start_of(train, tmp_path), log_to(LogRecorder())) as channel:
-        broke = messages_of(channel)[-1]
-    assert isinstance(broke, Broke)
-    assert advice in broke.message
+        failure = require_failure(messages_of(channel)[-1])
+    assert require_reason(failure).arguments["advice"]["code"] == advice

@@ -13,6 +13,7 @@ import pytest
 
 from prefect_tune.attempt.processes import fork_client, process_output, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
@@ -80,7 +81,7 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
     def two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
         with pool.process(module.start(0), log_to(recorder)) as channel:
             messages_of(channel)
-            assert channel.end() == "ended by SIGKILL"
+            assert channel.end() == ProcessEnd(signal=signal.SIGKILL)
         with pool.process(module.start(1), log_to(recorder)) as channel:
             return dict(metrics_of(channel))
 
@@ -110,7 +111,7 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
         until(lambda: ours.pids("sleep"), what=lambda: "a trial")
         kill(ours, "the fork server")
         forked_again(module, pool, recorder)
-        assert channel.end() == "ended by SIGKILL"  # by this call
+        assert channel.end() == ProcessEnd(signal=signal.SIGKILL)  # by this call
     assert len(module.imports) == 1
 
 

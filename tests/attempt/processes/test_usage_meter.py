@@ -19,11 +19,10 @@ import pytest
 
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.machine_limits import MemoryLimit
-from prefect_tune.attempt.outcomes import Failed, Outcome
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
@@ -198,8 +197,8 @@ def control_group() -> Iterator[Path]:
 def _supervised_in(group: str, folder: str) -> None:
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     found = outcome_of(grows, Path(folder))
-    assert isinstance(found, Failed)
-    Path(folder, "outcome").write_text(f"{found.cause} {found.message}")
+    assert isinstance(found, AttemptEnded)
+    Path(folder, "outcome").write_text(f"{found.cause} {found.reason}")
 
 
 def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_process(
@@ -219,6 +218,6 @@ def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_pr
 @pytest.mark.long
 def test_a_memory_error_says_the_limit_of_the_address_space(tmp_path: Path) -> None:
     found = outcome_of(runs_into_its_limit, tmp_path)
-    assert isinstance(found, Failed)
+    assert isinstance(found, AttemptEnded)
     assert found.cause is Cause.OUT_OF_MEMORY
-    assert "the address space is limited to 1 GiB (ulimit -v); out of memory: peak " in found.message
+    assert "the address space is limited to 1 GiB (ulimit -v); out of memory: peak " in str(found.reason)

@@ -13,6 +13,7 @@ from prefect_tune.attempt import group_saves
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport
 
 
@@ -66,7 +67,7 @@ def test_a_late_part_fails_its_checkpoint_alone_and_its_files_are_removed(tmp_pa
     saves.add(1, part(2, str(second)))
     failed = saves.overdue()
     assert failed is not None
-    assert (failed.step, failed.why) == (2, "rank 2 did not add its part within 0 s")
+    assert (failed.step, failed.reason) == (2, make_reason("part-late", ranks=[2], seconds=0.0))
     assert not first.exists()
     assert not second.exists()
     assert saves.overdue() is None
@@ -80,7 +81,7 @@ def test_a_checkpoint_without_the_part_of_a_rank_that_has_ended_can_never_be_com
     assert not saves.without({1, 2}), "rank 0 has not reported a checkpoint"
     saves.hand_over(done(2))
     assert not saves.without({1}), "its part is there"
-    assert saves.without({1, 2}) == "rank 2 ended before step 2, of which rank 0 reported a checkpoint"
+    assert saves.without({1, 2}) == make_reason("ranks-left-save", ranks=[2], step=2)
 
 
 def test_directories_are_merged_and_equal_files_are_one(tmp_path: Path) -> None:
@@ -196,8 +197,8 @@ def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() ->
     metrics.add(0, rank_metrics(4, 1.0))
     metrics.add(2, rank_metrics(4, 1.0))
     assert not metrics.without({2})
-    assert metrics.without({1, 2}) == "rank 1 ended before step 4, of which rank 0 reported metrics"
-    assert metrics.overdue() == "rank 1 did not report step 4 within 0 s"
+    assert metrics.without({1, 2}) == make_reason("ranks-left-mean", ranks=[1], step=4)
+    assert metrics.overdue() == make_reason("metrics-late", ranks=[1], step=4, seconds=0.0)
     patient = GroupMetrics(2, within=timedelta(hours=1))
     patient.add(0, rank_metrics(4, 1.0))
     assert not patient.overdue()
@@ -212,7 +213,7 @@ def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_st
     metrics.add(1, rank_metrics(5, 1.0).model_copy(update={"returned": True}))
     assert not metrics.surplus(), "it ends too"
     metrics.add(2, rank_metrics(5, 1.0))
-    assert metrics.surplus().startswith("rank 2 reported step 5, and rank 0 had ended before")
+    assert metrics.surplus() == make_reason("surplus-report", rank=2, step=5)
 
 
 def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:

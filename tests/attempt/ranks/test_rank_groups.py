@@ -99,7 +99,7 @@ def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
         result = trained(tmp_path, trainable, {"rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
-    assert f"rank {rank}'s process ended by SIGKILL" in caplog.text
+    assert f"rank {rank}: the trial's process ended by SIGKILL" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "after"), long_after(1, [(1, 2), (2, 1), (1, 9)]))

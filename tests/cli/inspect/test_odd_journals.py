@@ -64,7 +64,7 @@ def test_running_trials_without_updates_are_dim_and_have_no_reason(
     state = take_over(
         store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
     )
-    lost = AttemptEnded(trial="first", cause=Cause.MACHINE, message="its owner vanished")
+    lost = AttemptEnded(trial="first", cause=Cause.MACHINE, reason="its owner vanished")
     started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
     for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):
         state = append(store, state, [event], next(stamps))

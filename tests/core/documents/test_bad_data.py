@@ -124,7 +124,7 @@ def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> 
 
 @pytest.mark.parametrize("number", [1, 6])
 def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number: int) -> None:
-    data = left.objects[JOURNAL.entry_path(number)].replace(b'"version":1', b'"version":2')
+    data = left.objects[JOURNAL.entry_path(number)].replace(b'"version":2', b'"version":3')
     with pytest.raises(UnknownVersion, match="upgrade"):
         load(with_entry(left, number, data))
 

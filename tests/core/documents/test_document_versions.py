@@ -26,19 +26,19 @@ from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 KINDS = {
-    "prefect-tune/answer": 1,
+    "prefect-tune/answer": 2,
     "prefect-tune/artifacts": 1,
     "prefect-tune/callback": 1,
     "prefect-tune/checkpoint": 1,
     "prefect-tune/generation": 1,
     "prefect-tune/unnamed-call": 1,
-    "prefect-tune/journal": 1,
+    "prefect-tune/journal": 2,
     "prefect-tune/live-status": 1,
     "prefect-tune/metadata": 1,
-    "prefect-tune/node-messages": 1,
+    "prefect-tune/node-messages": 2,
     "prefect-tune/part": 1,
-    "prefect-tune/segment": 1,
-    "prefect-tune/stop-request": 1,
+    "prefect-tune/segment": 2,
+    "prefect-tune/stop-request": 2,
 }
 """All kinds of documents on a target, and their versions. A version that is raised is raised here too."""
 ROOMS = ("src", "blocks", "tasks", "flows")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.core.errors import UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Phase
@@ -19,7 +20,8 @@ from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parent / "golden"
-VERSIONS = sorted(GOLDEN.iterdir())
+VERSIONS = [GOLDEN / "version-2"]
+REJECTED = [GOLDEN / "version-1"]
 BACKBONE = b"never changed, and shared by every checkpoint..."
 HEADS = {2: "0a754341bb102ada", 4: "387431e3211fe770", 5: "6cdff9cbacdab7b7"}
 
@@ -33,6 +35,14 @@ def state(version: Path) -> MemoryStore:
 
 def load(store: MemoryStore) -> Experiment:
     return journal.load(store, first_generation("e"), side_by_side=map)
+
+
+@pytest.mark.parametrize("version", REJECTED, ids=lambda path: path.name)
+def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version: Path) -> None:
+    with pytest.raises(UnknownVersion) as rejected:
+        load(state(version))
+    unread = "of version 1; this prefect-tune reads version 2 only. Read it with the older prefect-tune that wrote it"
+    assert str(rejected.value).endswith(unread)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)

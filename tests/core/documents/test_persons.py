@@ -19,6 +19,7 @@ from prefect_tune.core.journal_events import (
     Decided,
     Event,
     Finished,
+    FinishKind,
     Owner,
     Question,
     Started,
@@ -33,7 +34,7 @@ ASKED = Question(key="k", question="Continue?", fields={"go_on": True})
 
 
 def asks(trial: str = "t") -> AttemptEnded:
-    return AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message="", question=ASKED)
+    return AttemptEnded(trial=trial, cause=Cause.PREEMPTED, reason="", question=ASKED)
 
 
 COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
@@ -101,7 +102,7 @@ def test_a_question_is_open_until_it_is_answered() -> None:
 def test_a_question_of_a_trial_that_has_ended_needs_no_answer() -> None:
     experiment = begun()
     asked = experiment.write(Started(trial="t", attempt=1, from_step=0), asks())
-    assert after_event(asked, Finished(trial="t", reason="stopped", ended_early=True), 9).questions == {}
+    assert after_event(asked, Finished(trial="t", reason="stopped", kind=FinishKind.STOPPED), 9).questions == {}
 
 
 def test_a_question_reaches_the_experiment_through_the_trials_own_journal() -> None:

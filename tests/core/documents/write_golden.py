@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
+from prefect_tune.core.reasons import make_reason
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -32,10 +33,10 @@ def golden_run() -> MemoryStore:
     second.train()
     second.save()
     second.append([Quarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")])
-    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.USER, message="ValueError: x", at_start=True)])
+    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.USER, reason="ValueError: x", at_start=True)])
     second.start()
     second.finish()
-    second.append([Requeued(trial=KEY.trial, reason="extended")])
+    second.append([Requeued(trial=KEY.trial, reason=make_reason("extended", step=second.trial.step))])
     second.start()
     second.train()
     second.save()

@@ -82,7 +82,7 @@ def used(**seconds: float) -> AttemptUse:
 
 
 def lost(message: str = "") -> AttemptEnded:
-    return AttemptEnded(trial="t", cause=Cause.MACHINE, message=message)
+    return AttemptEnded(trial="t", cause=Cause.MACHINE, reason=message)
 
 
 def folded(events: Sequence[Event]) -> Experiment:
@@ -153,13 +153,13 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
 def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_saved_in_order_loses_nothing() -> None:
     begun = (opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4))
     saved = committed(2, 4, 4.0, PhaseSeconds(training=4))
-    failed = AttemptEnded(trial="t", cause=Cause.USER, message="", use=used(training=6))
+    failed = AttemptEnded(trial="t", cause=Cause.USER, reason="", use=used(training=6))
     stopped = failed.model_copy(update={"cause": Cause.PREEMPTED})
 
     assert seconds(cost(*begun, saved, failed, freed(1, 0, 6))) == {"training": 4, "lost": 2}
     assert seconds(cost(*begun, saved, stopped, freed(1, 0, 6))) == {"training": 6}
     assert seconds(cost(*begun, stopped, freed(1, 0, 6))) == {"lost": 6}
-    assert seconds(cost(*begun, saved, GaveUp(trial="t", cause=Cause.USER, message=""))) == {"training": 4}
+    assert seconds(cost(*begun, saved, GaveUp(trial="t", cause=Cause.USER, reason=""))) == {"training": 4}
 
 
 def test_a_pause_without_a_checkpoint_is_lost_once_the_trial_starts_again_from_nothing() -> None:
@@ -265,7 +265,7 @@ def test_steps_of_a_finished_trial_that_are_trained_again_are_lost_and_an_end_is
     finished = Finished(trial="t", reason="", use=used(training=4))
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4), finished, freed(1, 0, 4)),
-        *(Requeued(trial="t", reason=""), started(2, 4), AttemptEnded(trial="t", cause=Cause.USER, message="")),
+        *(Requeued(trial="t", reason=""), started(2, 4), AttemptEnded(trial="t", cause=Cause.USER, reason="")),
         *(freed(2, 4, 1), finished),
     )
     assert seconds(found) == {"lost": 4, "start": 1}
@@ -323,7 +323,7 @@ def test_a_lost_attempt_has_the_ranks_of_its_last_commit_and_one_that_ended_thos
     assert [each.ranks for each in cost(*begun, until=200).attempts] == [RANKS]
     end = saved.model_copy(update={"ranks": RANKS.plus(writing=(1, 1), waiting=(0, 0.5), sending=(1,))})
     ends = (RankEnd(ranks=(1,), how="exited with code 3", is_cause=True),)
-    event = AttemptEnded(trial="t", cause=Cause.USER, message="x", use=GroupUse(seconds=end, ends=ends))
+    event = AttemptEnded(trial="t", cause=Cause.USER, reason="x", use=GroupUse(seconds=end, ends=ends))
     read = AttemptEnded.model_validate_json(event.model_dump_json())
     assert read == event
     [attempt] = cost(*begun, read, freed(1, 5, 100), until=200).attempts

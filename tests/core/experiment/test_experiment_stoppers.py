@@ -23,6 +23,7 @@ from prefect_tune.core.experiment.stoppers import (
     of_experiment,
     of_trials,
 )
+from prefect_tune.core.reasons import code_of, make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
 
@@ -45,7 +46,9 @@ def test_max_failures_counts_trials_that_are_errored_now() -> None:
         tally.ended(trial, None, failed=failed)
     assert tally.verdict() is None
     tally.ended("c", None, failed=True)
-    assert tally.verdict() == End("2 trials have errored, of MaxFailures(2)")
+    ended = tally.verdict()
+    assert ended == End(make_reason("failed-trials", count=2, limit=2))
+    assert str(ended.reason) == "2 trials have errored, of MaxFailures(2)"
     tally.added("a")  # the trial is retried
     assert tally.verdict() is None
 
@@ -56,7 +59,9 @@ def test_a_trial_budget_ends_no_trial_that_has_begun() -> None:
         tally.added(trial)
     assert tally.verdict() is None
     tally.added("b")
-    assert tally.verdict() == NoMore("the trial budget of 2 is spent")
+    spent = tally.verdict()
+    assert spent == NoMore(make_reason("trial-budget", limit=2))
+    assert str(spent.reason) == "the trial budget of 2 is spent"
 
 
 def test_a_time_budget_counts_what_counts_once() -> None:
@@ -65,7 +70,9 @@ def test_a_time_budget_counts_what_counts_once() -> None:
         tally.trained(trial, seconds)
     assert tally.verdict() is None
     tally.trained("b", 5.0)
-    assert isinstance(tally.verdict(), End)
+    ended = tally.verdict()
+    assert ended == End(make_reason("search-time-limit", seconds=10.0, limit=10.0))
+    assert str(ended.reason) == "its trials have trained for 10 s, the limit is 10 s"
 
 
 def test_a_plateau_is_when_the_best_trials_are_all_as_good_as_each_other() -> None:
@@ -75,7 +82,10 @@ def test_a_plateau_is_when_the_best_trials_are_all_as_good_as_each_other() -> No
     finish(tally, 0.201, 0.8, start=3)
     assert tally.verdict() is None
     finish(tally, 0.202, start=5)
-    assert tally.verdict() == End("loss of the best 3 trials has settled: ± 0.000816497")
+    ended = tally.verdict()
+    assert isinstance(ended, End)
+    assert code_of(ended.reason) == "search-plateau"
+    assert str(ended.reason) == "loss of the best 3 trials has settled: ± 0.000816497"
 
 
 def test_a_plateau_with_patience_waits_for_more_trials_that_do_not_change_it() -> None:
@@ -126,7 +136,7 @@ def test_of_several_an_end_comes_before_the_end_of_new_trials() -> None:
     assert isinstance(tally.verdict(), NoMore)
     tally.trained("a", 1.0)
     tally.ended("a", None, failed=True)
-    assert tally.verdict() == End("1 trial has errored, of MaxFailures(1)")
+    assert tally.verdict() == End(make_reason("failed-trials", count=1, limit=1))
     assert Tallies([]).verdict() is None
 
 

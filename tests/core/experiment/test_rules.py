@@ -19,7 +19,6 @@ from prefect_tune.core.experiment.failure_policy import (
     Resumable,
     TryAgain,
     Verdict,
-    error_in,
     errors_end_reason,
     verdict,
 )
@@ -48,6 +47,7 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
+from prefect_tune.core.reasons import AnyReason, Reason, error_of, make_reason
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds
 from prefect_tune.core.values import StepReport
@@ -191,51 +191,56 @@ def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> N
 
 # -------------------------------------------------------------------------------------------- failures
 
+BOOM = make_reason("raised", text="boom")
+
+
+def gives_up(code: str, **arguments: object) -> GiveUp:
+    return GiveUp(make_reason(code, **arguments, error=BOOM))
+
 
 @pytest.mark.parametrize(
     ("cause", "counts", "policy", "expected"),
     [
         (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), Resumable()),
         (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), TryAgain()),
-        (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), "11 machine failures"),
-        (Cause.USER, {"user_failures": 1}, FailurePolicy(), "failure 1 of the trainable"),
+        (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), gives_up("max-machine-failures", failures=11)),
+        (Cause.USER, {"user_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
         (Cause.USER, {"user_failures": 2}, FailurePolicy(max_failures=2), TryAgain()),
-        (Cause.USER, {"user_failures": 3}, FailurePolicy(max_failures=2), "failure 3 of the trainable"),
-        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), "import is not retried"),
-        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), "out-of-memory is not retried"),
-        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), "bad-metric is not retried"),
-        (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), "bad-stop is not retried"),
+        (
+            Cause.USER,
+            {"user_failures": 3},
+            FailurePolicy(max_failures=2),
+            gives_up("max-failures", failures=3, limit=2),
+        ),
+        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="import")),
+        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="out-of-memory")),
+        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-metric")),
+        (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-stop")),
         (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), TryAgain()),
         (
             Cause.MACHINE,
             {"started_from": 7, "same_start": 3},
             FailurePolicy(),
-            Quarantine(7, "3 attempts died before their first step: boom"),
+            Quarantine(7, make_reason("died-at-start", attempts=3, error=BOOM)),
         ),
         (Cause.MACHINE, {"started_from": None, "same_start": 3}, FailurePolicy(), TryAgain()),
     ],
 )
 def test_a_failure_is_tried_again_while_its_budget_lasts(
-    cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: Verdict | str
+    cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: Verdict
 ) -> None:
-    trial = Trial(trial="t", config={}, reason="boom").model_copy(update=counts)
-    found = verdict(trial, cause, policy)
-    if isinstance(expected, str):
-        assert isinstance(found, GiveUp)
-        assert found.message.startswith(expected)
-        assert found.message.endswith(": boom")
-        assert error_in(found.message) == ("boom" if cause in {Cause.USER, Cause.BAD_METRIC} else found.message)
-    else:
-        assert found == expected
+    found = verdict(Trial(trial="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
+    assert found == expected
+    assert not isinstance(found, GiveUp) or error_of(found.reason) == BOOM
 
 
-def errored(name: str, error: str, step: int = 0, **fields: object) -> Trial:
+def errored(name: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:
     known: dict[str, Any] = {
         "trial": name,
         "config": {},
         "phase": Phase.ERRORED,
         "attempt": 1,
-        "reason": error,
+        "end_reason": error,
         "step": step,
         "records": (AttemptRecord(attempt=1, began_at="2026-01-01T00:00:05Z", seconds=PhaseSeconds(training=1)),),
     }
@@ -246,9 +251,8 @@ def begun(name: str, at: str) -> Trial:
     return errored(name, "", phase=Phase.RUNNING, records=(AttemptRecord(attempt=1, began_at=at),))
 
 
-ALIKE = [
-    errored(str(number), "failure 1 of the trainable (max_failures=0): KeyError: 'x'\nTrace") for number in range(3)
-]
+KEY_ERROR = make_reason("raised", type="KeyError", text="'x'", traceback="Trace")
+ALIKE = [errored(str(number), make_reason("max-failures", failures=1, limit=0, error=KEY_ERROR)) for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +263,8 @@ ALIKE = [
         ([*ALIKE, begun("3", "2026-01-01T00:00:04Z")], False),
         ([*ALIKE, begun("3", "2026-01-01T00:00:06Z")], False),
         (ALIKE[:2], False),
-        ([*ALIKE, errored("3", "ValueError: y")], False),
-        ([*ALIKE, errored("3", "KeyError: 'x'", step=1)], False),
+        ([*ALIKE, errored("3", make_reason("raised", type="ValueError", text="'x'"))], False),
+        ([*ALIKE, errored("3", KEY_ERROR, step=1)], False),
         ([*ALIKE, errored("3", "", phase=Phase.RUNNING, step=1)], False),
         ([*ALIKE, errored("3", "", phase=Phase.FINISHED)], False),
     ],
@@ -268,14 +272,11 @@ ALIKE = [
 def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained(
     trials: list[Trial], *, is_over: bool
 ) -> None:
-    why = (
-        "3 trials errored before their first step, all with: KeyError: 'x'; fail_fast=False goes on"
-        if is_over
-        else None
-    )
-    assert errors_end_reason(trials[0], trials, fail_fast=None) == why
+    error = trials[0].end_reason
+    reason = make_reason("same-errors", count=3, error=error) if is_over else None
+    assert errors_end_reason(trials[0], trials, fail_fast=None) == reason
     assert errors_end_reason(trials[0], trials, fail_fast=False) is None
-    assert str(errors_end_reason(trials[0], trials, fail_fast=True)).startswith("trial 0 errored, and fail_fast ends")
+    assert errors_end_reason(trials[0], trials, fail_fast=True) == make_reason("fail-fast", trial="0", error=error)
 
 
 # -------------------------------------------------------------------------------------------- stoppers
@@ -293,35 +294,66 @@ def said_so(metrics: object) -> bool:
     return bool(metrics["step"] == 3 and metrics["loss"] == 1)
 
 
+def step_limit(step: int, limit: int) -> Reason:
+    return make_reason("step-limit", step=step, limit=limit)
+
+
+SETTLED = make_reason("plateau", metric="loss", mean=1.0, spread=0.0)
+
+
+def loss_limit(loss: float) -> Reason:
+    return make_reason("metric-limit", metric="loss", value=loss, limit=0.5)
+
+
 @pytest.mark.parametrize(
-    ("stopper", "reported", "why"),
+    ("stopper", "reported", "reason"),
     [
         (Never(), reports(1), None),
         (MaxSteps(3), reports(1, 1), None),
-        (MaxSteps(3), reports(1, 1, 1), "step 3 of 3"),
-        (MaxSteps(2), reports(1, 1, 1), "step 3 of 2"),
+        (MaxSteps(3), reports(1, 1, 1), step_limit(3, 3)),
+        (MaxSteps(2), reports(1, 1, 1), step_limit(3, 2)),
         (MaxTime(timedelta(seconds=30)), reports(1, 1, seconds=14), None),
-        (MaxTime(timedelta(seconds=30)), reports(1, 1, seconds=15), "trained for 30 s, the limit is 30 s"),
+        (
+            MaxTime(timedelta(seconds=30)),
+            reports(1, 1, seconds=15),
+            make_reason("time-limit", seconds=30.0, limit=30.0),
+        ),
         (Plateau("loss"), reports(1, 1, 1), None),
-        (Plateau("loss"), reports(9, 1, 1, 1, 1), "loss has settled at 1 ± 0"),
+        (Plateau("loss"), reports(9, 1, 1, 1, 1), SETTLED),
         (Plateau("loss"), reports(1, 1, 1, 2), None),
         (Plateau("loss", grace=6), reports(1, 1, 1, 1, 1), None),
-        (Plateau("loss", reports=2, grace=0), reports(1, 1), "loss has settled at 1 ± 0"),
-        (MaxSteps(9) | Plateau("loss"), reports(1, 1, 1, 1), "loss has settled at 1 ± 0"),
+        (Plateau("loss", reports=2, grace=0), reports(1, 1), SETTLED),
+        (MaxSteps(9) | Plateau("loss"), reports(1, 1, 1, 1), SETTLED),
         (as_stopper(None), reports(1), None),
-        (as_stopper(MaxSteps(1)), reports(1), "step 1 of 1"),
+        (as_stopper(MaxSteps(1)), reports(1), step_limit(1, 1)),
         (as_stopper({"step": 2}), reports(1), None),
-        (as_stopper({"step": 2}), reports(1, 1), "step 2 of 2"),
-        (as_stopper({"loss": 0.5, "step": 9}), reports(0.5), "loss = 0.5, the limit is 0.5"),
+        (as_stopper({"step": 2}), reports(1, 1), step_limit(2, 2)),
+        (as_stopper({"loss": 0.5, "step": 9}), reports(0.5), loss_limit(0.5)),
         (as_stopper({"loss": 0.5}), reports(0.49), None),
-        (as_stopper({"loss": 0.5}), reports(0.51), "loss = 0.51, the limit is 0.5"),
+        (as_stopper({"loss": 0.5}), reports(0.51), loss_limit(0.51)),
         (as_stopper(said_so), reports(1, 1), None),
-        (as_stopper(said_so), reports(1, 1, 1), "said_so returned a true value"),
-        (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), "step 2 of 2"),
+        (as_stopper(said_so), reports(1, 1, 1), make_reason("stop-function", name="said_so")),
+        (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), step_limit(2, 2)),
     ],
 )
-def test_a_trial_stops_when_it_has_had_enough(stopper: Stopper, reported: list[StepReport], why: str | None) -> None:
-    assert stopper.why_stop(reported) == why
+def test_a_trial_stops_when_it_has_had_enough(
+    stopper: Stopper, reported: list[StepReport], reason: Reason | None
+) -> None:
+    assert stopper.why_stop(reported) == reason
+
+
+@pytest.mark.parametrize(
+    ("stopper", "sentence"),
+    [
+        (MaxSteps(2), "step 3 of 2"),
+        (MaxTime(timedelta(seconds=3)), "trained for 3 s, the limit is 3 s"),
+        (Plateau("loss", reports=2, grace=0), "loss has settled at 1 ± 0"),
+        (as_stopper({"loss": 0.5}), "loss = 1, the limit is 0.5"),
+        (as_stopper(said_so), "said_so returned a true value"),
+    ],
+)
+def test_it_says_why_a_trial_has_had_enough(stopper: Stopper, sentence: str) -> None:
+    assert str(stopper.why_stop(reports(1, 1, 1))) == sentence
 
 
 def test_only_who_needs_the_past_looks_back() -> None:

@@ -12,6 +12,7 @@ from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Finished,
+    FinishKind,
     GaveUp,
     Paused,
     Requeued,
@@ -46,23 +47,23 @@ def test_a_trial_that_waits_is_pending_and_one_that_trains_is_running() -> None:
 
 
 def test_a_trial_that_met_its_criterion_or_returned_is_completed() -> None:
-    for returned in (False, True):
+    for kind in (FinishKind.CRITERION, FinishKind.RETURNED):
         search = search_with()
-        search.record(Finished(trial=T, reason="step 3 of 3", returned=returned))
+        search.record(Finished(trial=T, reason="enough", kind=kind))
         assert said(search) == ("completed", "completed")
 
 
 def test_a_trial_that_trained_all_of_the_schedulers_steps_is_completed() -> None:
     search = search_with()
     search.decides(T, Stop(reason="step 3 of 3", early=False))
-    search.record(Finished(trial=T, reason="step 3 of 3", ended_early=True))
+    search.record(Finished(trial=T, reason="step 3 of 3", kind=FinishKind.ALL_STEPS))
     assert said(search) == ("completed", "completed")
 
 
 def test_a_trial_that_its_scheduler_ended_is_pruned() -> None:
     search = search_with()
     search.decides(T, Stop(reason="loss 0.33 at step 3"))
-    search.record(Finished(trial=T, reason="loss 0.33 at step 3", ended_early=True))
+    search.record(Finished(trial=T, reason="loss 0.33 at step 3", kind=FinishKind.PRUNED))
     assert said(search) == ("pruned", "pruned @3")
 
 
@@ -71,7 +72,7 @@ def test_a_trial_that_was_paused_and_never_promoted_is_pruned() -> None:
     search.decides(T, Pause(reason="rung 3"))
     search.record(Paused(trial=T, reason="rung 3"))
     assert said(search) == ("paused", "paused @3")
-    search.record(Finished(trial=T, reason="4 of 12 at step 3", ended_early=True))
+    search.record(Finished(trial=T, reason="4 of 12 at step 3", kind=FinishKind.PRUNED))
     assert said(search) == ("pruned", "pruned @3")
 
 
@@ -80,14 +81,14 @@ def test_a_trial_that_a_person_stopped_is_interrupted_whatever_its_scheduler_tho
         search = search_with()
         search.decides(T, decision)
         search.record(StopAsked(trial=T, reason="stopped by ada"))
-        search.record(Finished(trial=T, reason="stopped by ada", ended_early=True))
+        search.record(Finished(trial=T, reason="stopped by ada", kind=FinishKind.STOPPED))
         assert said(search) == ("interrupted", "interrupted @3")
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_a_trial_whose_attempt_ended_before_it_was_done_is_interrupted(cause: Cause) -> None:
     search = search_with()
-    search.record(AttemptEnded(trial=T, cause=cause, message="the run was stopped"))
+    search.record(AttemptEnded(trial=T, cause=cause, reason="the run was stopped"))
     assert said(search) == ("interrupted", "interrupted @3")
     search.starts(T)
     assert said(search) == ("running", "running")
@@ -96,13 +97,13 @@ def test_a_trial_whose_attempt_ended_before_it_was_done_is_interrupted(cause: Ca
 def test_before_its_first_step_it_is_interrupted_at_no_step() -> None:
     search = search_with(0)
     search.starts(T)
-    search.record(AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="the run was stopped"))
+    search.record(AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="the run was stopped"))
     assert said(search) == ("interrupted", "interrupted")
 
 
 def test_a_trial_that_is_to_continue_is_pending_and_no_longer_interrupted() -> None:
     search = search_with()
-    search.record(AttemptEnded(trial=T, cause=Cause.MACHINE, message="killed"))
+    search.record(AttemptEnded(trial=T, cause=Cause.MACHINE, reason="killed"))
     search.starts(T)
     search.trains(T, 4, {"loss": 0.2})
     search.record(Paused(trial=T, reason="rung 4"), Resumed(trial=T))
@@ -113,17 +114,9 @@ def test_a_trial_that_is_to_continue_is_pending_and_no_longer_interrupted() -> N
 
 def test_a_trial_that_failed_for_good_is_errored() -> None:
     search = search_with()
-    search.record(AttemptEnded(trial=T, cause=Cause.USER, message="ValueError"))
-    search.record(GaveUp(trial=T, cause=Cause.USER, message="ValueError"))
+    search.record(AttemptEnded(trial=T, cause=Cause.USER, reason="ValueError"))
+    search.record(GaveUp(trial=T, cause=Cause.USER, reason="ValueError"))
     assert said(search) == ("errored", "errored")
-
-
-def test_the_end_that_only_the_trials_own_journal_has_is_said_with_the_same_word() -> None:
-    """The experiment's journal has the decision but not yet the end."""
-    search = search_with()
-    search.decides(T, Stop(reason="loss 0.33 at step 3"))
-    ended = search.state.trial(T).model_copy(update={"phase": Phase.FINISHED, "ended_early": True})
-    assert ended.status is Status.PRUNED
 
 
 def test_a_target_holds_the_phases_that_earlier_releases_wrote() -> None:

@@ -30,6 +30,7 @@ from prefect_tune.core.journal_events import (
     Committed,
     Decided,
     Finished,
+    FinishKind,
     ForkedTrial,
     GaveUp,
     OneTrialsEvent,
@@ -71,9 +72,9 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
     "inherited": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, inherited=True),
     "claimed": claim_to(3, 7),
-    "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
-    "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
-    "finished": Finished(trial="t", reason="enough", returned=True),
+    "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, reason="ValueError"),
+    "gave-up": GaveUp(trial="t", cause=Cause.USER, reason="spent"),
+    "finished": Finished(trial="t", reason="enough", kind=FinishKind.RETURNED),
     "requeued": Requeued(trial="t", reason="more"),
     "paused": Paused(trial="t", reason="rung 3"),
     "resumed": Resumed(trial="t"),
@@ -248,12 +249,12 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
     ],
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, message="why"), 9)
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"), 9)
     assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
 
 
 def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, message="its owner vanished"), 9)
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"), 9)
     assert ended.reason == "its owner vanished"
     again = Started(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
     assert after(ended, again, 9).reason == ""
@@ -263,13 +264,13 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
     trial = of(PENDING)
     for count in (1, 2, 3):
         trial = after(trial, Started(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7), 9)
-        died = AttemptEnded(trial="t", cause=Cause.MACHINE, message="", at_start=True)
+        died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", at_start=True)
         trial = after(trial, died, 9)
         assert trial.same_start == count
     elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
     assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5), 9).same_start == 0
     later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7), 9)
-    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, message=""), 9).same_start == 0
+    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, reason=""), 9).same_start == 0
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
     lost = Adopted(reached={} if reached is None else {"t": reached})
-    ended = AttemptEnded(trial="t", cause=Cause.MACHINE, message="lost")
+    ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
     trial = after(with_adopted(of(RUNNING), lost, has_own_journal=has_own_journal), ended, 9)
     trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7), 10)
     assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
@@ -309,7 +310,8 @@ def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> N
 def test_giving_up_and_finishing_say_why() -> None:
     assert after(of(RUNNING), EVENTS["gave-up"], 9).reason == "spent"
     finished = after(of(RUNNING), EVENTS["finished"], 9)
-    assert (finished.reason, finished.returned) == ("enough", True)
+    assert (finished.reason, finished.finish_kind) == ("enough", FinishKind.RETURNED)
+    assert after(finished, EVENTS["requeued"], 10).finish_kind is None
 
 
 def test_who_is_requeued_has_fresh_budgets() -> None:

@@ -231,7 +231,7 @@ def test_a_segment_of_a_newer_version_is_refused_loudly() -> None:
     store = MemoryStore()
     run(store, 23)
     path = JOURNAL.segment_path(20)
-    store.objects[path] = store.objects[path].replace(b'"version":1', b'"version":2', 1)
+    store.objects[path] = store.objects[path].replace(b'"version":2', b'"version":3', 1)
     with pytest.raises(UnknownVersion, match="upgrade"):
         load(store)
 

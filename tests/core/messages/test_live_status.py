@@ -115,7 +115,7 @@ def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
         (running(term=2), status(1)),  # of an earlier owner
         (running(), status(1, owner=Owner(name="o", host="h", pid=2))),  # of a deleted experiment of this name
         (running(), status(1, attempt=2)),  # of an attempt that the journal does not name yet
-        (running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost")), status(1)),
+        (running(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost")), status(1)),
     ],
 )
 def test_the_journal_decides_which_attempts_run(state: Experiment, written: LiveStatus) -> None:
@@ -130,7 +130,7 @@ def test_an_attempt_that_has_ended_is_not_running_while_another_trial_is() -> No
     store = MemoryStore()
     write_live_status(store, KEY, status(1))
     another = (TrialAdded(trial="b", config={}), Started(trial="b", attempt=1, from_step=0))
-    state = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"), *another)
+    state = running(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), *another)
     view = view_of(store, state, WRITTEN)
     assert view.live is not None
     assert (view.running("a"), view.experiment.trial("a").step) == (None, 0)
@@ -152,7 +152,7 @@ def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one()
     write_live_status(store, KEY, status(1))
     last = last_known_reports(store, running(term=2))
     assert ({name: each.step for name, each in last.reports.items()}, last.at) == ({"a": 59}, status(1).at)
-    ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     assert last_known_reports(store, ended) == LastKnown()
 
 
@@ -166,7 +166,7 @@ def test_one_that_cannot_be_read_leaves_the_journals_view(damage: bytes) -> None
 
 def test_an_experiment_without_a_running_trial_costs_no_request() -> None:
     store = MemoryStore()
-    ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     assert view_of(store, ended, WRITTEN).experiment == ended
     assert not store.operations
 
@@ -254,7 +254,7 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(obse
     assert observed.running()["a"].report == newest
     assert observed.running()["a"].reported_at == LATER
     observed.happens(
-        AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"), Started(trial="a", attempt=2, from_step=0)
+        AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), Started(trial="a", attempt=2, from_step=0)
     )
     assert (observed.running()["a"].attempt, observed.running()["a"].report) == (2, None)
 
@@ -264,7 +264,7 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(obse
     [
         Finished(trial="a", reason="enough"),
         Paused(trial="a", reason="not among the best"),
-        AttemptEnded(trial="a", cause=Cause.PREEMPTED, message="asked to stop"),
+        AttemptEnded(trial="a", cause=Cause.PREEMPTED, reason="asked to stop"),
     ],
 )
 def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: ObservedExperiment) -> None:
@@ -294,6 +294,6 @@ def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
     view = before.attempts.view()
     assert (view.counts, view.running["a"].report.step) == (RunCounts(), 3)
     before.absorbs(opened.model_copy(update={"term": 2}))
-    before.absorbs(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    before.absorbs(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     view = before.attempts.view()
     assert (view.counts, view.running) == (RunCounts(), {})

@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import Cause, Finished, FinishKind, Paused
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     CheckpointSaved,
     MeanMetrics,
     Part,
@@ -23,7 +22,9 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
     to_trial,
 )
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport, Value
+from tests.fakes.outcomes import make_failure
 
 REPORT = StepReport(step=3, metrics={"loss": 0.1, "note": "é\n"}, trained_seconds=1.5)
 START = Start(
@@ -61,9 +62,9 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
         StepDone(report=REPORT),
         Part(step=3, directory="/staging/3", writing_seconds=0.5),
         RankMetrics(step=3, metrics={"loss": 0.5}),
-        TrialEnded(reason="enough", returned=True),
-        TrialEnded(reason="asked to", interrupted=True),
-        Broke(cause=Cause.USER, message="ValueError: x", traceback="..."),
+        TrialEnded(outcome=Finished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
+        TrialEnded(outcome=Paused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),
+        TrialEnded(outcome=make_failure("x", Cause.USER, type="ValueError", traceback="..."), raised=True),
     ],
 )
 def test_the_supervisor_hears_what_the_trial_said(said: Value) -> None:

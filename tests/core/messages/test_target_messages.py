@@ -10,6 +10,7 @@ from prefect_tune.core.journal_events import (
     Cause,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Opened,
     Owner,
@@ -30,6 +31,7 @@ from prefect_tune.core.messages.target_messages import (
     stop_event,
     write_messages,
 )
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.layout import NodesKey, delete_numbered, numbered
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY
@@ -82,8 +84,8 @@ def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
     state = after_request(running(), request(trial="a"))
     assert (dict(state.stops), state.stop_requests, state.ends) == ({"a": "enough"}, ("w",), "")
     assert after_event(state, Finished(trial="b", reason="done"), 3).stops == {"a": "enough"}
-    assert after_event(state, Finished(trial="a", reason="enough", ended_early=True), 3).stops == {}
-    assert after_event(state, GaveUp(trial="a", cause=Cause.USER, message="no"), 3).stops == {}
+    assert after_event(state, Finished(trial="a", reason="enough", kind=FinishKind.STOPPED), 3).stops == {}
+    assert after_event(state, GaveUp(trial="a", cause=Cause.USER, reason="no"), 3).stops == {}
 
 
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
@@ -93,23 +95,24 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     assert later.ends == ""
     stale = after_request(later, request("late", term=1))
     assert (stale.ends, stale.stop_requests) == ("", ("w", "late"))
-    assert "for owner 1, and owner 2 has taken over" in stop_event(later, request("late", term=1)).refused
+    outdated = make_reason("request-outdated", owner=1, successor=2)
+    assert stop_event(later, request("late", term=1)).refused == outdated
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("asked", "refused"),
     [
-        (request(trial="nobody"), "there is no trial 'nobody'"),
-        (request(trial="a"), "trial 'a' is completed already"),
-        (request("before", trial="b"), "it was journaled before"),
+        (request(trial="nobody"), make_reason("request-without-trial", trial="nobody")),
+        (request(trial="a"), make_reason("request-for-ended-trial", trial="a", status="completed")),
+        (request("before", trial="b"), make_reason("request-repeated")),
     ],
 )
-def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, why: str) -> None:
+def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, refused: Reason) -> None:
     state = after_request(running(), request("before"))
     state = after_event(state, Finished(trial="a", reason="done"), 3)
     noted = stop_event(state, asked)
     after = after_event(state, noted, 4)
-    assert noted.refused == why
+    assert noted.refused == refused
     assert (after.stops, len(after.stop_requests)) == ({}, 2)
 
 
@@ -125,7 +128,7 @@ def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     assert ask(store, state, request()) == 2
     damaged = read_request(store, first_generation("e"), 1)
     assert damaged is not None
-    assert stop_event(state, damaged).refused == "it cannot be read"
+    assert stop_event(state, damaged).refused == make_reason("request-unreadable")
     assert len(after_request(state, damaged).stop_requests) == 1
 
 

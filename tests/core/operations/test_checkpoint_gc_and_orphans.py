@@ -29,6 +29,7 @@ from prefect_tune.core.journal_events import (
     Reported,
 )
 from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from tests.core.driver import KEY, Session, Witness
@@ -190,7 +191,7 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
         reached={"t": 0},
     )
     assert rest[:-1] == [Reported(trial="t", report=report) for report in reports]
-    assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, message="its owner vanished without ending it")
+    assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
 
 
 def test_reports_that_the_journal_has_are_not_told_again() -> None:
@@ -206,7 +207,7 @@ def test_reports_that_the_journal_has_are_not_told_again() -> None:
 
 def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
     session = trained(1)
-    session.append([AttemptEnded(trial="t", cause=Cause.PREEMPTED, message="")])
+    session.append([AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason="")])
     new = opened_after(session)
     assert isinstance(new.store, MemoryStore)
     new.store.operations.clear()

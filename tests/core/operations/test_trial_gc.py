@@ -159,7 +159,7 @@ def _left(source: JournalKey, clone: JournalKey, last: Event) -> Scene:
 
 def given_up(source: JournalKey, clone: JournalKey) -> Scene:
     """The same, but in its own journal the trial waits for a retry."""
-    return _left(source, clone, AttemptEnded(trial="s", cause=Cause.USER, message="raised"))
+    return _left(source, clone, AttemptEnded(trial="s", cause=Cause.USER, reason="raised"))
 
 
 def not_resumed(source: JournalKey, clone: JournalKey) -> Scene:
@@ -355,7 +355,7 @@ def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_rein
 def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside() -> None:
     scene = training(SOURCE, CLONE)
     member = scene.members["s"]
-    member.append([AttemptEnded(trial="s", cause=Cause.MACHINE, message="x")])
+    member.append([AttemptEnded(trial="s", cause=Cause.MACHINE, reason="x")])
     doubts(scene, scene.store)
     member.start()
     assert member.trial.step == 2

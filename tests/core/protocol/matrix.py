@@ -80,7 +80,7 @@ def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
     session.publish()
     witness.published.popitem()  # given up: the save was never acknowledged
     session.waiting.clear()
-    session.append([AttemptEnded(trial=KEY.trial, cause=Cause.MACHINE, message="the target did not say")])
+    session.append([AttemptEnded(trial=KEY.trial, cause=Cause.MACHINE, reason="the target did not say")])
     session.owner = "second attempt"
     session.start()
     session.train()

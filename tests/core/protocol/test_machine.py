@@ -224,7 +224,7 @@ class Trial(RuleBasedStateMachine):
         owner = self._running()
         if gives_up_on_a_save:
             self._train(1).publish()
-        owner.append([AttemptEnded(trial=KEY.trial, cause=cause, message="x")])
+        owner.append([AttemptEnded(trial=KEY.trial, cause=cause, reason="x")])
         owner.waiting.clear()
         self.model.status = "pending"
         self._go_on()

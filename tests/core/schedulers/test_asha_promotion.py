@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Pause, Stop, rank_words
+from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.parameters.json_specs import scheduler_from, to_json
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
 from tests.fakes.searches.virtual_driver import Config, State, Table, VirtualRun, World
@@ -60,7 +61,8 @@ def test_a_score_is_to_be_large() -> None:
     asked.add("a", "b", "c")
     pauses = [asked.report(trial, 1, score) for trial, score in (("a", 0.9), ("b", 0.8), ("c", 0.7))]
     assert asked.resume() == "a"
-    assert pauses[2] == Pause(reason="score = 0.7 at step 1: rank 3 of 3, the best is promoted")
+    rank = {"step": 1, "rank": 3, "ranked": 3, "quota": 1}
+    assert pauses[2] == Pause(reason=make_reason("rank-promoted", metric="score", value=0.7, **rank))
 
 
 def test_the_highest_rung_with_somebody_to_promote_comes_first() -> None:
@@ -180,7 +182,8 @@ def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_othe
     assert isinstance(asked.report("b", 9, 0.1), Stop)
     asked.end("b")
     assert asked.schedule.resume_next() is None
-    reason = "loss = 0.3 at step 1: rank 3 of 3, the best is promoted"
+    rank = {"step": 1, "rank": 3, "ranked": 3, "quota": 1}
+    reason = make_reason("rank-promoted", metric="loss", value=0.3, **rank)
     assert asked.schedule.stop_next() == ("a", Stop(reason=reason))
     assert asked.stop_all() == ["a", "c"]
 
@@ -287,18 +290,6 @@ def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
     lost = full_trainings(replace(PREEMPTED, saves_every=0, deaths_allowed=0), 1)
     record_property("figure: full trainings in the preemption simulation, without checkpoints", lost)
     assert lost <= 10
-
-
-@pytest.mark.parametrize(
-    ("best_count", "words"),
-    [
-        (0, "rank 1 of 4, none is promoted yet"),
-        (1, "rank 1 of 4, the best is promoted"),
-        (3, "rank 1 of 4, the best 3 are promoted"),
-    ],
-)
-def test_a_rank_says_how_many_are_promoted_whatever_their_number(best_count: int, words: str) -> None:
-    assert rank_words(1, 4, best_count, "is promoted", "are promoted") == words
 
 
 def test_promotion_is_the_default() -> None:

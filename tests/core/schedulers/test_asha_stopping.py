@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.reasons import code_of, make_reason
 from prefect_tune.core.schedulers import asha
 from prefect_tune.core.schedulers.base import Continue, Stop
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
@@ -56,23 +57,26 @@ def test_a_score_is_to_be_large() -> None:
     assert asked.says("b", 1, 0.6) == "continue"
     stop = asked.report("c", 1, 0.25)
     assert isinstance(stop, Stop)
-    assert stop.reason == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
+    assert code_of(stop.reason) == "cutoff"
+    assert (
+        str(stop.reason) == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
+    )
 
 
-def test_a_trial_that_one_other_ends_is_said_to_be_judged_by_one() -> None:
+def test_a_trial_that_one_other_ends_is_judged_by_one() -> None:
     asked = Asked(ASHA(max_t=9, reduction_factor=2), SCORE)
     asked.add("a", "b")
     assert asked.says("a", 1, 0.5) == "continue"
     stop = asked.report("b", 1, 0.25)
-    assert isinstance(stop, Stop)
-    assert stop.reason == "score = 0.25 at step 1: needed score = 0.5 or better, judging by 1 trial before it"
+    reason = make_reason("cutoff", metric="score", value=0.25, step=1, cutoff=0.5, judges=1)
+    assert stop == Stop(reason=reason)
 
 
 def test_at_max_t_everybody_stops_however_good() -> None:
     asked = Asked(ASHA(max_t=9))
     asked.add("a")
-    assert asked.report("a", 9, 0.0) == Stop(reason="step 9 of 9", early=False)
-    assert asked.report("a", 12, 0.0) == Stop(reason="step 12 of 9", early=False)
+    assert asked.report("a", 9, 0.0) == Stop(reason=make_reason("step-limit", step=9, limit=9), early=False)
+    assert asked.report("a", 12, 0.0) == Stop(reason=make_reason("step-limit", step=12, limit=9), early=False)
     assert asked.schedule.milestone("a", 9) == 10
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from tests.core.schedulers.asking import SCORE, Asked
@@ -61,7 +62,7 @@ def test_each_bracket_keeps_as_many_at_each_rung_as_in_the_paper() -> None:
 def test_everybody_waits_for_the_last_of_the_bracket() -> None:
     asked = first_bracket()
     assert set(reach(asked, 1, dict.fromkeys(NINE[:8], 0.5)).values()) == {"pause"}
-    assert asked.report("t0", 1, 0.5) == Pause(reason="waits at step 1 for 1 others to be compared with")
+    assert asked.report("t0", 1, 0.5) == Pause(reason=make_reason("waits-for-others", step=1, others=1))
     assert (asked.resume_all(), asked.stop_all()) == ([], [])
     assert asked.says("t8", 1, 0.9) == "stop"
     assert asked.resume_all() == ["t0", "t1", "t2"]  # the first of equal trials
@@ -75,11 +76,14 @@ def test_the_last_one_goes_on_without_a_pause_if_it_is_the_best_and_stops_at_onc
     assert best.resume_all() == ["t0", "t1"]
     second = first_bracket()
     reach(second, 1, dict.fromkeys(NINE[:8], 0.5) | {"t0": 0.1})
-    assert second.report("t8", 1, 0.2) == Pause(reason="continues to step 3 when there is a slot")
+    pause = second.report("t8", 1, 0.2)
+    assert pause == Pause(reason=make_reason("waits-for-slot", step=3))
+    assert str(pause.reason) == "continues to step 3 when there is a slot"
     assert second.resume_all() == ["t0", "t8", "t1"]
     worst = first_bracket()
     reach(worst, 1, dict.fromkeys(NINE[:8], 0.5))
-    reason = "loss = 0.9 at step 1: rank 9 of 9, the best 3 continue"
+    rank = {"step": 1, "rank": 9, "ranked": 9, "quota": 3}
+    reason = make_reason("rank-continued", metric="loss", value=0.9, **rank)
     assert worst.report("t8", 1, 0.9) == Stop(reason=reason)
 
 
@@ -91,7 +95,7 @@ def test_a_bracket_is_halved_down_to_one_that_trains_to_max_t() -> None:
     assert reach(asked, 3, {"t0": 0.3, "t1": 0.1, "t2": 0.2}) == {"t0": "pause", "t1": "pause", "t2": "stop"}
     assert asked.resume_all() == ["t1"]
     assert asked.schedule.milestone("t1", 3) == 9
-    assert asked.report("t1", 9, 0.1) == Stop(reason="step 9 of 9", early=False)
+    assert asked.report("t1", 9, 0.1) == Stop(reason=make_reason("step-limit", step=9, limit=9), early=False)
 
 
 def test_the_next_trials_fill_the_next_bracket_while_the_one_before_is_decided_and_then_it_begins_over() -> None:
@@ -194,7 +198,9 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
     reach(asked, 1, {trial: 1 - number / 10 for number, trial in enumerate(NINE[:6])})
     asked.schedule.exhausted()
     assert asked.resume_all() == []  # the seventh trial is still running
-    assert asked.report("t6", 1, 2.0) == Pause(reason="waits at step 1 for 2 others to be compared with")
+    pause = asked.report("t6", 1, 2.0)
+    assert pause == Pause(reason=make_reason("waits-for-others", step=1, others=2))
+    assert str(pause.reason) == "waits at step 1 for 2 others to be compared with"
     assert asked.stop_all() == []
     assert asked.resume_all() == ["t5", "t4"]
     assert asked.stop_all() == ["t3", "t2", "t1", "t0", "t6"]

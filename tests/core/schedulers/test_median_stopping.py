@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from tests.core.schedulers.asking import SCORE, Asked
@@ -33,7 +34,8 @@ def test_a_trial_is_asked_every_interval_and_at_the_end_of_the_grace_period() ->
 def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
     assert three_others(MedianStopping()).says("x", 1, 0.2) == "continue"
     stop = three_others(MedianStopping()).report("x", 1, 0.21)
-    assert stop == Stop(reason="at best loss = 0.21 by step 1: 3 others average loss = 0.2 (median)")
+    assert stop == Stop(reason=make_reason("median", metric="loss", best=0.21, median=0.2, step=1, count=3))
+    assert str(stop.reason) == "at best loss = 0.21 by step 1: 3 others average loss = 0.2 (median)"
 
 
 def test_of_an_even_number_the_median_is_between_the_middle_two() -> None:
@@ -49,9 +51,8 @@ def test_a_score_is_to_be_large() -> None:
     asked = Asked(MedianStopping(min_samples_required=1), SCORE)
     asked.add("a", "b", "c")
     assert asked.says("a", 1, 0.5) == "continue"
-    assert asked.report("b", 1, 0.4) == Stop(
-        reason="at best score = 0.4 by step 1: 1 others average score = 0.5 (median)"
-    )
+    reason = make_reason("median", metric="score", best=0.4, median=0.5, step=1, count=1)
+    assert asked.report("b", 1, 0.4) == Stop(reason=reason)
     assert asked.says("c", 1, 0.6) == "continue"
 
 
@@ -181,7 +182,7 @@ def test_who_has_too_few_to_be_compared_with_gives_its_slot_away_after_its_time_
     asked = Asked(SLICED)
     asked.add("a")
     assert asked.says("a", 1, 0.5) == "continue"
-    assert asked.report("a", 2, 0.5) == Pause(reason="waits at step 2 for others to be compared with")
+    assert asked.report("a", 2, 0.5) == Pause(reason=make_reason("waits-for-others", step=2))
     assert asked.says("a", 2, 0.5) == "pause"  # the trial died during its save
     assert asked.resume_all() == []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.reasons import code_of, make_reason
 from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
@@ -89,7 +90,8 @@ def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configurat
     assert exploit.source == "b"
     assert is_perturbed(exploit.config["lr"], 0.2)
     assert exploit.config["width"] == 1
-    assert exploit.reason == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
+    assert code_of(exploit.reason) == "exploit"
+    assert str(exploit.reason) == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
 
 
 def test_a_score_is_to_be_large() -> None:
@@ -99,7 +101,8 @@ def test_a_score_is_to_be_large() -> None:
     exploit = asked.report("b", 5, 0.4)
     assert isinstance(exploit, Exploit)
     assert exploit.source == "a"
-    assert exploit.reason == "score = 0.4 at step 5 is among the worst, score = 0.9 at step 5 among the best"
+    results = {"metric": "score", "value": 0.4, "step": 5, "source_value": 0.9, "source_step": 5}
+    assert exploit.reason == make_reason("exploit", **results)
 
 
 def test_who_is_good_enough_goes_on_and_so_does_a_trial_without_others() -> None:
@@ -227,7 +230,7 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
 def test_a_population_larger_than_its_slots_takes_turns_and_all_of_it_is_in_the_competition() -> None:
     asked = Asked(PBT(5, MUTATIONS))
     asked.add("a", "b", config={"lr": 0.5})
-    assert asked.report("a", 5, 0.1) == Pause(reason="at step 5 its turn is over")
+    assert asked.report("a", 5, 0.1) == Pause(reason=make_reason("turn-over", step=5))
     assert asked.resume_all() == []  # a new trial gets the slot
     asked.add("c", config={"lr": 0.5})
     asked.says("c", 5, 0.05)

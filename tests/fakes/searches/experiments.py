@@ -91,8 +91,8 @@ def write_search(
         state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
         state = _write(store, state, Reported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
         if trial == errored:
-            state = _write(store, state, AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: bad"))
-            state = _write(store, state, GaveUp(trial=trial, cause=Cause.USER, message="ValueError: bad"))
+            state = _write(store, state, AttemptEnded(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
+            state = _write(store, state, GaveUp(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
         else:
             state = _write(store, state, Finished(trial=trial, reason="had enough"))
 

@@ -16,11 +16,11 @@ from prefect_tune.core.journal_events import (
     Committed,
     Event,
     Finished,
-    Paused,
     Reported,
     Started,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import StepReport
@@ -124,15 +124,12 @@ class _Attempt:
         saves = [self._committed()] if is_last or self.saves_first else []
         yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
         if is_last:
-            yield self._wrote(Finished(trial=self.trial, reason=f"step {end} of {end}"))
+            yield self._wrote(Finished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
             yield AttemptExited(self.trial)
 
     def leave(self, said: Leave) -> Iterator[Message]:
         saves = [self._committed()] if said.save and not self.saves_first else []
-        end: Event = Finished(trial=self.trial, reason=said.reason, ended_early=True)
-        if not said.for_good:
-            end = Paused(trial=self.trial, reason=said.reason)
-        yield self._wrote(*saves, end)
+        yield self._wrote(*saves, said.outcome)
         yield AttemptExited(self.trial)
 
     def _wrote(self, *events: Event) -> EntryWritten:

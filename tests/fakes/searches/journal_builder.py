@@ -21,6 +21,7 @@ from prefect_tune.core.journal_events import (
     Decided,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Opened,
     Owner,
@@ -129,18 +130,18 @@ def _asha_trial(
         loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
         search.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
         if int(trial) % 11 == 10 and step == 4:
-            search.record(AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
-            search.record(GaveUp(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
+            search.record(AttemptEnded(trial=trial, cause=Cause.USER, reason="ValueError: a | bad <b>row</b>\nmore"))
+            search.record(GaveUp(trial=trial, cause=Cause.USER, reason="ValueError: a | bad <b>row</b>\nmore"))
             return
         if step % 3 == 0:
             search.saves(trial)
         if kills and step == 5:
             kills = False
-            search.record(AttemptEnded(trial=trial, cause=Cause.MACHINE, message="killed by signal 9"), after=0.5)
+            search.record(AttemptEnded(trial=trial, cause=Cause.MACHINE, reason="killed by signal 9"), after=0.5)
             search.starts(trial)
             step = search.state.trial(trial).checkpoints[-1].step
         if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
-            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", ended_early=True))
+            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", kind=FinishKind.PRUNED))
             return
     search.record(Finished(trial=trial, reason=f"step {steps} of {steps}"))
 
@@ -225,7 +226,7 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilde
         if left and step == left[0]:
             left.pop(0)
             search.opens(f"run-{step}", after=3600)
-            search.record(AttemptEnded(trial="trial", cause=Cause.MACHINE, message="its owner died"), after=2)
+            search.record(AttemptEnded(trial="trial", cause=Cause.MACHINE, reason="its owner died"), after=2)
             search.starts("trial")
             step = search.state.trial("trial").checkpoints[-1].step
     search.record(Finished(trial="trial", reason=f"step {steps} of {steps}"))
@@ -242,8 +243,8 @@ def all_statuses() -> JournalBuilder:
             search.trains(name, 3, {"loss": len(name) / 10})
     search.record(Finished(trial="completed", reason="enough"))
     search.decides("pruned", Stop(reason="rung 3"))
-    search.record(Finished(trial="pruned", reason="rung 3", ended_early=True))
-    search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
-    search.record(GaveUp(trial="errored", cause=Cause.USER, message="no"))
+    search.record(Finished(trial="pruned", reason="rung 3", kind=FinishKind.PRUNED))
+    search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, reason="stopped"))
+    search.record(GaveUp(trial="errored", cause=Cause.USER, reason="no"))
     search.record(Paused(trial="paused", reason="rung 3"))
     return search

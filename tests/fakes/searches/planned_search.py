@@ -78,7 +78,7 @@ class UnreliableExecutor(InstantExecutor):
         else:
             self._trials[trial] = failing = _Attempt(trial, absorbed, self._saved)
             self._inbox.extend(failing.begin(attempt))
-            self._end(trial, AttemptEnded(trial=trial, cause=cause, message=f"failed {attempt}", at_start=True))
+            self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=f"failed {attempt}", at_start=True))
 
     def poll(self, patience: timedelta) -> list[Message]:
         """Return the first message of a trial."""
@@ -112,7 +112,7 @@ class UnreliableExecutor(InstantExecutor):
         self._stopped = True
         ended = {each.trial for each in self._inbox if isinstance(each, AttemptExited)}
         for trial in self._trials.keys() - ended:
-            self._end(trial, AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message="stopped"))
+            self._end(trial, AttemptEnded(trial=trial, cause=Cause.PREEMPTED, reason="stopped"))
 
     def _end(self, trial: str, event: Event) -> None:
         self._inbox.extend([self._trials[trial]._wrote(event), AttemptExited(trial)])

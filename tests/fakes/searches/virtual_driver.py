@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.values import StepReport
 
@@ -79,7 +80,7 @@ class VirtualTrial:
     step: int = 0
     saved: tuple[int, State] | None = None
     status: str = "running"
-    reason: str = ""
+    reason: AnyReason = ""
     deaths: int = 0
 
 
@@ -214,12 +215,12 @@ class VirtualRun:
                 self._restore(trial, trial.saved)
                 self._go_on(trial)
 
-    def _pause(self, trial: VirtualTrial, reason: str) -> None:
+    def _pause(self, trial: VirtualTrial, reason: AnyReason) -> None:
         trial.status, trial.reason = "paused", reason
         trial.saved = (trial.step, trial.state)
         self._free += 1
 
-    def _end(self, trial: VirtualTrial, reason: str) -> None:
+    def _end(self, trial: VirtualTrial, reason: AnyReason) -> None:
         self._free += trial.status == "running"
         trial.status, trial.reason = "ended", reason
         self._schedule.ended(trial.trial)

@@ -26,9 +26,11 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Pending, Running, Scheduled
 
+from prefect_tune.attempt.outcomes import state_of_node
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.executors.remote_link import StoreLink
@@ -297,14 +299,14 @@ def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_i
 
 
 @pytest.mark.parametrize(
-    ("message", "ends_as"),
+    ("reason", "ends_as"),
     [
-        ("node 0 has written nothing for 40 s: it is gone, or cannot reach the target", "Crashed"),
-        ("the attempt is over", "Scheduled"),
+        (make_reason("node-silent", node=0, seconds=40.0), "Crashed"),
+        (make_reason("attempt-over"), "Scheduled"),
     ],
 )
 def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_nodes_have_ended(
-    message: str, ends_as: str, api: Api, spec: TrialSpec
+    reason: Reason, ends_as: str, api: Api, spec: TrialSpec
 ) -> None:
     deployment = DeploymentLauncher("flow/deployment")
     first = deployment.start(replace(spec, nodes_per_trial=3), AttemptRequest(), 1)
@@ -312,14 +314,14 @@ def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_
     assert len(others) == 2
     deployment._awaited.add(first)  # as `wait_for` does
 
-    others[0].state = Completed(message=message)
+    others[0].state = state_of_node(reason)
     ended = [_has_ended_after(api, deployment, first, 60)]
-    others[1].state = Completed(message="the attempt is over")
+    others[1].state = state_of_node(make_reason("attempt-over"))
     ended += [_has_ended_after(api, deployment, first, seconds) for seconds in (28, 6)]
     assert ended == [False, False, ends_as == "Crashed"]
     state = api.read_flow_run(first).state
     assert state is not None
-    assert (state.name, state.message) == (ends_as, message if ends_as == "Crashed" else None)
+    assert (state.name, state.message) == (ends_as, str(reason) if ends_as == "Crashed" else None)
 
 
 def _has_ended_after(api: Api, deployment: DeploymentLauncher, run: UUID, seconds: float) -> bool:

@@ -11,7 +11,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.journal_events import Cause, FinishKind
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner.stop_requests import stop
@@ -51,7 +51,8 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     )
     until(lambda: len({each.pid for each in acts_of(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
     stopped = stop("e", target=local_target, trial="00000", wait_seconds=120)
-    assert (stopped.status, stopped.experiment.trial("00000").ended_early) == ("stopped", True), stopped.message
+    kind = stopped.experiment.trial("00000").finish_kind
+    assert (stopped.status, kind) == ("stopped", FinishKind.STOPPED), stopped.message
     driver.kill()
     alone = stop("e", target=local_target, wait_seconds=20)
     assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message

@@ -92,6 +92,7 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
         assert where == {"version": VERSION, "target": target.uri, "experiment": "searched"}
         assert kind.model_validate({name: value for name, value in said.items() if name in kind.model_fields})
         assert said.keys() - kind.model_fields <= {
+            "reason_code",
             "status",
             "attempt",
             "step",

@@ -9,6 +9,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.long_cases import long_after
@@ -139,7 +140,7 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_firs
     results = failed.value.results
     assert isinstance(results, pt.Results)
     assert statuses(results) == [("interrupted", 1, 1)]
-    assert results.experiment.ends == "no report had the metric 'stepp', which stop needs"
+    assert results.experiment.ends == make_reason("missing-stop-metrics", metrics=["stepp"])
     right = pt.resume("e", target=local_target, trainable=trainable, stop={"step": 4})
     assert statuses(right) == [("completed", 4, 2), ("completed", 4, 1), ("completed", 4, 1)]
 

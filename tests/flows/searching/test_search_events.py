@@ -17,6 +17,7 @@ from prefect_tune.core.journal_events import (
     Decided,
     Event,
     Finished,
+    FinishKind,
     GaveUp,
     Paused,
     StopAsked,
@@ -93,17 +94,24 @@ def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_af
 def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the_scheduler() -> None:
     stop, pause = Stop(reason="too bad"), Pause(reason="waits")
     ended = {
-        "stopped": [decided(stop), Finished(trial="t", reason="too bad", ended_early=True)],
+        "stopped": [decided(stop), Finished(trial="t", reason="too bad", kind=FinishKind.PRUNED)],
         "stopped while it waits": [
             decided(pause),
             Paused(trial="t", reason=""),
-            Finished(trial="t", reason="", ended_early=True),
+            Finished(trial="t", reason="", kind=FinishKind.PRUNED),
         ],
-        "trained all": [decided(Stop(reason="", early=False)), Finished(trial="t", reason="", ended_early=True)],
+        "trained all": [
+            decided(Stop(reason="", early=False)),
+            Finished(trial="t", reason="", kind=FinishKind.ALL_STEPS),
+        ],
         "its own stopper": [decided(stop), Finished(trial="t", reason="step 3 of 3")],
-        "asked": [decided(pause), StopAsked(trial="t", reason=""), Finished(trial="t", reason="", ended_early=True)],
-        "errored": [decided(pause), Paused(trial="t", reason=""), GaveUp(trial="t", cause=Cause.USER, message="")],
-        "continued": [decided(Continue()), Finished(trial="t", reason="", ended_early=True)],
+        "asked": [
+            decided(pause),
+            StopAsked(trial="t", reason=""),
+            Finished(trial="t", reason="", kind=FinishKind.STOPPED),
+        ],
+        "errored": [decided(pause), Paused(trial="t", reason=""), GaveUp(trial="t", cause=Cause.USER, reason="")],
+        "continued": [decided(Continue()), Finished(trial="t", reason="", kind=FinishKind.STOPPED)],
     }
     assert {name for name, events in ended.items() if after(*events)} == {"stopped", "stopped while it waits"}
 

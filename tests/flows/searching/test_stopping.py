@@ -15,8 +15,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import ExperimentPlateau, MaxFailures, MaxSteps, TimeBudget, TrialBudget
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import Cause, StopAsked
+from prefect_tune.core.journal_events import Cause, FinishKind, StopAsked
 from prefect_tune.core.messages.target_messages import StopRequest, ask, read_request
+from prefect_tune.core.reasons import AnyReason, Reason, code_of, make_reason
 from prefect_tune.core.values import Stamp
 from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
@@ -83,6 +84,11 @@ def slow(target: pt.LocalTarget, tmp_path: Path) -> Slow:
     return Slow(target, tmp_path)
 
 
+def require_stop_request(reason: AnyReason, text: str) -> None:
+    assert isinstance(reason, Reason)
+    assert (reason.code, reason.arguments["text"]) == ("stop-request", text)
+
+
 def saved_step(results: pt.Results, trial: str) -> int:
     return results.trials[trial].checkpoints[-1].step
 
@@ -91,13 +97,13 @@ def saved_step(results: pt.Results, trial: str) -> int:
 def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
-    assert (outcome.status, stopped.status, stopped.attempt, stopped.ended_early) == (
+    assert (outcome.status, stopped.status, stopped.attempt, stopped.finish_kind) == (
         "stopped",
         Status.INTERRUPTED,
         1,
-        True,
+        FinishKind.STOPPED,
     )
-    assert stopped.reason.endswith(": bad curve")
+    require_stop_request(stopped.end_reason, "bad curve")
     assert 0 < stopped.step == saved_step(results, "00000") < 20
     assert (other.status, other.step) == (Status.COMPLETED, 20)
     again = slow.search(step_seconds=0, stop={"step": 22})
@@ -110,7 +116,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, reason="the machine is needed"))
     assert outcome.status == "stopped"
     assert outcome.message == "experiment 'e' has ended; 2 of its 2 trials can be resumed"
-    assert results.experiment.ends.endswith(": the machine is needed")
+    require_stop_request(results.experiment.ends, "the machine is needed")
     assert {each.status for each in results.trials.values()} == {Status.INTERRUPTED}
     assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
     resumed = slow.search(step_seconds=0)
@@ -132,9 +138,9 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert "a run that begins later is not stopped by this" in whole.message
     results = slow.search(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
-    assert (stopped.status, stopped.ended_early) == (Status.INTERRUPTED, True)
+    assert (stopped.status, stopped.finish_kind) == (Status.INTERRUPTED, FinishKind.STOPPED)
     assert stopped.step < 27  # the smallest budget may allow it a step
-    assert (other.status, other.ended_early, other.step) == (Status.COMPLETED, False, 27)
+    assert (other.status, other.finish_kind, other.step) == (Status.COMPLETED, FinishKind.CRITERION, 27)
     assert (len(results.experiment.stop_requests), results.experiment.ends) == (2, "")
 
 
@@ -199,7 +205,7 @@ def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: 
     space = {"fails": pt.grid_search(["raise", "not", "raise", "never", "no"])}
     failing = moody(target, space=space, num_samples=1, stop=MaxSteps(2) | MaxFailures(2))
     assert statuses(failing) == ["errored", "completed", "errored"]
-    assert failing.experiment.ends == "2 trials have errored, of MaxFailures(2)"
+    assert failing.experiment.ends == make_reason("failed-trials", count=2, limit=2)
     assert failing.experiment.settings["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 2}}]
     assert statuses(pt.resume("e", target=target)) == ["errored", "completed", "errored"]
     more = pt.resume("e", target=target, stop={"step": 2, "MaxFailures": {"failures": 3}})
@@ -222,7 +228,9 @@ def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
     results = pt.tune(TABLE, stop=stopper, max_concurrent_trials=1, **asked)
     assert statuses(results)[:2] == ["completed", "completed"]
     assert len(results.trials) < 4
-    assert "the limit is 0.5 s" in results.experiment.ends
+    ends = results.experiment.ends
+    assert isinstance(ends, Reason)
+    assert (ends.code, ends.arguments["limit"]) == ("search-time-limit", 0.5)
     assert statuses(pt.resume("e", target=target)) == statuses(results)
 
 
@@ -232,7 +240,7 @@ def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.Loca
     results = moody(target, space=space, num_samples=1, stop=[{"step": 1}, ExperimentPlateau(top=2, std=0.01)])
     assert (statuses(results), results.experiment.ends) == (
         ["completed"] * 3,
-        "loss of the best 2 trials has settled: ± 0",
+        make_reason("search-plateau", metric="loss", top=2, spread=0.0),
     )
 
 
@@ -242,7 +250,7 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
     own = moody(target, space=space, num_samples=1, stop={"step": 3}, failures=pt.FailurePolicy(max_failures=2))
     raised, killed = own.trials.values()
     assert (raised.status, raised.attempt, raised.user_failures, raised.machine_failures) == (Status.ERRORED, 3, 3, 0)
-    assert "max_failures=2" in raised.reason
+    assert code_of(raised.end_reason) == "max-failures"
     assert (killed.status, killed.attempt, killed.user_failures) == (Status.COMPLETED, 2, 0)
 
 

@@ -11,6 +11,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import Finished
+from prefect_tune.core.reasons import make_reason
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import statuses
 from tests.long_cases import long_after
@@ -81,8 +82,8 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
     ) as failed:
         searched(tmp_path, careless, num_samples=9, **options)
     results: Any = failed.value.results
-    ends = results.experiment.ends
-    assert ends == "3 trials errored before their first step, all with: KeyError: 'missing'; fail_fast=False goes on"
+    error = results.trials["00000"].end_reason
+    assert results.experiment.ends == make_reason("same-errors", count=3, error=error)
     going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
     assert statuses(results_of_failed(going_on)) == ["errored"] * 5
     assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
@@ -97,7 +98,7 @@ def test_a_metric_that_the_scheduler_needs_and_no_report_has_fails_the_search_bu
     asha: dict[str, Any] = {"metric": metric, "stop": None, "scheduler": pt.ASHA(max_t=9, variant="stopping")}
     results = results_of_failed(lambda: searched(tmp_path, trainable, **asha))
     assert statuses(results) == [status]
-    assert results.experiment.ends == f"no report had the metric '{metric}'"
+    assert results.experiment.ends == make_reason("missing-metrics", metrics=[metric])
 
 
 class MarksEnd(pt.Callback):

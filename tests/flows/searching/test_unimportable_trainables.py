@@ -177,7 +177,7 @@ def test_an_import_that_fails_elsewhere_ends_the_search_and_is_tried_again_by_th
     def fails() -> None:
         attempts.append(attempt := FarAttempt(target))
         attempt.starts()
-        ended = AttemptEnded(trial="00000", cause=Cause.IMPORT, message="No module named 'torch'\nTraceback")
+        ended = AttemptEnded(trial="00000", cause=Cause.IMPORT, reason="No module named 'torch'\nTraceback")
         attempt.writes(ended)
         search.machines.end("00000")
         search.machines.end("00001")
@@ -203,7 +203,7 @@ def test_an_import_that_fails_after_a_step_was_trained_costs_its_trial_only(tmp_
     def fails() -> None:
         second = FarAttempt(target, "00001")
         second.starts()
-        second.writes(AttemptEnded(trial="00001", cause=Cause.IMPORT, message="No module named 'lion'"))
+        second.writes(AttemptEnded(trial="00001", cause=Cause.IMPORT, reason="No module named 'lion'"))
         search.machines.end("00001")
 
     known = search.live(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)

@@ -49,7 +49,7 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
 
 
 def gave_up(*trials: str) -> list[Event]:
-    return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
+    return [GaveUp(trial=trial, cause=Cause.USER, reason="KeyError: 'lr'") for trial in trials]
 
 
 # ---------------------------------------------------------------------------------------------------- starting

@@ -12,6 +12,7 @@ import pytest
 from optuna import pruners
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Schedule, Stop, TrialReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
@@ -167,7 +168,7 @@ def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
     schedule = OptunaPruner(pruners.ThresholdPruner(lower=0.5)).begin(ACCURACY, SEED)
     schedule.added("trial", {})
     decision = schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.25})))
-    assert decision == Stop(reason="ThresholdPruner at accuracy = 0.25")
+    assert decision == Stop(reason=make_reason("pruner", name="ThresholdPruner", metric="accuracy", value=0.25))
 
 
 def test_trials_are_asked_only_where_the_pruner_looks() -> None:

@@ -11,8 +11,9 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.testing import without_server
-from tests.attempt.nodes.cluster import Cluster
+from tests.attempt.nodes.cluster import Cluster, read_end
 from tests.flows.driver import until
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
@@ -47,7 +48,7 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
     config = {"lr": 0.1, "width": 16, "strike": [int(number), 7] if what == "rank" else None}
     if what == "rank":
         first, _ = cluster.train(config=config, **_options(case))
-        assert f"rank {number}'s process ended by SIGKILL" in first
+        assert read_end(first) == make_reason("process-ended", signal="SIGKILL", rank=int(number))
     else:
         for node in range(2):
             cluster.start(node, config=config, silence=5, **_options(case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import checkpoints
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation, write
+
+_task_runs = itertools.count()  # no two of them alike, as two addresses may be
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Caller:
 
     def save_again(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
         """Save as a retry of the last task run does."""
-        self.task_run = self.task_run or f"{self.run}-{step}-{id(object())}"
+        self.task_run = self.task_run or f"{self.run}-{step}-{next(_task_runs)}"
         place = {"target": self.target, "experiment": self.experiment, "metrics": {"loss": 1 / step}, **more}
         return pt.save_checkpoint.fn(self.directory(step, content), step=step, **place)
 

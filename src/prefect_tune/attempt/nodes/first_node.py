@@ -47,6 +47,7 @@ from prefect_tune.core.messages.target_messages import (
     is_signed_with,
     node_messages_up_to,
 )
+from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, numbered
@@ -85,7 +86,7 @@ class OtherNodes:
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
         self._had_these = False
         self._arrived: dict[int, str] = {}
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, Reason] = {}
         self._present: Sequence[int] = (0,)
         self._sent_seconds: dict[int, float] = {}
         """By node, in the last save to which several sent files."""
@@ -133,7 +134,7 @@ class OtherNodes:
         """How many seconds each node took in the last save until its files were on the target; 0 if it had none."""
         return [self._sent_seconds.get(each, 0.0) for each in self._present]
 
-    def lost(self) -> Mapping[int, str]:
+    def lost(self) -> Mapping[int, Reason]:
         """Return the nodes that are gone, with the reason."""
         return dict(self._lost)
 
@@ -176,7 +177,7 @@ class OtherNodes:
         for each in self._readers.values():
             each.close()
         for rank in self._ranks.values():
-            rank.hang_up("its attempt is over")
+            rank.hang_up(ProcessEnd(reason=make_reason("attempt-over")))
         with suppress(TuneError), self._spec.target.open(timeout=_READ_WITHIN) as store:  # the next attempt does it
             store.delete([each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt)])
 
@@ -199,7 +200,7 @@ class OtherNodes:
                 self._log.warning("%d of %d nodes have arrived: the attempt begins with these", found, most)
                 return
             if (lost := dict(self._lost)) and most - len(lost) < least:
-                raise NodesMissing("; ".join(f"node {each} {why}" for each, why in lost.items()), is_stopped=False)
+                raise NodesMissing("; ".join(map(str, lost.values())), is_stopped=False)
             if not all_within.remaining_seconds:
                 within = _ALL_ARRIVE_WITHIN.total_seconds()
                 raise NodesMissing(
@@ -215,7 +216,7 @@ class OtherNodes:
     def _channel(self, node: int, rank: int) -> TrialChannel:
         elsewhere = self._ranks[rank] = _RankElsewhere(node, rank, self._writer)
         if (why := self._lost.get(node)) is not None:
-            elsewhere.hang_up(why)
+            elsewhere.hang_up(_lost_with_node(node, why))
         return TrialChannel(elsewhere.here, elsewhere)
 
     def _hear(self, node: int, message: NodeMessage) -> None:
@@ -224,19 +225,23 @@ class OtherNodes:
                 self._arrived[node] = host
             case FromRank(rank=rank, message=told) if rank in self._ranks:
                 self._ranks[rank].deliver(told.model_dump_json().encode())
-            case RankGone(rank=rank, how=how) if rank in self._ranks:
-                self._ranks[rank].hang_up(how)
+            case RankGone(rank=rank, end=end) if rank in self._ranks:
+                self._ranks[rank].hang_up(end)
             case NodeStopping():
                 self._log.warning("node %d is asked to stop: the trial saves and ends", node)
                 self.stop()
             case _:
                 pass
 
-    def _lose(self, node: int, why: str) -> None:
+    def _lose(self, node: int, why: Reason) -> None:
         self._lost[node] = why
         for each in self._ranks.values():
             if each.node == node:
-                each.hang_up(f"is on node {node}, which {why}")
+                each.hang_up(_lost_with_node(node, why))
+
+
+def _lost_with_node(node: int, error: Reason) -> ProcessEnd:
+    return ProcessEnd(reason=make_reason("node-lost", node=node, error=error))
 
 
 class _RankElsewhere:
@@ -249,24 +254,24 @@ class _RankElsewhere:
         """The supervisor's end."""
         self._there = Connection(theirs.detach())
         self._rank, self._writer = rank, writer
-        self._how = ""
+        self._end: ProcessEnd | None = None
         threading.Thread(target=self._pass_on, name=f"rank-{rank}", daemon=True).start()
 
     def is_alive(self) -> bool:
-        return not self._how
+        return self._end is None
 
-    def end(self) -> str:
+    def end(self) -> ProcessEnd:
         """Return how it ended: its node ends it, when the attempt is over."""
-        return self._how or f"is on node {self.node}, and ends with the attempt"
+        return self._end or ProcessEnd(reason=make_reason("rank-elsewhere", node=self.node))
 
     def deliver(self, message: bytes) -> None:
         """Hand a message of the rank to the supervisor."""
         with suppress(OSError):  # the attempt is over
             self._there.send_bytes(message)
 
-    def hang_up(self, how: str) -> None:
+    def hang_up(self, end: ProcessEnd) -> None:
         """Close the channel: the rank is gone."""
-        self._how = self._how or how
+        self._end = self._end or end
         with suppress(OSError), socket.socket(fileno=os.dup(self._there.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 

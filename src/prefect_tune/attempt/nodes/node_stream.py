@@ -18,6 +18,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.messages.target_messages import NodeMessage, NodeMessages, read_messages, write_messages
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.layout import NodesKey, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import new_write_id
@@ -26,7 +27,6 @@ ALIVE_EVERY = timedelta(seconds=5)
 """How often a node says that it is alive."""
 SILENCE = timedelta(seconds=40)
 """From which silence on a node is lost."""
-IS_SILENT = "has written nothing for"
 """What is said of a lost node; a search reads it in the state of the run that says so."""
 _REQUEST = timedelta(seconds=30)
 _PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
@@ -131,7 +131,7 @@ class NodeReader:
         node: int,
         writer: NodeWriter,
         receive: Callable[[NodeMessage], None],
-        lost: Callable[[str], None],
+        lost: Callable[[Reason], None],
     ) -> None:
         self._target, self._key, self._node, self._writer = target, key, node, writer
         self._receive, self._lost = receive, lost
@@ -157,7 +157,7 @@ class NodeReader:
                 self._silent_since = None
                 self._closed.wait(_AFTER_ERROR_SECONDS)
             except TuneError as error:  # damaged, or of another version
-                self._over(f"wrote what cannot be read: {error}")
+                self._over(make_reason("node-unreadable", node=self._node, error=str(error)))
 
     def _read_from(self, store: ObjectStore) -> None:
         """Read until half of the store's time is over, or the node is silent."""
@@ -182,8 +182,8 @@ class NodeReader:
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         if now - self._silent_since > SILENCE.total_seconds():
-            self._over(f"{IS_SILENT} {SILENCE.total_seconds():g} s: it is gone, or cannot reach the target")
+            self._over(make_reason("node-silent", node=self._node, seconds=SILENCE.total_seconds()))
 
-    def _over(self, why: str) -> None:
+    def _over(self, reason: Reason) -> None:
         self._closed.set()
-        self._lost(why)
+        self._lost(reason)

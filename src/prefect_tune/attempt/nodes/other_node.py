@@ -30,7 +30,7 @@ from prefect_tune.core.checkpoints.commit import reusable
 from prefect_tune.core.checkpoints.parts import refuse_part, send_part
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, TrialEnded
 from prefect_tune.core.messages.target_messages import (
     Arrived,
     Begin,
@@ -43,6 +43,7 @@ from prefect_tune.core.messages.target_messages import (
     ToRank,
     newest_attempt,
 )
+from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.restore import manifest_if_readable
 from prefect_tune.core.storage.layout import NodesKey
@@ -61,16 +62,16 @@ _FIRST_NODE_WITHIN = timedelta(minutes=15)
 
 def train_node(
     spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink, tasks: AttemptTasks, log: Log
-) -> str:
-    """Train the ranks of a node until the attempt is over; return how that came, for people."""
+) -> Reason:
+    """Train the ranks of a node until the attempt is over; return why it is."""
     link.watch()
     key = _attempt_of(spec, request, link.stop)
-    if isinstance(key, str):
+    if isinstance(key, Reason):
         return key
     return _OtherNode(spec, request, key, node, link, tasks, log).run()
 
 
-def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> NodesKey | str:
+def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> NodesKey | Reason:
     """Wait until node 0 of the requested attempt, or of a later one, has begun; or return why there will be none."""
     until = Deadline.after(_FIRST_NODE_WITHIN)
     at_least, looks = max(1, request.attempt), 0
@@ -79,11 +80,11 @@ def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event)
         if found is not None:
             return found
         if looks % 10 == 9 and _is_over(spec, request):
-            return "the attempt was over before this node began"
+            return make_reason("node-not-needed")
         looks += 1
         if stop.wait(_LOOK_SECONDS):
-            return "asked to stop before the attempt began"
-    return f"node 0 did not begin within {_FIRST_NODE_WITHIN.total_seconds():g} s"
+            return make_reason("stopped-before-start")
+    return make_reason("node-0-late", seconds=_FIRST_NODE_WITHIN.total_seconds())
 
 
 def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
@@ -110,7 +111,7 @@ class _OtherNode:
         self._spec, self._request, self._key, self._node = spec, request, key, node
         self._link, self._tasks, self._log = link, tasks, log
         self._inbox: queue.SimpleQueue[NodeMessage] = queue.SimpleQueue()
-        self._over = ""
+        self._over: Reason | None = None
         self._stop_was_asked = False
         self._first_rank = 0
         self._term = 0
@@ -119,19 +120,19 @@ class _OtherNode:
         self._merged: dict[int, Path] = {}
         self._sending = threading.Lock()
 
-    def run(self) -> str:
+    def run(self) -> Reason:
         self._writer = NodeWriter(self._spec.target, self._key, self._node, self._request.secret, self._log)
         reader = NodeReader(self._spec.target, self._key, 0, self._writer, self._inbox.put, self._lost)
         try:
             self._writer.send(Arrived(host=socket.gethostname()))
-            while not self._over:
+            while self._over is None:
                 match self._next(_TICK):
                     case Begin() as begin if self._node in begin.nodes:
                         self._train(begin)
                     case Begin():
-                        self._over = "the attempt began with other nodes"
+                        self._over = make_reason("node-left-out")
                     case GroupOver():
-                        self._over = "the attempt ended before it began"
+                        self._over = make_reason("node-not-needed")
                     case _:
                         self._pass_on_stop()
         finally:
@@ -139,12 +140,12 @@ class _OtherNode:
             reader.close()
         return self._over
 
-    def _lost(self, why: str) -> None:
-        self._over = f"node 0 {why}"
+    def _lost(self, reason: Reason) -> None:
+        self._over = reason
 
     def _next(self, patience: timedelta) -> NodeMessage | None:
         if self._writer.is_displaced.is_set():
-            self._over = f"another process is node {self._node} of attempt {self._key.attempt}"
+            self._over = make_reason("node-displaced", node=self._node, attempt=self._key.attempt)
         try:
             return self._inbox.get(timeout=patience.total_seconds())
         except queue.Empty:
@@ -165,9 +166,9 @@ class _OtherNode:
                 start = self._start_here(begin, scratch)
                 group = opened.enter_context(rank_group(start, placement, self._process))
             except (TuneError, OSError) as error:
+                self._over = make_reason("node-not-started", node=self._node, error=str(error))
                 for rank in ranks:
-                    self._writer.send(RankGone(rank=rank, how=f"did not start on node {self._node}: {error}"))
-                self._over = f"its processes did not start: {error}"
+                    self._writer.send(RankGone(rank=rank, end=ProcessEnd(reason=self._over)))
                 return
             self._serve(group)
             group.end_all()
@@ -192,15 +193,16 @@ class _OtherNode:
 
     def _serve(self, group: RankGroup) -> None:
         """Pass messages on, both ways, until the attempt is over."""
-        while not self._over:
+        while self._over is None:
             try:
                 if (received := group.receive(_TICK)) is not None:
                     self._pass_on(group, *received)
             except RankEnded as ended:
-                how = group.end(ended.rank) if ended.is_gone else str(ended)
-                self._writer.send(RankGone(rank=self._first_rank + ended.rank, how=how))
+                broken = ProcessEnd(reason=make_reason("invalid-use", text=str(ended)))
+                end = group.end(ended.rank) if ended.is_gone else broken
+                self._writer.send(RankGone(rank=self._first_rank + ended.rank, end=end))
             self._pass_on_stop()
-            while not self._over and (message := self._next(timedelta(0))) is not None:
+            while self._over is None and (message := self._next(timedelta(0))) is not None:
                 match message:
                     case ToRank(rank=rank, message=told) if 0 <= rank - self._first_rank < group.world_size:
                         group.tell_rank(rank - self._first_rank, told)
@@ -209,7 +211,7 @@ class _OtherNode:
                         send = threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True)
                         send.start()
                     case GroupOver():
-                        self._over = "the attempt is over"
+                        self._over = make_reason("attempt-over")
                     case _:
                         pass
 
@@ -218,7 +220,7 @@ class _OtherNode:
         if isinstance(message, Part) and message.directory is not None:
             self._parts.setdefault(message.step, {})[rank] = Path(message.directory)
             message = message.model_copy(update={"directory": None, "node": self._node})
-        if isinstance(message, TrialEnded | Broke):
+        if isinstance(message, TrialEnded):
             group.leave(local_rank)
         self._writer.send(FromRank(rank=rank, message=message))
 

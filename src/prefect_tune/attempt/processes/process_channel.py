@@ -18,6 +18,7 @@ from typing import Protocol
 
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput
 from prefect_tune.core.messages.process_messages import FromTrial, Start, StartReceived, ToTrial, from_trial
+from prefect_tune.core.reasons import ProcessEnd, make_reason
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
 # The environment variables of a trial's process. Those of a slot are set by the executors; those that a trial sets for
@@ -97,8 +98,8 @@ class _Body(Protocol):
 
     def is_alive(self) -> bool: ...
 
-    def end(self) -> str:
-        """End it now, and return a description of how it ended."""
+    def end(self) -> ProcessEnd:
+        """End it now, and return how it ended."""
         ...
 
 
@@ -157,8 +158,8 @@ class TrialChannel:
             return TrialChannel.receive(self, patience)
         return message
 
-    def end(self) -> str:
-        """End the trial and its descendants; return a description of how it ended."""
+    def end(self) -> ProcessEnd:
+        """End the trial and its descendants; return how its process ended."""
         return self._body.end()
 
     def last_output(self) -> str:
@@ -233,9 +234,9 @@ class _Thread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def end(self) -> str:
+    def end(self) -> ProcessEnd:
         self._thread.join(_GOODBYE.total_seconds())
-        return "its thread still runs: a thread cannot be ended" if self.is_alive() else "its thread ended"
+        return ProcessEnd(reason=make_reason("thread-runs" if self.is_alive() else "thread-ended"))
 
 
 class _Process:
@@ -244,7 +245,7 @@ class _Process:
     def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
         self._child = child
         self.output = TrialOutput(log)
-        self._became = ""
+        self._end: ProcessEnd | None = None
 
     def start(self) -> None:
         if self._child.stdout is not None:
@@ -254,29 +255,23 @@ class _Process:
     def is_alive(self) -> bool:
         return self._child.poll() is None
 
-    def end(self) -> str:
+    def end(self) -> ProcessEnd:
         """Give the process 0.2 s to exit by itself, then kill its whole group."""
-        if not self._became:
+        if self._end is None:
             with suppress(subprocess.TimeoutExpired):
                 self._child.wait(0.2)
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
-            self._became = became(self._child.wait(), self.output.stop())
-        return self._became
+            self._end = make_process_end(self._child.wait(), self.output.stop())
+        return self._end
 
 
-MEMORY_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")
-"""How `became` names the signals that end a process which reads memory that it does not have."""
-OWN_SIGNALS = (*MEMORY_SIGNALS, "SIGFPE", "SIGILL")
+MEMORY_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
+"""The signals that end a process which reads memory that it does not have."""
+OWN_SIGNALS = MEMORY_SIGNALS | {signal.SIGFPE, signal.SIGILL}
 """The signals that the trainable or its libraries cause; SIGKILL comes from outside the process."""
 
 
-def became(code: int, last_words: str) -> str:
-    """Describe how a process ended, from its exit code (negative: a signal's number) and its last output."""
-    how = f"ended by {_name_of_signal(-code)}" if code < 0 else f"exited with code {code}"
-    return f"{how}\nlast output:\n{last_words}" if last_words else how
-
-
-def _name_of_signal(number: int) -> str:
-    """Return a signal's name; real-time signals have none, so they are shown by number."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+def make_process_end(code: int, output: str) -> ProcessEnd:
+    """Return how a process ended: by its exit code (negative: a signal's number), with its last output."""
+    return ProcessEnd(exit_code=code, output=output) if code >= 0 else ProcessEnd(signal=-code, output=output)

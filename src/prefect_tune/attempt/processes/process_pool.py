@@ -22,11 +22,16 @@ from typing import Self
 
 from prefect_tune.attempt.processes.fork_client import ForkedProcess, ForksUnfit, PendingFork, surroundings
 from prefect_tune.attempt.processes.fork_server_pool import ForkServers, Template, TrialKind
-from prefect_tune.attempt.processes.process_channel import AS_IT_IS, MEMORY_SIGNALS, TrialChannel, became, trial_process
+from prefect_tune.attempt.processes.process_channel import (
+    AS_IT_IS,
+    MEMORY_SIGNALS,
+    TrialChannel,
+    make_process_end,
+    trial_process,
+)
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     FromTrial,
     Preload,
     Start,
@@ -34,9 +39,11 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.shown_text import visible
+from prefect_tune.core.reasons import ProcessEnd, make_reason
+from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.terminal.formatting import with_last_output
 
 _TRIES = 3
 _LOOK_AGAIN = timedelta(seconds=0.2)
@@ -329,7 +336,7 @@ class _Borrowed:
         self.child = child
         self._log = log
         self.output = TrialOutput(log)
-        self._became = ""
+        self._end: ProcessEnd | None = None
         self.exits = False
         """Whether the process has sent the end of its last trial: its handlers of `atexit` run."""
 
@@ -339,13 +346,13 @@ class _Borrowed:
     def is_alive(self) -> bool:
         return self.child.is_alive()
 
-    def end(self) -> str:
-        if not self._became:
+    def end(self) -> ProcessEnd:
+        if self._end is None:
             code = self.child.end(_GOODBYE if self.exits else _MOMENT)
-            self._became = became(code, self.output.stop())
+            self._end = make_process_end(code, self.output.stop())
             if self.exits:
                 _log_cut(self.child, self._log)
-        return self._became
+        return self._end
 
     def let_go(self) -> None:
         """Stop reading its output, and let the process run."""
@@ -395,13 +402,13 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace()
             return None
-        if self._is_on_trial and isinstance(message, Broke):
-            self._replace(f"failed before its first report ({message.message})")
+        if self._is_on_trial and isinstance(message, TrialEnded) and message.raised:
+            self._replace(f"failed before its first report ({first_line(message.outcome.reason)})")
             return None
         self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
         self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
         self.keeps = isinstance(message, TrialEnded) and message.waits
-        self._borrowed.exits |= isinstance(message, TrialEnded | Broke)
+        self._borrowed.exits |= isinstance(message, TrialEnded)
         self._note_wait(message, had_begun)
         return message
 
@@ -413,10 +420,10 @@ class _PooledChannel(TrialChannel):
         """
         if self._has_reported or not self._pool.forks_after_import(self._request.kind):
             return False
-        how = self._borrowed.end().partition("\n")[0]
-        if not any(name in how for name in MEMORY_SIGNALS):
+        end = self._borrowed.end()
+        if end.signal not in MEMORY_SIGNALS:
             return False
-        why = f"a process that was forked after it {how} before its first report"
+        why = f"a process that was forked after it {end} before its first report"
         self._pool.refuse_forks(self._request.kind, why, self._request.log)
         return True
 
@@ -435,11 +442,11 @@ class _PooledChannel(TrialChannel):
         elif self._waits is not None:
             self._waits.note()
 
-    def end(self) -> str:
+    def end(self) -> ProcessEnd:
         if not self.keeps:
             return super().end()
         self._borrowed.let_go()
-        return "waits for another trial"
+        return ProcessEnd(reason=make_reason("process-kept"))
 
     def close(self) -> None:
         """Return the process to the pool, or end it."""
@@ -454,10 +461,12 @@ class _PooledChannel(TrialChannel):
 
         A failure there may be due to an earlier trial: some settings can be made only once in a process.
         """
-        ended = self._borrowed.end()
-        if why or not ended.startswith("exited with code 0"):
+        end = self._borrowed.end()
+        if why or end.exit_code != 0:
             which = "a process that was kept from an earlier trial" if self._is_on_trial else "its process"
-            self._request.log.warning("%s %s; a new one is started", which, visible(why or ended))
+            self._request.log.warning(
+                "%s %s; a new one is started", which, visible(why or with_last_output(end, end.output))
+            )
         with self._changing:
             request = self._request
             self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, request.stop), request.log)

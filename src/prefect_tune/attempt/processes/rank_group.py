@@ -26,7 +26,6 @@ from typing import Final, TypeAlias
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import (
-    Broke,
     FromTrial,
     Join,
     Rank,
@@ -34,8 +33,10 @@ from prefect_tune.core.messages.process_messages import (
     Start,
     StartReceived,
     ToTrial,
+    TrialEnded,
     from_trial,
 )
+from prefect_tune.core.reasons import ProcessEnd, make_reason
 from prefect_tune.core.shown_text import readable
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
 from prefect_tune.runtime.processes.linux import command_of
@@ -86,6 +87,8 @@ class RankGroup:
         self.died_by_themselves: set[int] = set()
         """The ranks of a launcher that were dead before it could end them because another had failed."""
         self._outboxes: dict[int, _Outbox] = {}
+        self._outputs: dict[int, str] = {}
+        """The last output of ranks on other nodes whose processes have died."""
         self._served = 0
         self._watch = _Watch()
         self._for_later: list[ToTrial] = []
@@ -145,7 +148,7 @@ class RankGroup:
             if isinstance(message, Join):
                 self._let_lead(rank, message)
                 return 0, message
-            if isinstance(message, Broke) and self.is_launched:
+            if isinstance(message, TrialEnded) and message.raised and self.is_launched:
                 self._note_deaths_before(rank)
             if message is not None:
                 return rank, message
@@ -193,9 +196,12 @@ class RankGroup:
         """Receive nothing more from a rank: it has sent its end."""
         self._open.pop(rank, None)
 
-    def end(self, rank: int = 0) -> str:
-        """End the process of a rank, and its descendants; return a description of how it ended."""
-        return self._channels[rank].end()
+    def end(self, rank: int = 0) -> ProcessEnd:
+        """End the process of a rank, and its descendants; return how it ended."""
+        end = self._channels[rank].end()
+        if end.output and not self._channels[rank].last_output():  # of a process on another node
+            self._outputs[rank] = end.output
+        return end
 
     def end_all(self) -> None:
         """End the processes of all ranks."""
@@ -204,7 +210,10 @@ class RankGroup:
 
     def last_output(self) -> str:
         """Return the last lines that the processes have printed, of several with their ranks."""
-        outputs = {rank: output for rank, channel in self._channels.items() if (output := channel.last_output())}
+        outputs: dict[int, str] = {}
+        for rank, channel in self._channels.items():
+            if output := channel.last_output() or self._outputs.get(rank, ""):
+                outputs[rank] = output
         named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
         return readable("\n".join(named))
 
@@ -259,8 +268,8 @@ class _JoinedRank:
     def is_alive(self) -> bool:
         return True  # its connection shows that it is gone
 
-    def end(self) -> str:
-        return f"(process {self._pid}) was killed, or left without a word (os._exit)"
+    def end(self) -> ProcessEnd:
+        return ProcessEnd(reason=make_reason("rank-vanished", process=self._pid))
 
 
 class _Joins:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from prefect_tune.core.checkpoints.commit import Reusable, names_of, require_stored, sent
 from prefect_tune.core.checkpoints.manifest import BlobRef, ChunkRef, Contents, FileRef, Manifest, Source
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing
+from prefect_tune.core.reasons import Reason
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
@@ -50,7 +51,7 @@ class PartsOfSave:
     """The nodes that add one."""
     waits: Callable[[], Callable[[], bool]]
     """Called when the files of node 0 are sent; returns a function that waits a moment, or returns False: too late."""
-    lost: Callable[[], Mapping[int, str]]
+    lost: Callable[[], Mapping[int, Reason]]
     """Returns the nodes that are gone, with the reason."""
     arrived: Callable[[int], None] = lambda _: None
     """Called when the part of a node is there."""

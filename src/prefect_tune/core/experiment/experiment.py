@@ -33,6 +33,7 @@ from prefect_tune.core.journal_events import (
     Deletion,
     Entry,
     Event,
+    FinishKind,
     Forked,
     ForkOrigin,
     GuestEvent,
@@ -49,7 +50,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     Writer,
 )
-from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, boundaries, is_boundary, level_of
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
 from prefect_tune.core.values import Digest, StepReport, TrialId, Value
@@ -189,9 +190,9 @@ class Experiment(Value):
     """The places of those experiments as events and assets name them, each once, in the order of their entries."""
     stop_requests: tuple[str, ...] = ()
     """The write ids of the stop requests that the owner has journaled, in order: the first is request 1."""
-    stops: Mapping[str, str] = Field(default_factory=dict)
+    stops: Mapping[str, AnyReason] = Field(default_factory=dict)
     """Trials that are asked to stop and have not ended yet, each with the reason."""
-    ends: str = ""
+    ends: AnyReason = ""
     """Why the present owner stops the experiment early; empty while it does not."""
     restarts: int = 0
     """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
@@ -395,7 +396,7 @@ def _configured(experiment: Experiment, event: Configured, number: int) -> Exper
 def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
     if event.request is not None:
         experiment = experiment.model_copy(update={"stop_requests": (*experiment.stop_requests, event.request)})
-    if event.refused:
+    if event.refused is not None:
         return experiment
     if event.trial is None:
         return experiment.model_copy(update={"ends": event.reason})
@@ -473,7 +474,7 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
                 what="ended",
                 report=last if now.step else None,
                 failed=now.phase is Phase.ERRORED,
-                stopped=now.trial not in experiment.stops and _is_stopped(now),
+                stopped=now.phase is Phase.FINISHED and now.finish_kind is FinishKind.PRUNED,
             )
         case Committed():
             return _progressed(_with(experiment, now))
@@ -496,15 +497,6 @@ def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:
 
 def _progressed(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"restarts": 0}) if experiment.restarts else experiment
-
-
-def _is_stopped(ended: Trial) -> bool:
-    """Return whether the scheduler ended the trial early, or it was ended while it was paused."""
-    match ended.past[-1].decision:
-        case Pause() | Stop(early=True):
-            return ended.phase is Phase.FINISHED and ended.ended_early
-        case _:
-            return False
 
 
 def _with_past(experiment: Experiment, trial: Trial, past_event: PastEvent) -> Experiment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -11,20 +10,12 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.attempt_causes import Cause
-from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.reasons import Reason, code_of, is_same_error, make_reason
 from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial import Trial
 
-OWNER_VANISHED = "its owner vanished without ending it"
-"""The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
-
-_USER_BUDGET_SPENT = re.compile(r"^(failure \d+ of the trainable \(max_failures=\d+\)|bad-metric is not retried): ")
-"""What `verdict` puts before the error that spent the budget, or of which another attempt would fail too."""
-
-_LOST = "attempts were lost without a commit: "
-_LOSS = re.compile(rf"\d+ {_LOST}")
 _Count = Annotated[int, Field(ge=0), AS_WHOLE]
 _SAME_ERRORS = 3
 _UNKNOWN = datetime.min.replace(tzinfo=UTC)
@@ -69,7 +60,7 @@ class Quarantine:
     """Quarantine this checkpoint, then start another attempt from the one before it."""
 
     sequence: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +72,7 @@ class Resumable:
 class GiveUp:
     """End the trial as errored: its budget is spent."""
 
-    message: str
+    reason: Reason
 
 
 Verdict: TypeAlias = TryAgain | Quarantine | Resumable | GiveUp
@@ -91,34 +82,24 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
     """Decide after an attempt of `trial` ended by `cause`; `trial` counts that attempt already."""
     if cause is Cause.PREEMPTED:
         return Resumable()
-    if spent := _spent(trial, cause, policy):
-        return GiveUp(f"{spent}: {trial.reason}")
+    if (spent := _spent_budget(trial, cause, policy)) is not None:
+        return GiveUp(spent)
     if trial.started_from is None or trial.same_start < policy.quarantine_after:
         return TryAgain()
-    died = f"{trial.same_start} attempts died before their first step"
+    died = {"attempts": trial.same_start, "error": trial.end_reason}
     if trial.blamed_checkpoints:
-        return GiveUp(f"{died}, also from the checkpoint before, so no checkpoint is the cause: {trial.reason}")
-    return Quarantine(trial.started_from, f"{died}: {trial.reason}")
+        return GiveUp(make_reason("died-at-each-start", **died))
+    return Quarantine(trial.started_from, make_reason("died-at-start", **died))
 
 
-def loss_message(count: int, why: str) -> str:
-    """Return why a trial is given up of which `count` attempts in a row ended without writing their end."""
-    return f"{count} {_LOST}{why}"
-
-
-def is_loss(message: str) -> bool:
-    """Return whether `loss_message` returned the message. The journal does not hold these losses."""
-    return bool(_LOSS.match(message))
-
-
-def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> str | None:
+def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
     """Return why the error of `trial`, one of `trials`, ends the experiment; None if it goes on."""
     if fail_fast:
-        return f"trial {trial.trial} errored, and fail_fast ends the experiment: {first_line(trial.reason)}"
+        return make_reason("fail-fast", trial=trial.trial, error=trial.end_reason)
     return same_errors_reason(trials) if fail_fast is None else None
 
 
-def same_errors_reason(trials: Iterable[Trial]) -> str | None:
+def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
     """Return why a search ends in which three trials errored by the same error, and none has trained a step.
 
     None if a trial has reported a step or completed, if an error differs, or while a trial trains its first step that
@@ -128,17 +109,16 @@ def same_errors_reason(trials: Iterable[Trial]) -> str | None:
 
     begun = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in begun if trial.phase is Phase.ERRORED]
-    errors = [error_in(trial.reason) for trial in errored]
     if (
         any(trial.step or trial.phase is Phase.FINISHED for trial in begun)
-        or len(errors) < _SAME_ERRORS
-        or len(set(errors)) > 1
+        or len(errored) < _SAME_ERRORS
+        or not all(is_same_error(trial.end_reason, errored[0].end_reason) for trial in errored)
     ):
         return None
     third_error_at = sorted(map(_last_sign_of, errored))[_SAME_ERRORS - 1]
     if any(_last_sign_of(trial) <= third_error_at for trial in begun if trial.phase is Phase.RUNNING):
         return None
-    return f"{len(errors)} trials errored before their first step, all with: {errors[0]}; fail_fast=False goes on"
+    return make_reason("same-errors", count=len(errored), error=errored[0].end_reason)
 
 
 def _last_sign_of(trial: Trial) -> datetime:
@@ -147,17 +127,12 @@ def _last_sign_of(trial: Trial) -> datetime:
     return (parse_time(record.began_at or "") or _UNKNOWN) + timedelta(seconds=record.seconds.total)
 
 
-def error_in(reason: str) -> str:
-    """Return the first line of an errored trial's reason, without what precedes an error of the trainable."""
-    return _USER_BUDGET_SPENT.sub("", first_line(reason))
-
-
 def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether a waiting trial has had more machine failures than `policy` allows.
 
     The last run ended before it could give up the trial, for example because its target failed.
     """
-    return trial.cause is Cause.MACHINE and bool(_spent(trial, Cause.MACHINE, policy))
+    return trial.cause is Cause.MACHINE and _spent_budget(trial, Cause.MACHINE, policy) is not None
 
 
 def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
@@ -169,14 +144,16 @@ def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True
-    return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
+    return machines_spent(trial, policy) and code_of(trial.end_reason) != "owner-vanished"
 
 
-def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:
+def _spent_budget(trial: Trial, cause: Cause, policy: FailurePolicy) -> Reason | None:
+    """Return why another attempt is not made; None if the retry budget for this cause is not spent."""
+    error = trial.end_reason
     if cause in _NEVER_AGAIN:
-        return f"{cause} is not retried"
+        return make_reason("not-retried", cause=cause.value, error=error)
     if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
-        return f"{trial.machine_failures} machine failures without a commit (max_machine_failures)"
+        return make_reason("max-machine-failures", failures=trial.machine_failures, error=error)
     if cause is Cause.USER and trial.user_failures > policy.max_failures:
-        return f"failure {trial.user_failures} of the trainable (max_failures={policy.max_failures})"
-    return ""
+        return make_reason("max-failures", failures=trial.user_failures, limit=policy.max_failures, error=error)
+    return None

@@ -26,9 +26,10 @@ from prefect_tune.core.metrics import (
     plain_scalar,
     shown,
 )
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import did_you_mean, format_span, other_signature, plural
+from prefect_tune.core.shown_text import did_you_mean, other_signature
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 
 RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
@@ -49,7 +50,7 @@ class Stopper(NamedOptions, ABC):
         return None
 
     @abstractmethod
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         """Return why the trial is to stop after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
@@ -63,7 +64,7 @@ class Never(Stopper):
 
     looks_back = False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         del reports
         return None
 
@@ -82,7 +83,7 @@ class AnyOf(Stopper):
     def step_count(self) -> int | None:
         return min((each.step_count for each in self.stoppers if each.step_count is not None), default=None)
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
 
     def json_form(self) -> object:
@@ -105,8 +106,9 @@ class MaxSteps(Stopper):
     def step_count(self) -> int | None:
         return self.steps
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
-        return f"step {reports[-1].step} of {self.steps}" if reports[-1].step >= self.steps else None
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+        step = reports[-1].step
+        return make_reason("step-limit", step=step, limit=self.steps) if step >= self.steps else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +121,9 @@ class MaxTime(Stopper):
     def __post_init__(self) -> None:
         object.__setattr__(self, "time", some_time(self.time, "MaxTime"))
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
-        trained = timedelta(seconds=reports[-1].trained_seconds)
-        if trained < self.time:
-            return None
-        return (
-            f"trained for {format_span(trained.total_seconds())}, the limit is {format_span(self.time.total_seconds())}"
-        )
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+        seconds, limit = reports[-1].trained_seconds, self.time.total_seconds()
+        return make_reason("time-limit", seconds=seconds, limit=limit) if seconds >= limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +143,13 @@ class Plateau(Stopper):
         if not (is_at_least(self.std, 0) and is_count(self.reports, 2) and is_count(self.grace, 0)):
             raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0, the last two as whole numbers")
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
         if len(reports) < max(self.grace, self.reports):
             return None
         mean = sum(values) / len(values)
         spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-        return f"{self.metric} has settled at {mean:g} ± {spread:g}" if spread <= self.std else None
+        return make_reason("plateau", metric=self.metric, mean=mean, spread=spread) if spread <= self.std else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +164,14 @@ class _AtLeast(Stopper):
         limit = dict(self.limits).get("step", math.inf)
         return max(1, math.ceil(limit)) if math.isfinite(limit) else None
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         last = reports[-1]
         for name, limit in self.limits:
-            value = float(last.step) if name == "step" else _number(last.metrics, name)
-            if value >= limit:
-                return (
-                    f"step {value:g} of {limit:g}" if name == "step" else f"{name} = {value:g}, the limit is {limit:g}"
-                )
+            if name == "step":
+                if last.step >= limit:
+                    return make_reason("step-limit", step=last.step, limit=limit)
+            elif (value := _number(last.metrics, name)) >= limit:
+                return make_reason("metric-limit", metric=name, value=value, limit=limit)
         return None
 
     def json_form(self) -> object:
@@ -187,10 +185,10 @@ class _Function(Stopper):
     function: Callable[[Mapping[str, object]], object]
     looks_back = False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
-        said = self.function({**reports[-1].metrics, "step": reports[-1].step})
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+        is_met = self.function({**reports[-1].metrics, "step": reports[-1].step})
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"{name} returned a true value" if said else None
+        return make_reason("stop-function", name=name) if is_met else None
 
 
 StopCriteria: TypeAlias = (
@@ -219,10 +217,10 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
 
-def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> str | None:
+def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
     """Return why a trial is over after the last report of its `curve`; None to continue. Raises as the stopper does."""
     if curve[-1].metrics.get("done") is True:
-        return "the trainable reported that it is done"
+        return make_reason("done-reported")
     return stopper.why_stop(curve)
 
 
@@ -293,14 +291,14 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
 class NoMore:
     """Start no new trial; the existing trials train to their ends."""
 
-    reason: str
+    reason: AnyReason
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     """Every trial saves and ends; a later run with another stopper continues the experiment."""
 
-    reason: str
+    reason: AnyReason
 
 
 Verdict: TypeAlias = NoMore | End | None
@@ -333,7 +331,7 @@ class ExperimentStopper(Stopper):
     def looks_back(self) -> bool:
         return False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         """Return None: it stops no single trial."""
         del reports
         return None
@@ -430,7 +428,7 @@ class _Failures(Tally):
     def verdict(self) -> Verdict:
         if len(self._failed) < self._most:
             return None
-        return End(f"{plural(len(self._failed), 'trial has', 'trials have')} errored, of MaxFailures({self._most})")
+        return End(make_reason("failed-trials", count=len(self._failed), limit=self._most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +457,7 @@ class _TrialTally(Tally):
 
     def verdict(self) -> Verdict:
         spent = len(self._known) >= self._most
-        return NoMore(f"the trial budget of {self._most} is spent") if spent else None
+        return NoMore(make_reason("trial-budget", limit=self._most)) if spent else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,11 +489,10 @@ class _Time(Tally):
         self._seconds[trial] = seconds
 
     def verdict(self) -> Verdict:
-        spent = timedelta(seconds=self._sum)
-        if spent < self._most:
+        limit = self._most.total_seconds()
+        if timedelta(seconds=self._sum) < self._most:
             return None
-        spans = format_span(spent.total_seconds()), format_span(self._most.total_seconds())
-        return End(f"its trials have trained for {spans[0]}, the limit is {spans[1]}")
+        return End(make_reason("search-time-limit", seconds=self._sum, limit=limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,5 +554,5 @@ class _Best(Tally):
     def verdict(self) -> Verdict:
         if self._settled <= self._plateau.patience:
             return None
-        name = self._objective.metrics[0]
-        return End(f"{name} of the best {self._plateau.top} trials has settled: ± {self._spread():g}")
+        settled = {"metric": self._objective.metrics[0], "top": self._plateau.top, "spread": self._spread()}
+        return End(make_reason("search-plateau", **settled))

@@ -21,8 +21,9 @@ from prefect_tune.core.html_tables import (
     paragraph,
     soft,
 )
-from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
-from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, FinishKind, QuarantinedCheckpoint
+from prefect_tune.core.reasons import AnyReason
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit
 from prefect_tune.core.shown_text import first_line, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord
@@ -73,7 +74,13 @@ def status_of(trial: Trial) -> Status:
     """Return the status of a trial."""
     match trial.phase:
         case Phase.FINISHED:
-            return _status_of_finished(trial)
+            match trial.finish_kind:
+                case FinishKind.PRUNED:
+                    return Status.PRUNED
+                case FinishKind.STOPPED:
+                    return Status.INTERRUPTED
+                case _:
+                    return Status.COMPLETED
         case Phase.ERRORED:
             return Status.ERRORED
         case Phase.RUNNING:
@@ -84,16 +91,6 @@ def status_of(trial: Trial) -> Status:
             return Status.PENDING if trial.cause is None else Status.INTERRUPTED
         case never:
             assert_never(never)
-
-
-def _status_of_finished(trial: Trial) -> Status:
-    decided = next((each.decision for each in reversed(trial.past) if each.what == "decided"), None)
-    if not trial.ended_early or (isinstance(decided, Stop) and not decided.early):
-        return Status.COMPLETED
-    # The experiment's journal absorbs the end later than the trial's own journal has it.
-    is_absorbed = trial.past and trial.past[-1].what == "ended"
-    is_pruned = trial.past[-1].stopped if is_absorbed else isinstance(decided, Pause | Stop)
-    return Status.PRUNED if is_pruned else Status.INTERRUPTED
 
 
 def status_label(status: str, step: int) -> str:
@@ -174,14 +171,12 @@ class Trial(Value):
     """The training time up to that step; 0 where it is not known. Only the cost depends on it."""
     vanished: bool = False
     """Whether the owner of its last attempt vanished."""
-    reason: str = ""
-    """Why the trial ended, or why its last attempt did; empty while it runs."""
+    end_reason: AnyReason = ""
+    """Why the trial ended, or why its last attempt did; empty while it runs. `reason` is the sentence."""
     cause: Cause | None = None
     """The cause of the last attempt's end; None if that attempt paused."""
-    returned: bool = False
-    """Whether the trainable returned by itself."""
-    ended_early: bool = False
-    """Whether the scheduler or a stop request ended it, and not its own stopper."""
+    finish_kind: FinishKind | None = None
+    """How it finished; None if it has not."""
     absorbed: int = 0
     """The last entry of its own journal that the experiment's journal has absorbed."""
     search_term: int = 0
@@ -199,6 +194,11 @@ class Trial(Value):
     def status(self) -> Status:
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         return status_of(self)
+
+    @property
+    def reason(self) -> str:
+        """Why the trial ended, or why its last attempt did, with the traceback of an error; empty while it runs."""
+        return str(self.end_reason)
 
     @property
     def inherits(self) -> bool:

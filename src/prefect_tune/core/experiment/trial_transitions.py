@@ -209,13 +209,13 @@ def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int, wr
 def _apply_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
     match event:
         case Finished():
-            ends = {"reason": event.reason, "returned": event.returned, "ended_early": event.ended_early}
+            ends = {"end_reason": event.reason, "finish_kind": event.kind}
             return trial.model_copy(update={**ends, "records": _ended_record(trial, event.use, is_lost=False)})
         case Paused():
             records = _ended_record(trial, event.use, is_lost=False)
-            return trial.model_copy(update={"reason": event.reason, "cause": None, "records": records})
+            return trial.model_copy(update={"end_reason": event.reason, "cause": None, "records": records})
         case Requeued():
-            return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
+            return trial.model_copy(update={"end_reason": event.reason, "finish_kind": None, **_FRESH_BUDGETS})
         case Decided(decision=Exploit() as exploit):
             return trial.model_copy(update={"exploits": exploit})
         case Resumed() | Decided():
@@ -251,7 +251,7 @@ def _started(trial: Trial, event: Started) -> Trial:
             "vanished": False,
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,
-            "reason": "",
+            "end_reason": "",
             "records": _started_records(trial, event, has_lost_steps=wasted_steps > 0),
         }
     )
@@ -310,7 +310,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
             "config": trial.config if event.config is None else event.config,
             "proposed": trial.proposed or trial.config,
             "exploits": None,
-            "reason": event.reason,
+            "end_reason": event.reason,
             "reached": None,
             "reached_seconds": 0.0,
             "vanished": False,
@@ -412,14 +412,16 @@ def _pinned(trial: Trial, event: Pinned) -> Trial:
 
 def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
     if isinstance(event, GaveUp):
-        return trial.model_copy(update={"reason": event.message, "records": _ended_record(trial, None, is_lost=True)})
+        return trial.model_copy(
+            update={"end_reason": event.reason, "records": _ended_record(trial, None, is_lost=True)}
+        )
     newest = newest_checkpoint(trial)
     is_lost = event.cause is not Cause.PREEMPTED or trial.step > (newest.step if newest else 0)
     machine = event.cause is Cause.MACHINE
     users = not machine and event.cause is not Cause.PREEMPTED
     return trial.model_copy(
         update={
-            "reason": event.message,
+            "end_reason": event.reason,
             "cause": event.cause,
             "machine_failures": trial.machine_failures + machine,
             "user_failures": trial.user_failures + users,

@@ -37,7 +37,7 @@ class _Head(Document):
     """The first line of a segment. Its `upgrades` find the other lines in the list `trials`."""
 
     format: Literal["prefect-tune/segment"] = "prefect-tune/segment"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     since: int
     """The number of the last entry before the segment."""
     digest_of_trials: Digest

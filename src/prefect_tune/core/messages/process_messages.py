@@ -8,7 +8,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.journal_events import Cause, Question
+from prefect_tune.core.journal_events import Finished, FinishKind, Outcome
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import Message, PathName, StepReport, Value
 
@@ -150,21 +151,17 @@ class Proceed(Value):
     milestone: int | None
 
 
-EndOfAttempt: TypeAlias = Literal["pruned", "interrupted", "errored"]
-"""How an attempt that has to leave ends, if its trial neither completed nor just paused."""
+AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class Leave(Value):
     """End now: the answer at a milestone, or without having been asked."""
 
     type: Literal["leave"] = "leave"
-    reason: Message
+    outcome: AnyOutcome
+    """How the attempt is to end."""
     save: bool
     """Whether to save the state first, if the trainable can save it at any step."""
-    for_good: bool
-    """True: the trial is finished. False: it is paused."""
-    end: EndOfAttempt | None = None
-    """How the attempt is shown to have ended; None for a trial that completed (`for_good`) or paused."""
 
 
 class StartReceived(Value):
@@ -194,7 +191,7 @@ class StepDone(Value):
     """Whether the step was reported before: only its checkpoint is new."""
     asks: bool = False
     """Whether the trial waits for an answer whether to continue."""
-    over: Message = ""
+    finish_reason: AnyReason | None = None
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
@@ -241,22 +238,23 @@ class MilestoneReached(Value):
 
 
 class TrialEnded(Value):
-    """The last message of an attempt: the trial is finished or paused, asks, or (`interrupted`) saved as requested."""
+    """The last message of an attempt."""
 
     type: Literal["trial-ended"] = "trial-ended"
-    reason: Message
-    returned: bool = False
-    ended_early: bool = False
-    """Whether it ended because of a `Leave` with `for_good`."""
-    interrupted: bool = False
-    paused: bool = False
-    """Whether it ended because of a `Leave` without `for_good`."""
-    question: Question | None = None
-    """The question that has to be answered before the trial can continue."""
+    outcome: AnyOutcome
+    raised: bool = False
+    """Whether the trainable raised."""
+    after_end: bool = False
+    """Whether it raised once the trial was over for this process."""
     waits: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded; None if it was not."""
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the trainable returned by itself."""
+        return isinstance(self.outcome, Finished) and self.outcome.kind is FinishKind.RETURNED
 
 
 class Directive(Value):
@@ -268,21 +266,8 @@ class Directive(Value):
     """Whether they save their state now, and wait for another directive. A function decides this by itself."""
     stop: bool = False
     """Whether the trial is asked to stop, which a function reads as `should_checkpoint`."""
-    over: TrialEnded | None = None
+    over: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
-
-
-class Broke(Value):
-    """The trainable raised."""
-
-    type: Literal["broke"] = "broke"
-    cause: Cause
-    message: Message
-    traceback: Message
-    after_end: bool = False
-    """Whether it raised once the trial was over for this process."""
-    seconds: PhaseSeconds | None = None
-    """The seconds since the trainable was loaded; None if it was not."""
 
 
 _ToTrial: TypeAlias = (
@@ -299,7 +284,7 @@ _ToTrial: TypeAlias = (
     | MeanMetrics
 )
 _FromTrial: TypeAlias = (
-    Join | MilestoneReached | TrainableLoaded | StepDone | Part | RankMetrics | Directive | TrialEnded | Broke
+    Join | MilestoneReached | TrainableLoaded | StepDone | Part | RankMetrics | Directive | TrialEnded
 )
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]

@@ -28,6 +28,7 @@ from prefect_tune.core.messages.process_messages import (
     Start,
     StopAndSave,
 )
+from prefect_tune.core.reasons import AnyReason, ProcessEnd, Reason, make_reason
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
@@ -94,7 +95,7 @@ class RankGone(Value):
 
     type: Literal["rank-gone"] = "rank-gone"
     rank: int
-    how: Message
+    end: ProcessEnd
 
 
 class SendPart(Value):
@@ -129,7 +130,7 @@ class NodeMessages(Document):
     """The messages of a node since its last object."""
 
     format: Literal["prefect-tune/node-messages"] = "prefect-tune/node-messages"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     write_id: str
     """Of the process that writes: tells it from another one of the same node."""
     has_read: Mapping[str, int]
@@ -211,7 +212,7 @@ class TrialReply(Document):
     """A reply as it is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     answer: Annotated[Proceed | Leave | StopAndSave, Field(discriminator="type")]
 
 
@@ -271,10 +272,10 @@ class StopRequest(Document):
     """A request to save and end: one trial, for good; or the whole experiment, for its present owner."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     write_id: str
     at: str
-    reason: str
+    reason: AnyReason
     term: int
     """The number of the owner that is asked to end the experiment; later owners continue it. Ignored for a trial."""
     trial: TrialId | None = None
@@ -317,25 +318,34 @@ def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> Sto
     try:
         return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
     except (JournalCorrupt, UnknownVersion) as error:
-        return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), term=0, unreadable=True)
+        return StopRequest(
+            write_id=f"unreadable-{number}",
+            at="",
+            reason=make_reason("stop-unreadable", error=str(error)),
+            term=0,
+            unreadable=True,
+        )
 
 
 def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
     """Return the journal's event for a request: what is stopped, or why it is refused."""
-    refused = _why_refused(experiment, request)
-    trial = None if refused else request.trial
+    refused = _refusal_reason(experiment, request)
+    trial = None if refused is not None else request.trial
     return StopAsked(trial=trial, reason=request.reason, request=request.write_id, refused=refused)
 
 
-def _why_refused(experiment: Experiment, request: StopRequest) -> str:
+def _refusal_reason(experiment: Experiment, request: StopRequest) -> Reason | None:
     if request.unreadable:
-        return "it cannot be read"
+        return make_reason("request-unreadable")
     if request.write_id in experiment.stop_requests:
-        return "it was journaled before"
+        return make_reason("request-repeated")
     if request.trial is None:
-        old = request.term != experiment.term
-        return f"it was for owner {request.term}, and owner {experiment.term} has taken over" if old else ""
+        if request.term == experiment.term:
+            return None
+        return make_reason("request-outdated", owner=request.term, successor=experiment.term)
     if request.trial not in experiment.trials:
-        return f"there is no trial {request.trial!r}"
+        return make_reason("request-without-trial", trial=request.trial)
     trial = experiment.trial(request.trial)
-    return f"trial {request.trial!r} is {trial.status} already" if trial.phase in ENDED else ""
+    if trial.phase not in ENDED:
+        return None
+    return make_reason("request-for-ended-trial", trial=request.trial, status=trial.status.value)

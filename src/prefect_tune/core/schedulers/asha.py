@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -22,11 +23,10 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    rank_words,
-    shown,
+    metric_arguments,
+    reported_value,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import TrialId
 
 # Rungs: the steps at which trials are compared, and the losses of the trials that have reached them.
@@ -162,7 +162,7 @@ class Climbing(Schedule):
         climb, step = self._climbs[report.trial], report.report.step
         loss = loss_of(report, self._objective)
         if step >= self._brackets.max_t:
-            return Stop(reason=f"step {step} of {self._brackets.max_t}", early=False)
+            return Stop(reason=make_reason("step-limit", step=step, limit=self._brackets.max_t), early=False)
         index = climb.at(step)
         if index <= climb.reached:
             return self._again(climb)
@@ -198,9 +198,9 @@ class StoppingSchedule(Climbing):
         rung.admit(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        judges = plural(before, "trial", "trials")
-        needed = f"needed {shown(cutoff, self._objective)} or better, judging by {judges} before it"
-        climb.stopped = Stop(reason=f"{shown(loss, self._objective)} at step {rung.step}: {needed}")
+        result = metric_arguments(loss, self._objective)
+        cutoff_value = reported_value(cutoff, self._objective)
+        climb.stopped = Stop(reason=make_reason("cutoff", **result, step=rung.step, cutoff=cutoff_value, judges=before))
         return climb.stopped
 
     def _again(self, climb: Climb) -> Decision:
@@ -246,7 +246,7 @@ class PromotionSchedule(Climbing):
         rung = next((rung for rung in reversed(self._highest_first) if rung.paused), None)
         if rung is None:
             return None
-        return rung.paused[-1][2], Stop(reason=self._rank_text(rung, rung.paused[-1]))
+        return rung.paused[-1][2], Stop(reason=self._rank_reason(rung, rung.paused[-1]))
 
     def exhausted(self) -> None:
         self._no_more = True
@@ -265,10 +265,10 @@ class PromotionSchedule(Climbing):
         if self._promotable() == trial:
             self.resumed(trial)
             return Continue()
-        return Pause(reason=self._rank_text(rung, place))
+        return Pause(reason=self._rank_reason(rung, place))
 
     def _again(self, climb: Climb) -> Decision:
-        return Pause(reason=self._rank_text(*climb.paused)) if climb.paused else Continue()
+        return Pause(reason=self._rank_reason(*climb.paused)) if climb.paused else Continue()
 
     def _release(self, trial: TrialId) -> None:
         climb = self._climbs[trial]
@@ -286,11 +286,16 @@ class PromotionSchedule(Climbing):
             return None
         return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
-    def _rank_text(self, rung: Rung, place: RungEntry) -> str:
+    def _rank_reason(self, rung: Rung, place: RungEntry) -> Reason:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
-        quota = rung.quota(self._brackets.reduction_factor)
-        rank = rank_words(rung.rank(place) + 1, len(rung.reached), quota, "is promoted", "are promoted")
-        return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"
+        return make_reason(
+            "rank-promoted",
+            **metric_arguments(place[0], self._objective),
+            step=rung.step,
+            rank=rung.rank(place) + 1,
+            ranked=len(rung.reached),
+            quota=rung.quota(self._brackets.reduction_factor),
+        )
 
 
 @dataclass(frozen=True, slots=True)

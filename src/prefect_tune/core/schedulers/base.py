@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, TrialId, Value
@@ -32,7 +33,7 @@ class Pause(Value):
     """
 
     type: Literal["pause"] = "pause"
-    reason: str
+    reason: AnyReason
     """For people; kept in the journal."""
 
 
@@ -40,7 +41,7 @@ class Stop(Value):
     """The trial is finished."""
 
     type: Literal["stop"] = "stop"
-    reason: str
+    reason: AnyReason
     """For people; kept in the journal."""
     early: bool = True
     """Whether the trial is stopped early; False where it has trained all of the scheduler's steps."""
@@ -55,7 +56,7 @@ class Exploit(Value):
     type: Literal["exploit"] = "exploit"
     source: TrialId
     config: Mapping[str, object]
-    reason: str
+    reason: AnyReason
     """For people; kept in the journal."""
 
 
@@ -212,16 +213,11 @@ def loss_of(trial_report: TrialReport, objective: Objective) -> float:
     return objective.loss(trial_report.report.metrics, f"trial {trial_report.trial!r}, step {trial_report.report.step}")
 
 
-def shown(loss: float, objective: Objective) -> str:
-    """Return the loss as the user reported it: the metric's name and its value."""
-    value = loss if objective.modes[0] == "min" else -loss
-    return f"{objective.metrics[0]} = {value:g}"
+def reported_value(loss: float, objective: Objective) -> float:
+    """Return the value of the objective's metric whose loss is `loss`."""
+    return loss if objective.modes[0] == "min" else -loss
 
 
-def rank_words(rank: int, ranked_count: int, best_count: int, one: str, several: str) -> str:
-    """Return a trial's rank at a rung, and how many go on: `rank 1 of 4, the best 2 are promoted`.
-
-    `one` and `several` are the verb: `is promoted` and `are promoted`.
-    """
-    best = {0: f"none {one} yet", 1: f"the best {one}"}.get(best_count, f"the best {best_count} {several}")
-    return f"rank {rank} of {ranked_count}, {best}"
+def metric_arguments(loss: float, objective: Objective) -> dict[str, object]:
+    """Return the arguments of a reason that name the objective's metric and its value."""
+    return {"metric": objective.metrics[0], "value": reported_value(loss, objective)}

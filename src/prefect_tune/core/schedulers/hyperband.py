@@ -9,6 +9,7 @@ from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -18,8 +19,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    rank_words,
-    shown,
+    metric_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -176,7 +176,7 @@ class _HyperbandSchedule(Schedule):
         bracket = self._bracket_of.get(report.trial)
         if bracket is None or step >= self._max_t:
             self.ended(report.trial)
-            return Stop(reason=f"step {step} of {self._max_t}", early=False)
+            return Stop(reason=make_reason("step-limit", step=step, limit=self._max_t), early=False)
         if report.trial in bracket.training and report.trial not in self._to_resume:
             if step < bracket.steps[bracket.level]:
                 return Continue()
@@ -218,7 +218,7 @@ class _HyperbandSchedule(Schedule):
         if trial == self._first_to_resume():
             self.resumed(trial)
             return Continue()
-        return Pause(reason=_why_it_waits(trial, bracket))
+        return Pause(reason=_wait_reason(trial, bracket))
 
     def _settle(self, bracket: Bracket) -> None:
         """Decide the rung if the bracket is complete."""
@@ -230,9 +230,10 @@ class _HyperbandSchedule(Schedule):
             if rank < bracket.places:
                 self._to_resume[trial] = None
             else:
-                shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
-                rank_text = rank_words(rank + 1, len(ranking), bracket.places, "continues", "continue")
-                self._to_stop[trial] = Stop(reason=f"{shown_loss}: {rank_text}")
+                result = metric_arguments(losses[trial], self._objective)
+                ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.places}
+                reason = make_reason("rank-continued", **result, step=step, **ranks)
+                self._to_stop[trial] = Stop(reason=reason)
 
     def _first_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)
@@ -244,8 +245,9 @@ class _HyperbandSchedule(Schedule):
         return None
 
 
-def _why_it_waits(trial: TrialId, bracket: Bracket) -> str:
+def _wait_reason(trial: TrialId, bracket: Bracket) -> Reason:
+    step = bracket.steps[bracket.level]
     if trial not in bracket.reached:
-        return f"continues to step {bracket.steps[bracket.level]} when there is a slot"
+        return make_reason("waits-for-slot", step=step)
     others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.places
-    return f"waits at step {bracket.steps[bracket.level]} for {others} others to be compared with"
+    return make_reason("waits-for-others", step=step, others=others)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_count
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -20,7 +21,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    shown,
+    reported_value,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -146,7 +147,7 @@ class _MedianStoppingSchedule(Schedule):
 
     def _again(self, curve: _Curve) -> Decision:
         if curve.paused_at is not None:
-            return Pause(reason=f"waits at step {curve.paused_at} for others to be compared with")
+            return Pause(reason=make_reason("waits-for-others", step=curve.paused_at))
         return curve.stopped or Continue()
 
     def _fill_gap(self, curve: _Curve, number: int) -> None:
@@ -164,8 +165,9 @@ class _MedianStoppingSchedule(Schedule):
         median = (others[middle] + others[~middle]) / 2
         if curve.best <= median:
             return Continue()
-        best, needed = shown(curve.best, self._objective), shown(median, self._objective)
-        curve.stopped = Stop(reason=f"at best {best} by step {step}: {len(others)} others average {needed} (median)")
+        best, needed = reported_value(curve.best, self._objective), reported_value(median, self._objective)
+        result = {"metric": self._objective.metrics[0], "best": best, "median": needed}
+        curve.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
         return curve.stopped
 
     def _too_few(self, trial: TrialId, curve: _Curve, step: int) -> Decision:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_at_least, is_count, is_number, plain_keys, plain_scalar
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -23,7 +24,8 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     TrialReport,
     loss_of,
-    shown,
+    metric_arguments,
+    reported_value,
 )
 from prefect_tune.core.search.domains import Branch, Choice, Float, Grid, Integer, Normal, Range, SampleFrom, frozen
 from prefect_tune.core.search.objective import Objective
@@ -379,20 +381,25 @@ class _PbtSchedule(Schedule):
     def _exploit(self, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
         """Let the trial continue from another. It keeps its rank until its new weights are evaluated."""
         best, source = better
-        behind = f"{shown(loss, self._objective)} at step {member.decided} is among the worst"
-        ahead = f"{shown(best, self._objective)} at step {self._members[source].decided} among the best"
+        reason = make_reason(
+            "exploit",
+            **metric_arguments(loss, self._objective),
+            step=member.decided,
+            source_value=reported_value(best, self._objective),
+            source_step=self._members[source].decided,
+        )
         member.config = self._explorer.explored(self._members[source].config, "pbt", member.number, member.exploits)
         member.exploits += 1
         member.decided = self._members[source].decided
         member.has_just_exploited = True
         member.is_evaluated = False
-        return Exploit(source=source, config=member.config, reason=f"{behind}, {ahead}")
+        return Exploit(source=source, config=member.config, reason=reason)
 
     def _pause(self, trial: TrialId, member: _Member) -> Pause:
         if member.paused_at is None:
             member.paused_at = member.decided
             insort(self._paused, (member.paused_at, member.number, trial))
-        return Pause(reason=f"at step {member.paused_at} its turn is over")
+        return Pause(reason=make_reason("turn-over", step=member.paused_at))
 
     def _release(self, trial: TrialId, member: _Member) -> None:
         if member.paused_at is not None:

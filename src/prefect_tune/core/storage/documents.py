@@ -132,6 +132,8 @@ def verified(model: type[Document], data: Buffer, where: str, error: type[Except
     What else is wrong with it is raised as `error`.
     """
     body = _object(data, where, error)
+    if (found := body.get("format", expected := model.model_fields["format"].default)) != expected:
+        raise error(f"{where}: expected a document of the format {expected!r}, found {found!r}")
     _require_not_newer(model, body, where)
     claimed = body.pop(_SEAL, None)
     bare, sealed = _rewritten(body)

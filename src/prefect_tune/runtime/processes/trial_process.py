@@ -24,7 +24,8 @@ from typing import Any, NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
+from prefect_tune.core.journal_events import AttemptEnded, Finished
+from prefect_tune.core.messages.process_messages import Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.group_session import FollowingSession, LeadingSession, joined_session, session_of
 from prefect_tune.runtime.load_named import (
@@ -57,7 +58,7 @@ from prefect_tune.runtime.trainable import (
     require_saves,
     require_trainable_class,
 )
-from prefect_tune.runtime.trial_errors import NotLoaded, broke, was_raised_by_signal_handler
+from prefect_tune.runtime.trial_errors import NotLoaded, failure_message, was_raised_by_signal_handler
 
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
@@ -207,18 +208,18 @@ class _Attempts:
         with suppress(OSError):  # the supervisor is gone, which the next message shows
             self._connection.send(StartReceived())
         try:
-            ended: TrialEnded | Broke = self._run(start)
+            ended = self._run(start)
         except _Declined:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
-            ended = broke(error)
+            ended = failure_message(error, start.trial)
         self._send_end(ended)
-        if not isinstance(ended, TrialEnded) or not ended.waits:
+        if not ended.waits:
             return False
         free_memory()
         return True
 
-    def _send_end(self, ended: TrialEnded | Broke) -> None:
+    def _send_end(self, ended: TrialEnded) -> None:
         note_late_import()  # before the next trial can be requested
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
@@ -238,8 +239,8 @@ class _Attempts:
         if self._whole_process:
             claim_process(start, session.lead)
             offer_to_spawned(start.trainable)
-        if why := session.why_stop():
-            return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
+        if (reason := session.why_stop()) is not None:  # its last step was committed, its end not journaled
+            return TrialEnded(outcome=Finished(trial=start.trial, reason=reason), waits=kept is not None)
         try:
             session.ask_first()
             return self.train(session, trainable, start)
@@ -275,7 +276,7 @@ class _Attempts:
             with forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
-            if start.waits and not over.ended.interrupted and ready.can_become_another():
+            if start.waits and not isinstance(over.outcome, AttemptEnded) and ready.can_become_another():
                 self._kept = ready
             return self._ended(over)
         finally:
@@ -283,7 +284,7 @@ class _Attempts:
                 trainable.cleanup()
 
     def _ended(self, over: TrialOver) -> TrialEnded:
-        return over.ended.model_copy(update={"waits": self._kept is not None})
+        return TrialEnded(outcome=over.outcome, waits=self._kept is not None)
 
 
 def _prepare(

@@ -1,0 +1,350 @@
+"""Why something ended or was decided: a code with arguments. The sentences are made here, and no code reads them.
+
+Schedulers, stoppers and requests of users give texts instead, which are shown as they are; nothing compares a text.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import string
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, Final, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.shown_text import first_line, format_span, plural, readable, shown_size
+from prefect_tune.core.values import Message, Value
+
+
+class Reason(Value):
+    """Why a trial, an attempt or a search ended, or why a decision was made. `str()` returns the sentence."""
+
+    code: str
+    """A key of `_SENTENCES`. A code that a newer release wrote is shown as it is, with its arguments."""
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    """JSON; an argument that is a reason, too, is its JSON."""
+
+    def __str__(self) -> str:
+        try:
+            return _format(_SENTENCES[self.code], self.arguments) or self.code
+        except (LookupError, ValueError, TypeError, AttributeError):  # an altered journal may hold any arguments
+            return f"{self.code} {dict(self.arguments)}"
+
+
+AnyReason: TypeAlias = Reason | Message
+"""A reason of this package, or a text of the user's."""
+
+
+class ProcessEnd(Value):
+    """How a process of a trial ended: its exit code, or the signal that killed it; both None if neither is known."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    reason: Reason | None = None
+    """What is known instead, where neither is: the node is lost, the training runs in a thread."""
+    output: Message = ""
+    """The last lines that it printed."""
+
+    def __str__(self) -> str:
+        """Return how it ended, as the predicate of a sentence: `exited with code 1`."""
+        return _format(_PROCESS_ENDED, _arguments_of(self))
+
+
+def name_signal(number: int) -> str:
+    """Return a signal's name; real-time signals have none, so they are shown by number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def rank_end_reason(end: ProcessEnd) -> Reason:
+    """Return how the process of a rank ended, for a list of ranks."""
+    return make_reason("rank-died", **_arguments_of(end))
+
+
+def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason | None = None) -> Reason:
+    """Return the reason of an attempt that ended with one of its processes.
+
+    Args:
+        rank: that of the process; None where it is the only one.
+        memory: how the memory was exceeded, if that has ended it.
+    """
+    location = find_code_location(end.output, is_newest_first=True)  # of faulthandler's dump
+    return make_reason("process-ended", **_arguments_of(end), location=location, rank=rank, memory=memory)
+
+
+def _arguments_of(end: ProcessEnd) -> Mapping[str, object]:
+    name = None if end.signal is None else name_signal(end.signal)
+    return {"exit_code": end.exit_code, "signal": name, "detail": end.reason}
+
+
+def make_reason(code: str, /, **arguments: object) -> Reason:
+    """Return a reason of this package; arguments that are None are left out."""
+    return Reason(code=code, arguments={name: _json_of(each) for name, each in arguments.items() if each is not None})
+
+
+def _json_of(argument: object) -> object:
+    match argument:
+        case Reason():
+            return {"code": argument.code, "arguments": argument.arguments}
+        case str():
+            return readable(argument)
+        case list() | tuple():
+            return [_json_of(part) for part in argument]
+        case _:
+            return argument
+
+
+def code_of(reason: AnyReason) -> str | None:
+    """Return the code of a reason; None for a text."""
+    return reason.code if isinstance(reason, Reason) else None
+
+
+def error_of(reason: AnyReason) -> AnyReason:
+    """Return the error by which an attempt ended, without the retry budget that it has spent."""
+    while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _AFTER_ERROR:
+        reason = _reason_of(reason.arguments["error"])
+    return reason
+
+
+def is_same_error(reason: AnyReason, other: AnyReason) -> bool:
+    """Return whether two trials errored by the same error, whatever the traceback, the rank and the retries."""
+    mine, theirs = error_of(reason), error_of(other)
+    if not isinstance(mine, Reason) or not isinstance(theirs, Reason):
+        return mine == theirs
+    return mine.code == theirs.code and _without_place(mine) == _without_place(theirs)
+
+
+def _without_place(reason: Reason) -> Mapping[str, Any]:
+    return {name: each for name, each in reason.arguments.items() if name not in ("traceback", "rank", "location")}
+
+
+def format_error(reason: AnyReason) -> str:
+    """Return an error in one line, with the last line of the user's code if it is known: `KeyError: 'lr' (train.py:9)`.
+
+    If all code is of libraries, it is the last line outside this package.
+    """
+    error = error_of(reason)
+    location = error.arguments.get("location") if isinstance(error, Reason) else None
+    return f"{first_line(error)} ({location})" if location else first_line(error)
+
+
+def _reason_of(argument: object) -> AnyReason:
+    if isinstance(argument, Reason):
+        return argument
+    return Reason.model_validate(argument) if isinstance(argument, Mapping) else str(argument)
+
+
+_FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
+_PACKAGE: Final = "prefect_tune"
+_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
+
+
+def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
+    """Return the newest line of the user's code in a Python traceback or in a dump of faulthandler: `train.py:9`.
+
+    Args:
+        is_newest_first: the order of the frames: True for a dump, False for a traceback.
+    """
+    frames = [(PurePath(path), line) for path, line in _FRAME.findall(trace)]
+    others = [frame for frame in frames if _PACKAGE not in frame[0].parts and not frame[0].name.startswith("<")]
+    users = [frame for frame in others if not _LIBRARIES.search(str(frame[0]))] or others
+    if not users:
+        return None
+    path, line = users[0 if is_newest_first else -1]
+    return f"{path.name}:{line}"
+
+
+def without_result(reason: AnyReason, step: int) -> AnyReason:
+    """Return a scheduler's reason without the result of `step` that it begins with, for a text that has named it."""
+    if (
+        not isinstance(reason, Reason)
+        or reason.code not in ("rank-promoted", "rank-continued", "cutoff")
+        or reason.arguments["step"] != step
+    ):
+        return reason
+    return make_reason(reason.code, **{**reason.arguments, "value": None})
+
+
+# The sentences, by code. What stands between < and > is left out where an argument in it is missing.
+
+_OPTIONAL = re.compile(r"<([^>]*)>")
+
+
+class _Formatter(string.Formatter):
+    """Formats as `str.format` does, and a duration, a size, names, ranks, a reason (whole, or its first `line`).
+
+    `one|several` and `none|one|several: #` are for numbers.
+    """
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        forms = format_spec.split("|")
+        if len(forms) > 1:
+            return plural(value, *forms) if len(forms) == 2 else forms[min(value, 2)].replace("#", str(value))
+        own_format = _FORMATS.get(format_spec)
+        return str(super().format_field(value, format_spec) if own_format is None else own_format(value))
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "span": format_span,
+    "size": shown_size,
+    "names": lambda names: ", ".join(map(repr, names)),
+    "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
+    "reason": lambda reason: str(_reason_of(reason)),
+    "line": lambda reason: first_line(error_of(_reason_of(reason))),
+}
+_formatter = _Formatter()
+
+
+def _format(sentence: str, arguments: Mapping[str, Any]) -> str:
+    def format_optional(part: re.Match[str]) -> str:
+        names = [name for _, name, _, _ in _formatter.parse(part[1]) if name]
+        return part[1] if all(arguments.get(name) not in (None, "") for name in names) else ""
+
+    return _formatter.vformat(_OPTIONAL.sub(format_optional, sentence), (), arguments).rstrip()
+
+
+_RESULT = "<{metric} = {value:g} at step {step}: >"
+_PROCESS_ENDED = "<ended by {signal}><exited with code {exit_code}><{detail:reason}>"
+_RAISED = "<rank {rank}: ><{type}: >{text}<{advice:reason}><; {memory:reason}>\n<{traceback}>"
+
+_AFTER_ERROR = frozenset(
+    {"not-retried", "max-machine-failures", "max-failures", "died-at-start", "died-at-each-start", "retried"}
+)
+"""The codes whose argument `error` is the error of the attempt."""
+
+_SENTENCES: Mapping[str, str] = {
+    # A stop criterion is met, or a scheduler has decided.
+    "step-limit": "step {step:g} of {limit:g}",
+    "metric-limit": "{metric} = {value:g}, the limit is {limit:g}",
+    "time-limit": "trained for {seconds:span}, the limit is {limit:span}",
+    "plateau": "{metric} has settled at {mean:g} ± {spread:g}",
+    "stop-function": "{name} returned a true value",
+    "done-reported": "the trainable reported that it is done",
+    "returned": "the trainable returned",
+    "said": "its flow run said {status}",
+    "rank-promoted": (
+        _RESULT + "rank {rank} of {ranked}, {quota:none is promoted yet|the best is promoted|the best # are promoted}"
+    ),
+    "rank-continued": (
+        _RESULT + "rank {rank} of {ranked}, {quota:none continues|the best continues|the best # continue}"
+    ),
+    "cutoff": _RESULT + "needed {metric} = {cutoff:g} or better, judging by {judges:trial|trials} before it",
+    "median": "at best {metric} = {best:g} by step {step}: {count} others average {metric} = {median:g} (median)",
+    "exploit": (
+        "{metric} = {value:g} at step {step} is among the worst, "
+        "{metric} = {source_value:g} at step {source_step} among the best"
+    ),
+    "turn-over": "at step {step} its turn is over",
+    "waits-for-others": "waits at step {step} for <{others} >others to be compared with",
+    "waits-for-slot": "continues to step {step} when there is a slot",
+    "pruner": "{name} at {metric} = {value:g}",
+    # The search ends, or starts no more trials.
+    "failed-trials": "{count:trial has|trials have} errored, of MaxFailures({limit})",
+    "trial-budget": "the trial budget of {limit} is spent",
+    "search-time-limit": "its trials have trained for {seconds:span}, the limit is {limit:span}",
+    "search-plateau": "{metric} of the best {top} trials has settled: ± {spread:g}",
+    "time-budget": "the time budget of {seconds:span} is spent",
+    "missing-metrics": "no report had the metric {metrics:names}",
+    "missing-stop-metrics": "no report had the metric {metrics:names}, which stop needs",
+    "fail-fast": "trial {trial} errored, and fail_fast ends the experiment: {error:line}",
+    "same-errors": "{count} trials errored before their first step, all with: {error:line}; fail_fast=False goes on",
+    "trial-asks": "trial {trial} asks a question",
+    "stop-request": "stopped by {by}<: {text}>",
+    "stopped-on-resume": "stopped, as chosen on Resume",
+    "stop-unreadable": "{error}",
+    # A stop request is refused.
+    "request-unreadable": "it cannot be read",
+    "request-repeated": "it was journaled before",
+    "request-outdated": "it was for owner {owner}, and owner {successor} has taken over",
+    "request-without-trial": "there is no trial {trial!r}",
+    "request-for-ended-trial": "trial {trial!r} is {status} already",
+    # A trial continues.
+    "retried": "retried after: {error:reason}",
+    "extended": "extended beyond step {step}",
+    "attempt-requested": "another attempt was requested",
+    "trained-on": "trained on, after it had {status}",
+    "step-repeated": "step {step} is trained again, after step {start}",
+    "checkpoint-deleted": "it goes back to step {start}: the checkpoint of step {step} was deleted",
+    "goes-back": "it returns to step {step}, as chosen on Resume",
+    "went-back": "returned to step {step}, as chosen on Resume",
+    # An attempt ends.
+    "raised": _RAISED,
+    "invalid-use": _RAISED,
+    "process-ended": "<rank {rank}: ><{memory:reason}; >the trial's process " + _PROCESS_ENDED,
+    "out-of-memory": (
+        "out of memory: peak {peak_bytes:size} of limit {limit_bytes:size}"
+        "< (process {process}, {process_bytes:size} in its last sample)>"
+    ),
+    "thread-ended": "runs in a thread, which has ended",
+    "thread-runs": "runs in a thread, which still runs: a thread cannot be ended",
+    "process-kept": "waits for another trial",
+    "rank-vanished": "(process {process}) was killed, or left without a word (os._exit)",
+    "rank-elsewhere": "is on node {node}, and ends with the attempt",
+    "node-lost": "is on node {node}, which is lost: {error:reason}",
+    "node-silent": "node {node} has written nothing for {seconds:g} s: it is gone, or cannot reach the target",
+    "node-unreadable": "node {node} wrote what cannot be read: {error}",
+    "node-displaced": "another process is node {node} of attempt {attempt}",
+    "node-not-started": "its processes did not start on node {node}: {error}",
+    "node-not-needed": "the attempt was over before this node began",
+    "node-left-out": "the attempt began with other nodes",
+    "node-0-late": "node 0 did not begin within {seconds:g} s",
+    "nodes-missing": "{error}",
+    "attempt-over": "the attempt is over",
+    "owner-vanished": "its owner vanished without ending it",
+    "supervisor-failed": "its supervisor failed, and was retried",
+    "task-failed": "its task failed, and was started again",
+    "saved-as-requested": "saved, as requested",
+    "asks": "it asks: {question}",
+    "rank-0-asks": "rank 0 asks a person: {question}",
+    "stopped-before-start": "asked to stop before it began",
+    "silent": "no report for {seconds:span}: presumed hung, and killed",
+    "not-committed": "step {step} is not committed: {error:reason}",
+    "save-failed": "its checkpoint cannot be saved: {error}",
+    "write-failed": "its reports could not be written: {error}",
+    "upload-unfinished": "asked to stop; its checkpoint was still being uploaded after {seconds:g} s",
+    "no-checkpoint": "asked to stop; it reported no checkpoint within {seconds:g} s",
+    "interrupted-twice": "interrupted twice, and killed",
+    "launcher-returned": (
+        "the trial's own process has returned, and rank 0, which it has started, had not: was its launcher killed? "
+        "Wait for the launcher, and raise if it fails, as subprocess.run(..., check=True) does. Rank 0 was ended "
+        "{seconds:g} s later"
+    ),
+    "ranks-missing": "{ranks:ranks} of {world_size} did not join the trial within {seconds:g} s of the first rank",
+    "ranks-left-save": "{ranks:ranks} ended before step {step}, of which rank 0 reported a checkpoint",
+    "ranks-left-mean": "{ranks:ranks} ended before step {step}, of which rank 0 reported metrics",
+    "part-late": "{ranks:ranks} did not add its part within {seconds:g} s",
+    "part-missing": "{error}",
+    "metrics-late": "{ranks:ranks} did not report step {step} within {seconds:g} s",
+    "surplus-report": (
+        "rank {rank} reported step {step}, and rank 0 had ended before: each mean since the surplus report is of "
+        "different steps. Every rank calls pt.report once in each step"
+    ),
+    # What to do about an error.
+    "advice-no-terminal": "breakpoint() found no terminal: debug with isolation='thread'",
+    "advice-signal-handler": (
+        ", raised by a signal handler. A trial ignores SIGTERM, and is asked to save and end by its supervisor"
+    ),
+    "advice-exit": (
+        ". sys.exit(0) in a function completes its trial, as the end of a script; a class returns {{'done': True}}"
+    ),
+    "advice-address-space": "the address space is limited to {limit_bytes:size} (ulimit -v)",
+    "advice-config": ". A configuration is a dict, that of a dataclass too: config[{name!r}]",
+    "advice-main-module": ". Move what the script or notebook defines to a module, which each process can import",
+    # A retry budget is spent, or a checkpoint is quarantined.
+    "not-retried": "{cause} is not retried: {error:reason}",
+    "max-machine-failures": "{failures} machine failures without a commit (max_machine_failures): {error:reason}",
+    "max-failures": "failure {failures} of the trainable (max_failures={limit}): {error:reason}",
+    "died-at-start": "{attempts} attempts died before their first step: {error:reason}",
+    "died-at-each-start": (
+        "{attempts} attempts died before their first step, also from the checkpoint before, so no checkpoint is the "
+        "cause: {error:reason}"
+    ),
+    "attempts-lost": "{count} attempts were lost without a commit: {error:reason}",
+    "no-result": "the attempt ended without writing a result",
+    # How a rank ended that did not end like the others.
+    "rank-died": _PROCESS_ENDED,
+    "rank-without-part": "did not add its part to a checkpoint",
+    "rank-without-report": "did not report a step",
+    "rank-outlived": "had not ended {seconds:g} s after rank 0",
+}

@@ -1,0 +1,32 @@
+"""How attempts end: the failure of a trainable, the messages that have it end, and what a trial's process has sent."""
+
+from __future__ import annotations
+
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind
+from prefect_tune.core.messages.process_messages import FromTrial, Leave, TrialEnded
+from prefect_tune.core.reasons import Reason, make_reason
+
+
+def make_failure(text: str, cause: Cause = Cause.USER, *, trial: str = "t", **arguments: object) -> AttemptEnded:
+    """Return the failure of an attempt whose trainable raised an exception with `text`."""
+    return AttemptEnded(trial=trial, cause=cause, reason=make_reason("raised", text=text, **arguments))
+
+
+def make_leave(reason: str, *, save: bool, trial: str = "t") -> Leave:
+    """Return the message by which a stop request ends one trial."""
+    return Leave(outcome=Finished(trial=trial, reason=reason, kind=FinishKind.STOPPED), save=save)
+
+
+def require_failure(message: FromTrial | None) -> AttemptEnded:
+    """Return the failure that a process has sent as its last message, since its trainable raised."""
+    assert isinstance(message, TrialEnded), message
+    assert message.raised, message
+    assert isinstance(message.outcome, AttemptEnded), message
+    return message.outcome
+
+
+def require_reason(failure: object) -> Reason:
+    """Return the reason, which is one of this package, of an attempt that has failed."""
+    assert isinstance(failure, AttemptEnded), failure
+    assert isinstance(failure.reason, Reason), failure
+    return failure.reason
