@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import io
-import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,27 +23,10 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
-from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning
 from prefect_tune.stores.posix_files import as_store_error
 
 # Map the exceptions of pyarrow's and fsspec's clients to store errors.
 
-# Where a client's text holds the server's code: pyarrow (S3, Azure, Google), botocore, azure-core, a body in XML.
-_CODE = re.compile(
-    r"(?:\bAWS Error |\bUnable to parse ExceptionName: |\bAzure Error: \[|\berror_info=\{reason=|"
-    r"\bAn error occurred \(|^ErrorCode:|<Code>)([\w.]+)",
-    re.MULTILINE,
-)
-_REFUSED = re.compile(
-    r"\bAWS Error (?:UNRECOGNIZED_CLIENT|MISSING_AUTHENTICATION_TOKEN)\b|\(HTTP status 40[13]\)|"
-    # pyarrow has no name for S3's own codes from EncryptionTypeMismatch to TooManyParts (in 26.0.1 code 136 is
-    # InvalidObjectState, an archived object); all of them are final, and the numbers change with its SDK.
-    r"\bAWS Error \[code 1[34]\d\]|"
-    r"Bucket '.*' not found|^Forbidden: "  # the last is gcsfs' text of every 403
-)
-_ROWS = {row.code.upper(): row for row in CODES.values()}  # pyarrow writes SLOW_DOWN for SlowDown
-_PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
-_IS_REFUSED = (Meaning.REFUSED, Meaning.NO_BUCKET)
 _NEVER_WORKS = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
 
 
@@ -53,28 +36,10 @@ def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailab
     An error that is not known to be permanent counts as transient: retries are bounded, but an error that is
     wrongly called permanent ends the work.
     """
-    row, said = _documented(error), str(error).partition("\n")[0] or type(error).__name__
-    if row is not None:
-        kind = StoreUnavailable if row.meaning in _PASSES else StoreRefused
-        return kind(f"{what}: {row.advice} ({said})" if row.advice else f"{what}: {said}")
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs, for a truncated body
         return as_store_error(error, what)
-    if isinstance(error, _NEVER_WORKS) or _REFUSED.search(str(error)):
-        return StoreRefused(f"{what}: {said}")
-    return StoreUnavailable(f"{what}: {said}")
-
-
-def _documented(error: BaseException | None) -> ErrorCode | None:
-    """Return the first code that says whether to ask again, in the text of `error` or of what caused it.
-
-    s3fs replaces a code by an error number (`EINVAL` for a truncated body): only the cause still has the code.
-    """
-    while error is not None:
-        rows = (_ROWS.get(code.replace("_", "").upper()) for code in _CODE.findall(str(error)))
-        if found := next((row for row in rows if row and row.meaning in _PASSES + _IS_REFUSED), None):
-            return found
-        error = error.__cause__
-    return None
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return (StoreRefused if isinstance(error, _NEVER_WORKS) else StoreUnavailable)(f"{what}: {said}")
 
 
 _LEFTOVER_AFTER = timedelta(days=1)

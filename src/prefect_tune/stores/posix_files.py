@@ -8,12 +8,11 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreRefused, StoreUnavailable
 
@@ -22,25 +21,8 @@ UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _INSTEAD = "use a local disk, NFS, or the storage's own target (S3, GCS, Azure) in place of this mount"
-_CANNOT: Mapping[str, str] = MappingProxyType(
-    {
-        "link": f"this file system has no hard links, which create-if-absent needs: {_INSTEAD}",
-        "rename": f"this file system cannot rename a file over another: {_INSTEAD}",
-        "fsync": f"this file system cannot sync a file, so a power cut can lose it: {_INSTEAD}",
-        "open_root": f"this file system cannot open a folder: {_INSTEAD}",
-        "open_folder": f"this file system cannot open a folder without following links: {_INSTEAD}",
-        "open_file": f"this file system cannot open a file without following links: {_INSTEAD}",
-        "new_file": f"this file system cannot create a file exclusively, or not with this name: {_INSTEAD}",
-        "mkdir": f"this file system cannot make folders: {_INSTEAD}",
-        "unlink": f"this file system cannot remove files: {_INSTEAD}",
-        "names": f"this file system cannot list a folder: {_INSTEAD}",
-        "is_empty": f"this file system cannot list a folder: {_INSTEAD}",
-        "pread": f"this file system cannot read from the middle of a file: {_INSTEAD}",
-        "write": f"this file system cannot write this file: {_INSTEAD}",
-    }
-)
-_MEANS_UNSUPPORTED = frozenset({(errno.EPERM, "link")})
-_CANNOT_ANYTHING = f"this file system does not support the operation: {_INSTEAD}"
+_CANNOT = f"this file system does not support an operation that a store needs: {_INSTEAD}"
+_NO_LINKS = f"this file system has no hard links, which create-if-absent needs: {_INSTEAD}"
 _KEYS = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
 _KEY_ERRORS = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only
 _FORBIDDEN: Mapping[int, str] = MappingProxyType(
@@ -78,29 +60,18 @@ NOT_DONE = frozenset(_NEVER_DONE - {errno.EEXIST})
 """Error numbers after which a link was certainly not made."""
 
 
-def as_store_error(error: OSError, what: str, *, call: str = "") -> StoreRefused | StoreUnavailable:
-    """Return the store error for `error`, with advice.
-
-    Args:
-        error: the system's error.
-        what: the operation and its path, for the message.
-        call: the method of `FileSystemCalls` that failed; by default the one in the note that `named` adds.
-    """
-    call = call or _noted(error)
+def as_store_error(error: OSError, what: str) -> StoreRefused | StoreUnavailable:
+    """Return the store error for `error`, with advice; `what` is the operation and its path."""
     number = error.errno or 0
     if number in _FULL:
         return StoreUnavailable(f"{what}: the disk is full ({error.strerror}); free some space and try again")
-    if number in UNSUPPORTED or (number, call) in _MEANS_UNSUPPORTED:
-        return StoreRefused(f"{what}: {_CANNOT.get(call, _CANNOT_ANYTHING)} ({error.strerror})")
+    if number in UNSUPPORTED:
+        return StoreRefused(f"{what}: {_CANNOT} ({error.strerror})")
     reason = _FORBIDDEN.get(number) or _IMPOSSIBLE.get(number)
     if reason is not None:
         return StoreRefused(f"{what}: {reason} ({error.strerror})")
     reason = _PASSING.get(number)
     return StoreUnavailable(f"{what}: {reason} ({error.strerror})" if reason else f"{what}: {error}")
-
-
-def _noted(error: OSError) -> str:
-    return next((note for note in getattr(error, "__notes__", ()) if note in _CANNOT), "")
 
 
 # The system calls of the file store, which tests replace by those of a simulated disk.
@@ -207,12 +178,6 @@ class FileSystemCalls:
         with os.scandir(folder) as entries:
             return next(entries, None) is None
 
-    def try_lock(self, file: int) -> bool:
-        with suppress(OSError):  # held by a live writer, or a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
 
 def sync_folder(folder: Path) -> None:
     """Sync the names in `folder`, so that they survive a power cut."""
@@ -221,29 +186,6 @@ def sync_folder(folder: Path) -> None:
         FileSystemCalls().fsync_folder(opened)
     finally:
         os.close(opened)
-
-
-def named(calls: FileSystemCalls) -> FileSystemCalls:
-    """Return `calls` whose every error carries the name of the method that raised it as a note."""
-    return cast("FileSystemCalls", _Named(calls))
-
-
-class _Named:
-    def __init__(self, calls: FileSystemCalls) -> None:
-        self._calls = calls
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        act = getattr(self._calls, name)
-
-        def call(*arguments: object) -> object:
-            try:
-                return act(*arguments)
-            except OSError as error:
-                error.add_note(name)
-                raise
-
-        setattr(self, name, call)  # wrap each method once
-        return call
 
 
 def _status(found: os.stat_result) -> FileStatus:
@@ -277,7 +219,7 @@ class Publisher:
             CommitUnknown: the link may have been made, or is made and its folder cannot be synced.
         """
         try:
-            self._calls.link(fresh.name, fresh.folder, name, folder)
+            self._link(fresh, name, folder)
         except OSError as error:
             if not self._is_linked(fresh, folder, name, error):
                 raise AlreadyExists(f"{path}: exists already in {self._root}") from error
@@ -289,21 +231,26 @@ class Publisher:
     def replace(self, fresh: Temporary, folder: int, name: str) -> None:
         """Publish `fresh` as `name`, replacing a file only if its size differs: another writer or a disk damaged it."""
         try:
-            self._calls.link(fresh.name, fresh.folder, name, folder)
+            self._link(fresh, name, folder)
         except FileExistsError:
             there = status_at(self._calls, folder, name)
             if there is not None and not there.is_file:
                 raise
             if there is None or there.size_bytes != fresh.status.size_bytes:
                 self._rename(fresh, folder, name)
-        except OSError as error:
-            self._require_links(fresh, error)
-            raise
         self._calls.fsync_folder(folder)
+
+    def _link(self, fresh: Temporary, name: str, folder: int) -> None:
+        try:
+            self._calls.link(fresh.name, fresh.folder, name, folder)
+        except OSError as error:
+            if error.errno in UNSUPPORTED | {errno.EPERM}:
+                raise StoreRefused(f"link in {self._root}: {_NO_LINKS} ({error.strerror})") from error
+            raise
 
     def _rename(self, fresh: Temporary, folder: int, name: str) -> None:
         second = f"{fresh.name}-again"
-        self._calls.link(fresh.name, fresh.folder, second, fresh.folder)  # two links until the folder is synced
+        self._link(fresh, second, fresh.folder)  # two links until the folder is synced
         try:
             self._calls.rename(second, fresh.folder, name, folder)
         except BaseException:
@@ -315,7 +262,6 @@ class Publisher:
 
         Raises:
             OSError: the link was not made.
-            StoreRefused: this file system supports no hard links.
             CommitUnknown: it is not known whether the link was made.
         """
         if error.errno in NOT_DONE:
@@ -325,7 +271,6 @@ class Publisher:
         except OSError as blind:
             raise CommitUnknown(f"{name!r} in {self._root}: {error}, and then {blind}") from error
         if there is None:
-            self._require_links(fresh, error)
             raise CommitUnknown(f"{name!r} in {self._root}: {error}; not there yet") from error
         if there.inode == fresh.status.inode:
             return True
@@ -333,26 +278,6 @@ class Publisher:
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
         settle(self._calls, folder, there)
         return False
-
-    def _require_links(self, fresh: Temporary, error: OSError) -> None:
-        """After EIO, test whether the file system supports hard links: some FUSE file systems return EIO if not.
-
-        A failing disk is unlikely: it has just written and synced the file.
-
-        Raises:
-            StoreRefused: a second link beside the file fails with EIO too.
-        """
-        if error.errno != errno.EIO:
-            return
-        second = f"{fresh.name}-again"
-        try:
-            self._calls.link(fresh.name, fresh.folder, second, fresh.folder)
-        except OSError as again:
-            if again.errno == errno.EIO:
-                unsupported = OSError(errno.ENOTSUP, f"link fails twice: {os.strerror(errno.EIO)}")
-                raise as_store_error(unsupported, f"link in {self._root}", call="link") from error
-        else:
-            discard(self._calls, second, fresh.folder)
 
 
 def status_at(calls: FileSystemCalls, folder: int, name: str) -> FileStatus | None:

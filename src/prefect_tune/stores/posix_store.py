@@ -25,17 +25,13 @@ from prefect_tune.stores.posix_files import (
     Temporary,
     as_store_error,
     discard,
-    named,
     settle,
     status_at,
     sync_folder,
 )
 
-# Remove hidden files that killed writers left, while other writers are active.
-
-LEFTOVER_AFTER = timedelta(minutes=15)
-_THOUGH_LOCKED = timedelta(days=7)  # for file systems without locks, or that keep the locks of dead processes
-_EVERY = timedelta(minutes=1)
+_LEFTOVER_AFTER = timedelta(days=1)
+_SWEEP_INTERVAL = timedelta(minutes=1)
 
 
 class Sweeps:
@@ -49,41 +45,8 @@ class Sweeps:
         now = time.monotonic()
         if now < self._next.get(root, 0.0):
             return False
-        self._next[root] = now + _EVERY.total_seconds()
+        self._next[root] = now + _SWEEP_INTERVAL.total_seconds()
         return True
-
-
-def remove_leftovers(calls: FileSystemCalls, folder: int, now_ns: int, *, older_than: timedelta) -> int:
-    """Remove the files in an open folder that are `older_than` and whose writer is dead; return their number.
-
-    A writer holds a lock on its file, which the kernel releases when the writer dies. Correctness does not
-    depend on the lock: a writer whose file was removed fails to link it, and publishes nothing.
-    """
-    removed = 0
-    is_synced = False
-    for name in calls.names(folder):
-        with suppress(OSError):  # another writer removed it first, or it belongs to another user
-            status = calls.status_of(name, folder)
-            age = timedelta(microseconds=(now_ns - status.modified_ns) / 1000)
-            if age < older_than or not _is_abandoned(calls, name, folder, age):
-                continue
-            if status.links > 1 and not is_synced:
-                # Published, but perhaps not synced: only the second link shows that. Sync before removing it.
-                calls.sync()
-                is_synced = True
-            calls.unlink(name, folder)
-            removed += 1
-    return removed
-
-
-def _is_abandoned(calls: FileSystemCalls, name: str, folder: int, age: timedelta) -> bool:
-    if age >= _THOUGH_LOCKED:
-        return True
-    file = calls.open_file(name, folder)
-    try:
-        return calls.try_lock(file)
-    finally:
-        calls.close(file)
 
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
@@ -97,7 +60,7 @@ class PosixStore:
     An object is written under a hidden name, synced, and hard-linked to its own name: atomic between writers on
     all machines that mount the directory, and complete after a power cut. The file has two links until its own
     name is synced; a reader that finds two links syncs the folder before it uses the object. Hidden files of
-    killed writers are removed by a later writer, after fifteen minutes.
+    killed writers are removed by a later writer, after a day.
 
     The deadline is checked between system calls. A call that hangs (a dead NFS server) can only be ended by
     `IsolatedStore`, from outside. Symbolic links below the root are refused.
@@ -113,7 +76,7 @@ class PosixStore:
     ) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
-        self._calls = named(calls or FileSystemCalls())
+        self._calls = calls or FileSystemCalls()
         self._publisher = Publisher(self._calls, root)
         self._sweeps = sweeps or Sweeps()
         self._identity: tuple[int, int] | None = None
@@ -298,7 +261,6 @@ class PosixStore:
             name = uuid.uuid4().hex
             file = self._enter(opened, self._calls.new_file(name, folder))
             try:
-                self._calls.try_lock(file)  # shows a sweep that this writer is alive
                 self._write(file, data)
                 status = self._calls.status(file)
                 self._sweep(folder, status.modified_ns)
@@ -367,9 +329,19 @@ class PosixStore:
             folder = parent
 
     def _sweep(self, folder: int, now_ns: int) -> None:
-        """Remove hidden files of killed writers; `now_ns` is by the file system's own clock."""
-        if self._sweeps.is_due(os.fspath(self.root)):
-            remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+        """Remove hidden files that nothing was written to for a day; `now_ns` is by the file system's own clock.
+
+        A live writer whose file was removed fails to link it, and publishes nothing.
+        """
+        if not self._sweeps.is_due(os.fspath(self.root)):
+            return
+        for name in self._calls.names(folder):
+            with suppress(OSError):  # another writer removed it first, or it belongs to another user
+                status = self._calls.status_of(name, folder)
+                if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _LEFTOVER_AFTER:
+                    if status.links > 1:  # published, but perhaps not synced: only the second link shows that
+                        self._calls.sync()
+                    self._calls.unlink(name, folder)
 
 
 def make_root(root: Path) -> None:

@@ -58,7 +58,6 @@ class MemoryPosix:
         self._root = _Folder(1)
         self._open: dict[int, _File | _Folder] = {}
         self._files = 2
-        self._locks: dict[_File | _Folder, int] = {}
         self._lock = threading.RLock()
 
     def lose_power(self, seed: int | None = None) -> None:
@@ -66,7 +65,6 @@ class MemoryPosix:
         rng = None if seed is None else random.Random(seed)
         with self._lock:
             self._open.clear()
-            self._locks.clear()
             files: set[_File] = set()
             for folder in self._folders(self._root, both=True):
                 _forget_names(folder, rng)
@@ -82,7 +80,6 @@ class MemoryPosix:
         """Close everything, as the kernel does for a process that has died."""
         with self._lock:
             self._open.clear()
-            self._locks.clear()
 
     # ------------------------------------------------------------------------------- FileSystemCalls
 
@@ -108,9 +105,7 @@ class MemoryPosix:
 
     def close(self, file: int) -> None:
         with self._lock:
-            closed = self._open.pop(file, None)  # gone already after a power cut
-            if closed is not None and self._locks.get(closed) == file:
-                del self._locks[closed]
+            self._open.pop(file, None)  # gone already after a power cut
 
     def write(self, file: int, data: memoryview) -> int:
         with self._lock:
@@ -192,10 +187,6 @@ class MemoryPosix:
     def is_empty(self, folder: int) -> bool:
         with self._lock:
             return not self._folder(folder).names
-
-    def try_lock(self, file: int) -> bool:
-        with self._lock:
-            return self._locks.setdefault(self._open[file], file) == file
 
     # -------------------------------------------------------------------------------------- files below
 
@@ -386,6 +377,3 @@ class DyingCalls:
 
     def is_empty(self, folder: int) -> bool:
         return self._look(lambda: self.disk.is_empty(folder))
-
-    def try_lock(self, file: int) -> bool:
-        return self._look(lambda: self.disk.try_lock(file))

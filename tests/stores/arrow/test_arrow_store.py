@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +19,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.arrow_store import ArrowStore, open_fsspec
+from prefect_tune.stores.arrow_store import ArrowStore, as_arrow_error, open_fsspec
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
 from tests.fakes.servers.s3_sink import Fault, S3Sink
 from tests.fakes.stores.racers import winners
@@ -150,19 +151,8 @@ def test_a_missing_root_is_not_an_empty_one(tmp_path: Path) -> None:
     assert store.list("") == []
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (Fault.FAIL_500, StoreUnavailable),
-        (Fault.FAIL_503, StoreUnavailable),
-        (Fault.RESET, StoreUnavailable),
-        (Fault.LOSE_REPLY, StoreUnavailable),
-        (Fault.REFUSE_403, StoreRefused),
-    ],
-)
-def test_a_server_that_fails_is_unavailable_one_that_forbids_refuses_and_neither_is_empty(
-    sink: S3Sink, fault: Fault, error: type[Exception]
-) -> None:
+@pytest.mark.parametrize("fault", [Fault.FAIL_500, Fault.FAIL_503, Fault.RESET, Fault.LOSE_REPLY, Fault.REFUSE_403])
+def test_a_server_that_fails_or_forbids_is_unavailable_and_not_empty(sink: S3Sink, fault: Fault) -> None:
     store = ArrowStore(_s3(sink), "bucket")
     store.put("a", b"1")
     sink.fault = lambda _request: fault
@@ -172,11 +162,25 @@ def test_a_server_that_fails_is_unavailable_one_that_forbids_refuses_and_neither
         lambda: store.size("a"),
         lambda: store.list(""),
         lambda: store.delete(["a"]),
-        *([lambda: store.create("b", b"")] if fault is Fault.REFUSE_403 else []),
     ]
     for act in acts:
-        with pytest.raises(error):
+        with pytest.raises(StoreUnavailable):
             act()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError("AWS Error ACCESS_DENIED: no text of a client decides"), StoreUnavailable),
+        (OSError(errno.EINVAL, "the body was truncated"), StoreUnavailable),
+        (OSError(errno.EBUSY, "slow down"), StoreUnavailable),
+        (OSError(errno.EPERM, "the method is not allowed"), StoreRefused),
+        (PermissionError("access denied"), StoreRefused),
+        (NotImplementedError("no such operation"), StoreRefused),
+    ],
+)
+def test_an_error_of_a_client_is_final_by_its_number_or_its_class(error: Exception, kind: type[Exception]) -> None:
+    assert type(as_arrow_error(error, "write")) is kind
 
 
 def test_a_create_whose_completion_was_not_answered_is_not_known(sink: S3Sink) -> None:

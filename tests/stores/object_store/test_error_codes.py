@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,10 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
 from obstore.exceptions import GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
-from pyarrow import fs
 
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -24,7 +21,6 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.stores import obstore_store
-from prefect_tune.stores.arrow_store import as_arrow_error
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.obstore_store import CODES, ErrorCode, Fault, Meaning, ObstoreStore, client_times
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
@@ -294,107 +290,3 @@ def test_a_blob_that_azure_itself_is_using_is_not_taken_for_one_that_is_there(se
     with _store("azure-blob", server) as store:
         _answer(server, "azure-blob", 409, "SystemInUse")
         assert type(_raised(lambda: store.create("a", b"x"))) is StoreUnavailable
-
-
-# ---------------------------------------------------------------------------- as pyarrow and fsspec report them
-
-_TEXTS = (
-    "AWS Error UNKNOWN (HTTP status {status}) during HeadObject: Unable to parse ExceptionName: {code} Message: no",
-    "An error occurred ({code}) when calling the PutObject operation: no",
-    "no\nRequestId:1\nTime:2\nErrorCode:{code}",
-    "Cannot get properties: Azure Error: [{code}] no",
-    "google::cloud::Status(PERMISSION_DENIED: no error_info={{reason={code}, domain=global, metadata={{}}}})",
-)
-
-
-@pytest.mark.parametrize("text", _TEXTS, ids=["pyarrow-s3", "botocore", "azure-core", "pyarrow-azure", "pyarrow-gcs"])
-def test_each_code_means_the_same_in_the_text_of_another_client(text: str) -> None:
-    for row in CODES.values():
-        if "_" in row.code or row.meaning in (Meaning.ABSENT, Meaning.PRESENT):
-            continue
-        said = as_arrow_error(Exception(text.format(code=row.code, status=400)), "write")
-        assert type(said) is (StoreUnavailable if row.meaning in _PASSES else StoreRefused), row
-        assert row.advice in str(said)
-
-
-def _arrow_s3(server: Canned) -> fs.S3FileSystem:
-    return fs.S3FileSystem(
-        access_key="k",
-        secret_key="s",
-        region="us-east-1",
-        endpoint_override=server.url,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
-    )
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (503, "SlowDown", StoreUnavailable),
-        (400, "IncompleteBody", StoreUnavailable),
-        (400, "KMS.DisabledException", StoreRefused),
-        (403, "RequestTimeTooSkewed", StoreRefused),
-        (404, "NoSuchBucket", StoreRefused),
-    ],
-)
-def test_pyarrow_itself_writes_the_code_where_it_is_looked_for(
-    server: Canned, status: int, code: str, kind: type[TuneError]
-) -> None:
-    _answer(server, "s3", status, code)
-    with pytest.raises(OSError, match="AWS Error") as raised:
-        _arrow_s3(server).open_output_stream("bucket/runs/AccessDenied/SlowDown.ckpt")
-    said = as_arrow_error(raised.value, "write")
-    assert type(said) is kind
-    assert CODES[code].advice in str(said)
-
-
-@pytest.mark.parametrize(("status", "code"), [(403, "InvalidObjectState"), (400, "InvalidRequest")])
-def test_a_code_that_pyarrow_has_no_name_for_is_final(server: Canned, status: int, code: str) -> None:
-    _answer(server, "s3", status, code)
-    with pytest.raises(OSError, match=r"AWS Error \[code ") as raised:
-        _arrow_s3(server).open_output_stream("bucket/a")
-    assert type(as_arrow_error(raised.value, "write")) is StoreRefused
-
-
-def test_pyarrow_itself_writes_the_reason_that_google_gives(server: Canned) -> None:
-    _answer(server, "gcs-json", 403, "retentionPolicyNotMet")
-    client = fs.GcsFileSystem(
-        anonymous=True,
-        scheme="http",
-        endpoint_override=server.url.removeprefix("http://"),
-        retry_time_limit=timedelta(seconds=1),
-    )
-    with pytest.raises(OSError, match="google::cloud::Status") as raised:
-        client.get_file_info("bucket/a")
-    assert CODES["RetentionPolicyNotMet"].advice in str(as_arrow_error(raised.value, "look"))
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("cannot write 'runs/AccessDenied/InvalidRequest'", StoreUnavailable),
-        ("runs/SlowDown: Access Denied. (HTTP status 403)", StoreRefused),
-        ("ACCESS_DENIED is the name of a trial", StoreUnavailable),
-        ("Forbidden: https://storage/b/o\nno permission", StoreRefused),
-    ],
-)
-def test_a_word_that_is_a_code_means_nothing_elsewhere_in_a_text(text: str, kind: type[TuneError]) -> None:
-    assert type(as_arrow_error(OSError(text), "write")) is kind
-
-
-@pytest.mark.parametrize(
-    ("code", "number", "kind"),
-    [
-        ("IncompleteBody", errno.EINVAL, StoreUnavailable),
-        ("BadDigest", errno.EINVAL, StoreUnavailable),
-        ("TokenRefreshRequired", errno.EINVAL, StoreRefused),
-        ("MethodNotAllowed", errno.EPERM, StoreRefused),
-        ("SlowDown", errno.EBUSY, StoreUnavailable),
-    ],
-)
-def test_the_code_behind_an_error_number_of_s3fs_decides(code: str, number: int, kind: type[TuneError]) -> None:
-    translated = OSError(number, "said by the server")
-    translated.__cause__ = ClientError({"Error": {"Code": code, "Message": "said by the server"}}, "PutObject")
-    said = as_arrow_error(translated, "write")
-    assert type(said) is kind
-    assert CODES[code].advice in str(said)

@@ -215,22 +215,14 @@ def test_a_folder_that_is_pruned_before_the_link_is_made_again(tmp_path: Path, m
     assert store.read("a/b/object") == b"1"
 
 
-def test_a_dead_writers_file_is_swept_and_a_living_ones_and_a_fresh_one_stay(tmp_path: Path) -> None:
+def test_a_hidden_file_is_swept_a_day_after_the_last_write(tmp_path: Path) -> None:
     hidden = tmp_path / ".tmp"
     hidden.mkdir()
-    for name in ("dead", "alive", "fresh"):
+    for name, age_seconds in (("dead", 90_000), ("alive", 80_000)):
         (hidden / name).write_bytes(b"half")
-    calls = FileSystemCalls()
-    folder = calls.open_root(str(hidden))
-    living = calls.open_file("alive", folder)
-    assert calls.try_lock(living)
-    for name in ("dead", "alive"):
-        an_hour_ago = time.time() - 3600
-        os.utime(hidden / name, (an_hour_ago, an_hour_ago))
+        os.utime(hidden / name, (time.time() - age_seconds,) * 2)
     PosixStore(tmp_path).put("a", b"1")
-    assert sorted(found.name for found in hidden.iterdir()) == ["alive", "fresh"]
-    calls.close(living)
-    calls.close(folder)
+    assert [file.name for file in hidden.iterdir()] == ["alive"]
 
 
 def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_path: Path) -> None:
@@ -263,19 +255,6 @@ class _SlowWrite(FileSystemCalls):
         self.writing.set()
         self.go_on.wait(10)
         return written
-
-
-def test_a_slow_writer_is_not_swept_however_long_it_takes(tmp_path: Path) -> None:
-    calls = _SlowWrite()
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(PosixStore(tmp_path, calls=calls).put, "slow", b"12345678")
-        assert calls.writing.wait(10)
-        (file,) = (tmp_path / ".tmp").iterdir()
-        os.utime(file, (0, time.time() - 3600))
-        PosixStore(tmp_path).put("other", b"1")
-        calls.go_on.set()
-        slow.result(10)
-    assert PosixStore(tmp_path).read("slow") == b"12345678"
 
 
 def test_a_writer_whose_hidden_file_is_taken_away_publishes_nothing(tmp_path: Path) -> None:
