@@ -11,13 +11,12 @@ from prefect_tune import cli
 from prefect_tune.cli.app import COMMANDS, PANELS
 from tools.house import (
     FILE_LINES,
-    PACKAGE_LINES,
     Source,
     exemptions,
     journeys,
     main,
+    measure_lines,
     shared_class_names,
-    size_of_the_package,
     unpromised,
     vague_names,
     violations,
@@ -58,9 +57,10 @@ def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not
     assert list(shared_class_names([one, other])) == ["src/b.py:1: class Same has the name of one in src/a.py"]
 
 
-def test_the_package_has_a_limit_too() -> None:
-    _, found = size_of_the_package([Source(Path("tasks/a.py"), "x = 1\n" * (PACKAGE_LINES + 1), ast.parse(""))])
-    assert found == [f"package: {PACKAGE_LINES + 1} lines, at most {PACKAGE_LINES}"]
+def test_the_package_and_the_tests_have_limits_too() -> None:
+    source = Source(Path("tasks/a.py"), "x = 1\n" * 9, ast.parse(""))
+    assert measure_lines("package", [source], limit=9) == ("package: 1 files, 9 lines", [])
+    assert measure_lines("tests", [source], limit=8)[1] == ["tests: 9 lines, at most 8"]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from pathlib import Path
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # all holds here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, vague names, a reason for each exemption
 FILE_LINES = 700
-# 60,478 before the faults that outside testers found were fixed; that issue raised it.
-PACKAGE_LINES = 65_430
-"""It only goes down, or up for an issue that says so: a feature brings its lines from somewhere else."""
+# 65,423 and 78,161 when the refactoring began (one journal, one event view): it lowers both after each step.
+PACKAGE_LINES = 64_300
+TESTS_LINES = 78_161
+"""They only go down, or up for an issue that says so: a feature brings its lines from somewhere else."""
 
 # Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.
 VAGUE = frozenset({"apart", "aside", "happened", "heard", "learned", "outside", "standing", "told"})
@@ -182,11 +183,11 @@ def shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
         first[node.name] = path
 
 
-def size_of_the_package(package: Sequence[Source]) -> tuple[str, list[str]]:
-    """Return the figures of the whole package as a line, and the one that exceeds its limit."""
-    lines = sum(source.line_count for source in package)
-    exceeded = [f"package: {lines} lines, at most {PACKAGE_LINES}"] if lines > PACKAGE_LINES else []
-    return f"package: {len(package)} files, {lines} lines", exceeded
+def measure_lines(name: str, sources: Sequence[Source], limit: int) -> tuple[str, list[str]]:
+    """Return the files and lines of the package or of the tests as a line of text, and the limit if it is exceeded."""
+    lines = sum(source.line_count for source in sources)
+    exceeded = [f"{name}: {lines} lines, at most {limit}"] if lines > limit else []
+    return f"{name}: {len(sources)} files, {lines} lines", exceeded
 
 
 def journeys(root: Path) -> tuple[str, list[str]]:
@@ -223,8 +224,9 @@ def main(root: Path) -> int:
         if source.line_count > FILE_LINES
     ]
     package = [source for source in inside if source.path.parts[0] in PACKAGE]
-    figures, exceeded = size_of_the_package(package)
-    found += [*exceeded, *shared_class_names(package)]
+    tests = [source for source in beside if source.path.parts[0] == "tests"]
+    sizes = [measure_lines("package", package, PACKAGE_LINES), measure_lines("tests", tests, TESTS_LINES)]
+    found += [*chain(*(exceeded for _, exceeded in sizes)), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     found += [each for source in (*package, *beside) for each in vague_names(source)]
     drawn, missing = journeys(root)
@@ -232,10 +234,7 @@ def main(root: Path) -> int:
     print(*found, sep="\n", end="\n" if found else "")
     longest_file = max((source.line_count for source in inside), default=0)
     print(f"house: {len(inside)} files, longest {longest_file} lines; {len(found)} violations")
-    print(figures)
-    print(drawn)
-    tests = [source for source in beside if source.path.parts[0] == "tests"]
-    print(f"tests: {len(tests)} files, {sum(each.line_count for each in tests)} lines")
+    print(*(figures for figures, _ in sizes), drawn, sep="\n")
     return 1 if found else 0
 
 
