@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 MARK = "\N{FOUR DOT PUNCTUATION}"
 _WORD = re.compile(r"\{[^{}]*\}|%[-.\d]*\w|\b[A-Za-z]{3,}")
 _SENTENCE = re.compile(r"[A-Za-z]{2,}\S* (?:\S+ )*?\S*[A-Za-z]{2,}|[A-Za-z]{3,} $|^ [A-Za-z]{3,}")
-_SKIPPED = frozenset({"reporting/svg.py", "notebook/html.py", "core/html_tables.py"})  # styles of pages
+_SKIPPED = frozenset(
+    {"__init__.py", "reporting/svg.py", "notebook/html.py", "core/html_tables.py"}
+)  # lists of names, and styles of pages
 
 
 class _Alter(ast.NodeTransformer):

@@ -8,6 +8,7 @@ import pwd
 import re
 import stat
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -35,22 +36,35 @@ def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
 
     The administrator (user 0) counts as this user, and so does a group with this user as its only member. A mount
     that makes up owners (FUSE, SMB) does not show who can write to it, so it never counts as this user's own. Checked
-    are every folder from `/` to `root`, as given and with links resolved, every folder from there to `folders`, and
-    every file in these. A folder that does not exist passes.
+    are every folder from `/` to `root`, those that links lead through included, every folder from there to `folders`,
+    and every file in these. A folder that does not exist passes.
     """
     try:
-        real, given = Path(os.path.realpath(root, strict=True)), root.absolute()
-        for path in sorted({*real.parents, *given.parents, given}):
-            if reason := _writer_reason(path, is_above=True):
+        real = Path(os.path.realpath(root, strict=True))
+        for path in _passed_paths(root):
+            if reason := _writer_reason(path, is_above=path != real):
                 return reason
-        if reason := _writer_reason(real):
-            return reason
         for folder in folders:
             if reason := _folder_reason(real, folder):
                 return reason
     except OSError as error:
         return f"{root}: {error.strerror}"
     return None
+
+
+def _passed_paths(path: Path) -> Iterator[Path]:
+    """Yield every folder and every link on the way from `/` to `path`: who can write to one of them can redirect it."""
+    current, names = Path("/"), deque(path.absolute().parts[1:])
+    yield current
+    while names:
+        name = names.popleft()
+        current = current.parent if name == ".." else current / name
+        if current.is_symlink():
+            yield current
+            target = current.readlink()
+            names.extendleft(reversed(target.parts[target.is_absolute() :]))
+            current = Path("/") if target.is_absolute() else current.parent
+        yield current
 
 
 def _folder_reason(root: Path, folder: str) -> str | None:

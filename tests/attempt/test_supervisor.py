@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -57,7 +56,7 @@ from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after
 
 LOADED = TrainableLoaded(pid=1, code="")
-KILLED = ProcessEnd(signal=signal.SIGKILL)
+KILLED = ProcessEnd(signal="SIGKILL")
 DONE = Finished(trial="t", reason="done")
 RETURNED = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
 
@@ -173,12 +172,12 @@ def outcome_of(
         3,
         [
             (KILLED, Cause.MACHINE, False),
-            (ProcessEnd(signal=signal.SIGTERM), Cause.MACHINE, False),
-            (ProcessEnd(signal=signal.SIGSEGV), Cause.USER, True),
-            (ProcessEnd(signal=signal.SIGABRT, output="terminate called"), Cause.USER, True),
+            (ProcessEnd(signal="SIGTERM"), Cause.MACHINE, False),
+            (ProcessEnd(signal="SIGSEGV"), Cause.USER, True),
+            (ProcessEnd(signal="SIGABRT", output="terminate called"), Cause.USER, True),
             (ProcessEnd(exit_code=0), Cause.USER, True),
             (
-                ProcessEnd(signal=signal.SIGKILL, output="worker 7 exited with code 1, maybe by SIGSEGV"),
+                ProcessEnd(signal="SIGKILL", output="worker 7 exited with code 1, maybe by SIGSEGV"),
                 Cause.MACHINE,
                 False,
             ),
@@ -196,7 +195,7 @@ def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the
 
 def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
-        found = outcome_of(spec, says, ProcessEnd(signal=signal.SIGSEGV))
+        found = outcome_of(spec, says, ProcessEnd(signal="SIGSEGV"))
         assert isinstance(found, AttemptEnded)
         assert (found.cause, found.at_start) == (Cause.USER, False)
 

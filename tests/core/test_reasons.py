@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from prefect_tune.core import reasons
 from prefect_tune.core.reasons import (
@@ -20,6 +21,7 @@ from prefect_tune.core.reasons import (
     is_same_error,
     make_reason,
     process_end_reason,
+    summarize_error,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +82,7 @@ def test_a_reason_of_an_altered_journal_is_shown_with_its_code_if_its_arguments_
             "no checkpoint is the cause: ValueError",
         ),
         (process_end_reason(ProcessEnd(exit_code=3), rank=1), "rank 1: the trial's process exited with code 3"),
-        (process_end_reason(ProcessEnd(signal=9)), "the trial's process ended by SIGKILL"),
+        (process_end_reason(ProcessEnd(signal="SIGKILL")), "the trial's process ended by SIGKILL"),
         (
             process_end_reason(ProcessEnd(reason=make_reason("thread-ended"))),
             "the trial's process runs in a thread, which has ended",
@@ -169,3 +171,42 @@ def test_an_error_is_located_in_the_code_of_the_user(
     trace: str, location: str | None, *, is_newest_first: bool
 ) -> None:
     assert find_code_location(trace, is_newest_first=is_newest_first) == location
+
+
+def nest(depth: int) -> dict[str, object]:
+    reason: dict[str, object] = {"code": "silent", "arguments": {"seconds": 3}}
+    for _ in range(depth):
+        reason = {"code": "retried", "arguments": {"error": reason}}
+    return reason
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"seconds": 10**400}, {"seconds": float("nan")}, {"ranks": [10**30]}, {"error": nest(98)}, {"error": [[1]]}],
+    ids=["huge", "not a number", "huge in a list", "deep", "lists of lists"],
+)
+def test_a_process_or_a_journal_cannot_hold_arguments_that_no_reason_has(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Reason(code="silent", arguments=arguments)
+    assert str(Reason.model_validate(nest(6))).startswith("retried after: retried after: ")
+
+
+def test_a_nested_reason_that_is_none_is_shown_as_it_is() -> None:
+    altered = Reason(code="max-failures", arguments={"error": {"arguments": {}}})
+    assert format_error(altered)
+    assert not is_same_error(altered, ERROR)
+
+
+def test_steps_are_counted_exactly() -> None:
+    assert str(make_reason("step-limit", step=1234568, limit=1234567.0)) == "step 1234568 of 1234567"
+
+
+def test_a_number_that_json_lacks_is_a_text() -> None:
+    assert str(make_reason("median", metric="loss", best=1.0, median=float("inf"), step=3, count=2))
+
+
+def test_what_a_dead_process_printed_last_is_shown_with_its_error_and_does_not_tell_errors_apart() -> None:
+    died = process_end_reason(ProcessEnd(exit_code=3, output="dying words"))
+    assert str(died) == "the trial's process exited with code 3\nlast output:\ndying words"
+    assert is_same_error(died, process_end_reason(ProcessEnd(exit_code=3, output="others")))
+    assert str(summarize_error(make_reason("max-failures", failures=1, limit=0, error=died))).endswith("code 3")

@@ -77,7 +77,7 @@ def _changes(event: Event, trials: Sequence[str]) -> Iterator[tuple[str, Mapping
             yield "resumed trial", {"trial": next(each for each in trials if each != event.trial)}
         case Finished(kind=kind) if kind is not FinishKind.RETURNED:
             yield "end", {"reason": _alter_reason(event.reason)}
-            others = [other for other in FinishKind if other not in (kind, FinishKind.RETURNED)]
+            others = [other for other in FinishKind if other is not kind]
             yield from (("kind of end", {"kind": other}) for other in others)
         case Paused() | Requeued() | StopAsked(request=None) | GaveUp() | Quarantined(kills=True):
             yield event.type, {"reason": _alter_reason(event.reason)}

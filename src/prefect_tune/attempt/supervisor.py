@@ -11,7 +11,6 @@ When the whole run stops, the trial has `spec.grace` to save, and is then killed
 from __future__ import annotations
 
 import queue
-import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -454,7 +453,7 @@ class _Supervisor:
     def _died(self, rank: int) -> AttemptEnded:
         end = self._group.end(rank)
         self._rank_ends[rank] = rank_end_reason(end)
-        is_killed = end.signal == signal.SIGKILL
+        is_killed = end.signal == "SIGKILL"
         is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows its end
         if (is_killed or is_hidden) and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=is_killed):
             reason = process_end_reason(end, self._number_of(rank), self._meter.memory_reason())

@@ -5,17 +5,34 @@ Schedulers, stoppers and requests of users give texts instead, which are shown a
 
 from __future__ import annotations
 
+import math
 import re
-import signal
 import string
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationError
 
 from prefect_tune.core.shown_text import first_line, format_span, plural, readable, shown_size
 from prefect_tune.core.values import Message, Value
+
+_MAX_DEPTH = 16
+_MAX_NUMBER = 2**63
+
+
+def _require_plain(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
+    """Return the arguments if they are shallow and their numbers usual: a trial's process may send any."""
+    for argument in arguments.values():
+        for value in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+                _require_plain(value, depth + 1)
+            elif not (value is None or isinstance(value, str) or _is_usual_number(value)):
+                raise ValueError("expected texts, numbers up to 2**63, lists of them, or a reason")
+    return arguments
+
+
+def _is_usual_number(value: object) -> bool:
+    return abs(value) < _MAX_NUMBER if isinstance(value, int) else isinstance(value, float) and math.isfinite(value)
 
 
 class Reason(Value):
@@ -23,13 +40,13 @@ class Reason(Value):
 
     code: str
     """A key of `_SENTENCES`. A code that a newer release wrote is shown as it is, with its arguments."""
-    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[Mapping[str, Any], AfterValidator(_require_plain)] = Field(default_factory=dict)
     """JSON; an argument that is a reason, too, is its JSON."""
 
     def __str__(self) -> str:
         try:
             return _format(_SENTENCES[self.code], self.arguments) or self.code
-        except (LookupError, ValueError, TypeError, AttributeError):  # an altered journal may hold any arguments
+        except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError):  # of an altered journal
             return f"{self.code} {dict(self.arguments)}"
 
 
@@ -41,7 +58,8 @@ class ProcessEnd(Value):
     """How a process of a trial ended: its exit code, or the signal that killed it; both None if neither is known."""
 
     exit_code: int | None = None
-    signal: int | None = None
+    signal: str | None = None
+    """Its name, such as `SIGKILL`."""
     reason: Reason | None = None
     """What is known instead, where neither is: the node is lost, the training runs in a thread."""
     output: Message = ""
@@ -50,11 +68,6 @@ class ProcessEnd(Value):
     def __str__(self) -> str:
         """Return how it ended, as the predicate of a sentence: `exited with code 1`."""
         return _format(_PROCESS_ENDED, _arguments_of(self))
-
-
-def name_signal(number: int) -> str:
-    """Return a signal's name; real-time signals have none, so they are shown by number."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
@@ -70,12 +83,12 @@ def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason 
         memory: how the memory was exceeded, if that has ended it.
     """
     location = find_code_location(end.output, is_newest_first=True)  # of faulthandler's dump
-    return make_reason("process-ended", **_arguments_of(end), location=location, rank=rank, memory=memory)
+    place = {"location": location, "rank": rank, "output": end.output or None}
+    return make_reason("process-ended", **_arguments_of(end), **place, memory=memory)
 
 
 def _arguments_of(end: ProcessEnd) -> Mapping[str, object]:
-    name = None if end.signal is None else name_signal(end.signal)
-    return {"exit_code": end.exit_code, "signal": name, "detail": end.reason}
+    return {"exit_code": end.exit_code, "signal": end.signal, "detail": end.reason}
 
 
 def make_reason(code: str, /, **arguments: object) -> Reason:
@@ -91,6 +104,8 @@ def _json_of(argument: object) -> object:
             return readable(argument)
         case list() | tuple():
             return [_json_of(part) for part in argument]
+        case float() if not math.isfinite(argument):
+            return str(argument)
         case _:
             return argument
 
@@ -116,7 +131,17 @@ def is_same_error(reason: AnyReason, other: AnyReason) -> bool:
 
 
 def _without_place(reason: Reason) -> Mapping[str, Any]:
-    return {name: each for name, each in reason.arguments.items() if name not in ("traceback", "rank", "location")}
+    return {name: argument for name, argument in reason.arguments.items() if name not in _PLACES}
+
+
+_PLACES = ("traceback", "rank", "location", "output")
+"""Arguments of an error that say where it happened, and what was printed before."""
+
+
+def summarize_error(reason: AnyReason) -> AnyReason:
+    """Return the error by which an attempt ended, without its traceback and last output."""
+    error = error_of(reason)
+    return make_reason(error.code, **_without_place(error)) if isinstance(error, Reason) else first_line(error)
 
 
 def format_error(reason: AnyReason) -> str:
@@ -132,11 +157,15 @@ def format_error(reason: AnyReason) -> str:
 def _reason_of(argument: object) -> AnyReason:
     if isinstance(argument, Reason):
         return argument
-    return Reason.model_validate(argument) if isinstance(argument, Mapping) else str(argument)
+    try:
+        return Reason.model_validate(argument) if isinstance(argument, Mapping) else str(argument)
+    except ValidationError:  # of an altered journal
+        return str(argument)
 
 
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
-_PACKAGE: Final = "prefect_tune"
+_SEPARATORS: Final = r"[/\\]"
+_NOT_OF_A_USER = re.compile(rf"{_SEPARATORS}prefect_tune{_SEPARATORS}|(^|{_SEPARATORS})<[^/\\]*$")
 _LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
 
 
@@ -146,13 +175,12 @@ def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
     Args:
         is_newest_first: the order of the frames: True for a dump, False for a traceback.
     """
-    frames = [(PurePath(path), line) for path, line in _FRAME.findall(trace)]
-    others = [frame for frame in frames if _PACKAGE not in frame[0].parts and not frame[0].name.startswith("<")]
-    users = [frame for frame in others if not _LIBRARIES.search(str(frame[0]))] or others
+    frames = [frame for frame in _FRAME.findall(trace) if not _NOT_OF_A_USER.search(frame[0])]
+    users = [frame for frame in frames if not _LIBRARIES.search(frame[0])] or frames
     if not users:
         return None
     path, line = users[0 if is_newest_first else -1]
-    return f"{path.name}:{line}"
+    return f"{re.split(_SEPARATORS, path)[-1]}:{line}"
 
 
 def without_result(reason: AnyReason, step: int) -> AnyReason:
@@ -160,7 +188,7 @@ def without_result(reason: AnyReason, step: int) -> AnyReason:
     if (
         not isinstance(reason, Reason)
         or reason.code not in ("rank-promoted", "rank-continued", "cutoff")
-        or reason.arguments["step"] != step
+        or reason.arguments.get("step") != step
     ):
         return reason
     return make_reason(reason.code, **{**reason.arguments, "value": None})
@@ -188,6 +216,7 @@ class _Formatter(string.Formatter):
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "span": format_span,
     "size": shown_size,
+    "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "names": lambda names: ", ".join(map(repr, names)),
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
     "reason": lambda reason: str(_reason_of(reason)),
@@ -215,7 +244,7 @@ _AFTER_ERROR = frozenset(
 
 _SENTENCES: Mapping[str, str] = {
     # A stop criterion is met, or a scheduler has decided.
-    "step-limit": "step {step:g} of {limit:g}",
+    "step-limit": "step {step:count} of {limit:count}",
     "metric-limit": "{metric} = {value:g}, the limit is {limit:g}",
     "time-limit": "trained for {seconds:span}, the limit is {limit:span}",
     "plateau": "{metric} has settled at {mean:g} ± {spread:g}",
@@ -271,7 +300,9 @@ _SENTENCES: Mapping[str, str] = {
     # An attempt ends.
     "raised": _RAISED,
     "invalid-use": _RAISED,
-    "process-ended": "<rank {rank}: ><{memory:reason}; >the trial's process " + _PROCESS_ENDED,
+    "process-ended": "<rank {rank}: ><{memory:reason}; >the trial's process "
+    + _PROCESS_ENDED
+    + "<\nlast output:\n{output}>",
     "out-of-memory": (
         "out of memory: peak {peak_bytes:size} of limit {limit_bytes:size}"
         "< (process {process}, {process_bytes:size} in its last sample)>"

@@ -114,9 +114,9 @@ def _range(steps: Sequence[int]) -> str:
 
 
 def with_last_output(reason: object, output: str) -> str:
-    """Return how an attempt or a process ended, followed by its last output, if it has any; both are `visible`."""
+    """Return how an attempt or a process ended, followed by its last output unless that is shown already: `visible`."""
     ended, last_output = visible(reason).strip(), visible(output.rstrip())
-    return f"{ended}\nlast output:\n{last_output}" if last_output else ended
+    return ended if ended.endswith(last_output) else f"{ended}\nlast output:\n{last_output}"
 
 
 def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:

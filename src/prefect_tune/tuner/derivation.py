@@ -59,7 +59,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     WarmStart,
 )
-from prefect_tune.core.reasons import AnyReason, code_of
+from prefect_tune.core.reasons import AnyReason, code_of, make_reason
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
@@ -510,7 +510,7 @@ class Derivation:
 
     def _ended(self, before: Experiment, trial: Trial, event: Finished, plan: AuditPlan) -> Finding:
         if event.kind is FinishKind.RETURNED:
-            return Observed()
+            return Expected([event.model_copy(update={"reason": make_reason("returned")})])
         if event.kind is not FinishKind.CRITERION:
             ends = _early_ends(before, trial)
             # A stop request may reach an attempt of a deployment that has outlived its search.

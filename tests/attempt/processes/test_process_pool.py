@@ -385,7 +385,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
     with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one(stopped), signal.SIGSTOP)
-        assert channel.end() == ProcessEnd(signal=signal.SIGKILL)
+        assert channel.end() == ProcessEnd(signal="SIGKILL")
     pool.dismiss()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 

@@ -81,7 +81,7 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
     def two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
         with pool.process(module.start(0), log_to(recorder)) as channel:
             messages_of(channel)
-            assert channel.end() == ProcessEnd(signal=signal.SIGKILL)
+            assert channel.end() == ProcessEnd(signal="SIGKILL")
         with pool.process(module.start(1), log_to(recorder)) as channel:
             return dict(metrics_of(channel))
 
@@ -111,7 +111,7 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
         until(lambda: ours.pids("sleep"), what=lambda: "a trial")
         kill(ours, "the fork server")
         forked_again(module, pool, recorder)
-        assert channel.end() == ProcessEnd(signal=signal.SIGKILL)  # by this call
+        assert channel.end() == ProcessEnd(signal="SIGKILL")  # by this call
     assert len(module.imports) == 1
 
 

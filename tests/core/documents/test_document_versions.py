@@ -19,7 +19,8 @@ from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownV
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.journal_events import Entry, Owner, Started, TrialAdded
-from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
+from prefect_tune.core.storage.documents import Document, Upgrade, read_newest, seal, unseal, upgraded
+from prefect_tune.core.storage.object_store import Listed
 from prefect_tune.core.values import Stamp, canonical_json, digest_of
 from tests.core.driver import JOURNAL, NAME
 from tests.fakes.checkpoints import first_generation
@@ -270,3 +271,13 @@ def test_a_segment_of_an_older_version_whose_trials_are_no_json_is_damaged(monke
     monkeypatch.setattr(segments, "_Head", NewHead)
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
         segments.decode_segment(seal(head) + b"\n" + lines, JOURNAL, 10)
+
+
+def test_a_listing_that_keeps_naming_a_document_that_is_gone_ends_with_an_error() -> None:
+    class StaleListing(MemoryStore):
+        def list(self, prefix: str, *, after: str = "") -> list[Listed]:
+            del after
+            return [Listed(f"{prefix}/{3:010d}.json", 1)]
+
+    with pytest.raises(JournalCorrupt, match="a document that is gone"):
+        read_newest(StaleListing(), Entry, "folder", JournalCorrupt)

@@ -272,7 +272,7 @@ ALIKE = [errored(str(number), make_reason("max-failures", failures=1, limit=0, e
 def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained(
     trials: list[Trial], *, is_over: bool
 ) -> None:
-    error = trials[0].end_reason
+    error = make_reason("raised", type="KeyError", text="'x'")
     reason = make_reason("same-errors", count=3, error=error) if is_over else None
     assert errors_end_reason(trials[0], trials, fail_fast=None) == reason
     assert errors_end_reason(trials[0], trials, fail_fast=False) is None

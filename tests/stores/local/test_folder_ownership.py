@@ -65,6 +65,20 @@ def test_links_above_it_are_followed_as_far_as_they_are_ones_own(root: Path) -> 
 
 
 @needs_root
+@pytest.mark.parametrize("mode", [0o755, 0o777], ids=["of another user", "of everybody"])
+def test_a_folder_that_a_link_leads_through_is_checked(root: Path, mode: int) -> None:
+    team = root.parent / "team"
+    team.mkdir()
+    (team / "me").symlink_to(os.path.relpath(root, team))
+    (root.parent / "runs").symlink_to(team / "me")
+    assert looked_at(root.parent / "runs") == ""
+    team.chmod(mode)
+    if mode == 0o755:
+        os.chown(team, OTHER, -1)
+    assert str(team) in looked_at(root.parent / "runs")
+
+
+@needs_root
 def test_a_link_of_another_user_is_not_followed(root: Path) -> None:
     link = root.parents[1] / "link"
     link.symlink_to(root.parent)

@@ -266,12 +266,15 @@ class _Process:
         return self._end
 
 
-MEMORY_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
+MEMORY_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT"})
 """The signals that end a process which reads memory that it does not have."""
-OWN_SIGNALS = MEMORY_SIGNALS | {signal.SIGFPE, signal.SIGILL}
+OWN_SIGNALS = MEMORY_SIGNALS | {"SIGFPE", "SIGILL"}
 """The signals that the trainable or its libraries cause; SIGKILL comes from outside the process."""
 
 
 def make_process_end(code: int, output: str) -> ProcessEnd:
     """Return how a process ended: by its exit code (negative: a signal's number), with its last output."""
-    return ProcessEnd(exit_code=code, output=output) if code >= 0 else ProcessEnd(signal=-code, output=output)
+    if code >= 0:
+        return ProcessEnd(exit_code=code, output=output)
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # a real-time one has none
+    return ProcessEnd(signal=name, output=output)

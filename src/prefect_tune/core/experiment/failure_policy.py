@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.attempt_causes import Cause
-from prefect_tune.core.reasons import Reason, code_of, is_same_error, make_reason
+from prefect_tune.core.reasons import Reason, code_of, is_same_error, make_reason, summarize_error
 from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
 def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
     """Return why the error of `trial`, one of `trials`, ends the experiment; None if it goes on."""
     if fail_fast:
-        return make_reason("fail-fast", trial=trial.trial, error=trial.end_reason)
+        return make_reason("fail-fast", trial=trial.trial, error=summarize_error(trial.end_reason))
     return same_errors_reason(trials) if fail_fast is None else None
 
 
@@ -118,7 +118,7 @@ def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
     third_error_at = sorted(map(_last_sign_of, errored))[_SAME_ERRORS - 1]
     if any(_last_sign_of(trial) <= third_error_at for trial in begun if trial.phase is Phase.RUNNING):
         return None
-    return make_reason("same-errors", count=len(errored), error=errored[0].end_reason)
+    return make_reason("same-errors", count=len(errored), error=summarize_error(errored[0].end_reason))
 
 
 def _last_sign_of(trial: Trial) -> datetime:

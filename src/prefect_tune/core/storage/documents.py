@@ -20,6 +20,7 @@ from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 DOCUMENT_BYTES = 512 * 1024 * 1024
 """No larger document is written; one that is found is damaged or foreign, and is not read."""
 _FIRST_BYTES = 4 * 1024 * 1024
+_TRIES = 10
 _SEAL = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -102,10 +103,12 @@ def read_newest(store: ObjectStore, model: type[_Sealed], folder: str, error: ty
 
     It is for documents whose writer deletes the one before: a listed one that is gone has a successor.
     """
-    while paths := numbered_paths(store, folder):
+    for _ in range(_TRIES):
+        if not (paths := numbered_paths(store, folder)):
+            return None
         if (document := read_sealed(store, model, paths[-1], error)) is not None:
             return document
-    return None
+    raise error(f"{folder}: {_TRIES} listings in a row name a document that is gone")
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
