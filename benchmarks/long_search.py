@@ -62,7 +62,7 @@ class _Meter:
 
             return call
 
-        names = ("read", "list", "size", "create", "put", "delete")
+        names = ("read", "list", "size", "create", "put", "replace", "delete")
         with ExitStack() as patched:
             for name in names:
                 patched.enter_context(patch.object(PosixStore, name, counted(name, getattr(PosixStore, name))))
@@ -168,7 +168,7 @@ def _first_and_last(spans: Sequence[float]) -> str:
 
 
 def _written(run: Mapping[str, Any]) -> int:
-    return int(run["operations"].get("create", 0) + run["operations"].get("put", 0))
+    return sum(int(run["operations"].get(name, 0)) for name in ("create", "put", "replace"))
 
 
 def _looked(operations: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,6 +62,9 @@ class _Counted:
 
     def put(self, path: str, data: Buffer) -> None:
         self.inner.put(path, data)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self.inner.replace(path, pieces)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         data = self.inner.read(path, offset=offset, length=length)

@@ -13,8 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -31,23 +30,16 @@ from prefect_tune.core.errors import (
     DeadlineExceeded,
     InvalidInput,
     StoreRefused,
-    Superseded,
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.storage.object_store import ObjectStore, is_inside
+from prefect_tune.core.storage.object_store import is_inside
 from prefect_tune.storage_retries import may_pass
-from prefect_tune.stores.local.artifact_transfer import (
-    Sent,
-    Writer,
-    delete_everything,
-    receive_artifacts,
-    send_artifacts,
-)
+from prefect_tune.stores.local.artifact_transfer import ArtifactMirror, delete_everything
 from prefect_tune.stores.open_location import read_uri
 
 _LONGEST_PAUSE_SECONDS = 60.0
-HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded)
+HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -129,8 +121,7 @@ class Syncer(ABC):
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` is negative.
-            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded: a retry
-                cannot help.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion: a retry cannot help.
             TuneError: every try failed; its cause is the last error.
         """
         if max_retries < 1 or not backoff_s >= 0:
@@ -158,22 +149,18 @@ class Syncer(ABC):
 
         A sync that returned False, or is known to have failed, does not count.
         """
-        if not self._is_due(Act.UP):
-            return None
-        now = self._clock()
-        is_begun = self.sync_up(local_dir, remote_dir, exclude)
-        if is_begun:
-            self._note_begun(Act.UP, now)
-        return is_begun
+        return self._begin_if_due(Act.UP, lambda: self.sync_up(local_dir, remote_dir, exclude))
 
     def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
         """Call `sync_down`, unless one began less than `sync_period` ago: then return None."""
-        if not self._is_due(Act.DOWN):
+        return self._begin_if_due(Act.DOWN, lambda: self.sync_down(remote_dir, local_dir, exclude))
+
+    def _begin_if_due(self, act: Act, begin: Callable[[], bool]) -> bool | None:
+        if not self._is_due(act):
             return None
         now = self._clock()
-        is_begun = self.sync_down(remote_dir, local_dir, exclude)
-        if is_begun:
-            self._note_begun(Act.DOWN, now)
+        if is_begun := begin():
+            self._note_begun(act, now)
         return is_begun
 
     def _is_due(self, act: Act) -> bool:
@@ -245,10 +232,12 @@ class TargetSyncer(Syncer):
     directory is not queued twice, since a sync copies the files that exist when it begins. Each command is ended
     after `sync_timeout`, and the next one begins only after it has ended.
 
-    Only changed files are sent. Files deleted locally are removed from the target by the next sync up; a sync down
-    deletes nothing locally. A reader of the target sees a whole sync or the previous one. For `exclude`, see
-    `prefect_tune.core.checkpoints.exclude_patterns`. What else a sync leaves out (links that lead out of the directory,
-    sockets, names that are not UTF-8, files that match `NEVER_ARTIFACTS`) is logged once.
+    Each file is one object of its name below `remote_dir`. A sync up sends the files whose size or modification time
+    differs from what this syncer sent or received last, and deletes those that it has sent or received and that are
+    deleted locally; a sync down deletes nothing locally. A reader of the target may see some files of one sync and
+    others of the one before. For `exclude`, see `prefect_tune.core.checkpoints.artifacts`. What else a sync leaves out
+    (links that lead out of the directory, sockets, names that are not UTF-8 or have control characters, files that
+    match `NEVER_ARTIFACTS`) is logged once.
 
     `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.
@@ -271,17 +260,12 @@ class TargetSyncer(Syncer):
         self._queue: deque[_Command] = deque()
         self._running: _Command | None = None
         self._began_seconds = 0.0
-        self._sent: dict[tuple[str, str], Sent] = {}
-        self._writer = Writer()
+        self._mirrors: dict[tuple[str, str], ArtifactMirror] = {}
         self._warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
         self._named: set[str] = set()
         self._failures = 0
         self._not_before_seconds = 0.0
         self._is_closed = False
-
-    def write_as(self, writer: Writer) -> None:
-        """Let further syncs up write as this attempt, until a later attempt does; a pickled copy forgets it."""
-        self._writer = writer
 
     def warn_with(self, warn: Callable[[str], None]) -> None:
         """Report with `warn` what a sync up leaves out; a pickled copy logs it, as by default."""
@@ -298,7 +282,7 @@ class TargetSyncer(Syncer):
         return self._enqueue(_Command(Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`.
+        """Queue a download of the files below `remote_dir` into `local_dir`; otherwise as `sync_up`.
 
         If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
         """
@@ -336,25 +320,17 @@ class TargetSyncer(Syncer):
         until = None if seconds is None else self._clock() + seconds
         with self._state:
             while self._running or self._queue:
-                self._wait_a_while(until)
+                now = self._clock()
+                ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
+                remaining = min(ends, ends if until is None else until) - now
+                if remaining <= 0:
+                    late = self._running or self._queue[0]
+                    raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
+                self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed.items()):
                 if command.act is Act.DOWN and isinstance(error, HOPELESS):
                     del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
                 raise _error_of(command, error)
-
-    def _wait_a_while(self, until: float | None) -> None:
-        """Wait for the next change of the queue, for a second at most.
-
-        Raises:
-            SyncTimedOut: `until` is reached, or the running command exceeds its `sync_timeout`.
-        """
-        now = self._clock()
-        ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
-        remaining = min(ends, ends if until is None else until) - now
-        if remaining <= 0:
-            late = self._running or self._queue[0]
-            raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
-        self._state.wait(min(remaining, 1.0))
 
     def close(self) -> None:
         """Refuse further commands, and wait for the queued ones. Idempotent."""
@@ -390,13 +366,10 @@ class TargetSyncer(Syncer):
             self._last = command
             for failed in [failed for failed in self._failed if command.replaces(failed)]:
                 del self._failed[failed]
-            if command != self._last_for(command.remote):
+            if command != next((last for last in reversed(self._queue) if last.remote == command.remote), None):
                 self._queue.append(command)
             self._begin()
         return True
-
-    def _last_for(self, remote: str) -> _Command | None:
-        return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
 
     def _begin(self) -> None:
         """Begin the next command, if none runs, in a non-daemon thread: the interpreter waits for it at exit."""
@@ -412,7 +385,7 @@ class TargetSyncer(Syncer):
     def _run(self, command: _Command) -> None:
         error: Exception | None = TuneError("its thread was ended")
         try:
-            self._do(command)
+            self._carry_out(command)
             error = None
         except Exception as failure:  # noqa: BLE001  it is stored, and raised by `wait`
             error = failure
@@ -436,20 +409,17 @@ class TargetSyncer(Syncer):
         self._not_before_seconds = 0.0
         super()._note_begun(command.act, self._began_seconds)
 
-    def _do(self, command: _Command) -> None:
-        with self._opened(command.remote) as (store, folder):
+    def _carry_out(self, command: _Command) -> None:
+        mirror = self._mirrors.setdefault((command.local, command.remote), ArtifactMirror(Path(command.local)))
+        target, folder = self._place(command.remote)
+        with target.open(timeout=self.sync_timeout) as store:
             match command.act:
                 case Act.UP:
-                    where = (command.local, command.remote)
-                    before = self._sent.pop(where, Sent())
-                    local = Path(command.local)
-                    sent = send_artifacts(store, folder, local, command.excludes, before, writer=self._writer)
-                    self._sent[where] = sent
-                    self._report_left_out(command.local, sent.left_out)
+                    self._report_left_out(command.local, mirror.send(store, folder, command.excludes))
                 case Act.DOWN:
-                    receive_artifacts(store, folder, Path(command.local), (*command.excludes, *NEVER_ARTIFACTS))
+                    mirror.receive(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
                 case Act.DELETE:
-                    self._sent.clear()
+                    self._mirrors.clear()
                     delete_everything(store, folder)
 
     def _report_left_out(self, directory: str, left_out: Mapping[str, str]) -> None:
@@ -462,12 +432,6 @@ class TargetSyncer(Syncer):
         named = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED))
         more = f", and {len(new) - _MAX_NAMED:,} more" if len(new) > _MAX_NAMED else ""
         self._warn(f"left out of the sync of artifacts: {named}{more}")
-
-    @contextmanager
-    def _opened(self, remote: str) -> Iterator[tuple[ObjectStore, str]]:
-        target, folder = self._place(remote)
-        with target.open(timeout=self.sync_timeout) as store:
-            yield store, folder
 
     def _place(self, remote: str) -> tuple[StorageTarget, str]:
         """Return the target and the folder on it that `remote` names."""

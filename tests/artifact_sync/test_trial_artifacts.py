@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+import prefect_tune as pt
 from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt import trial_artifacts
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
@@ -17,8 +19,9 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.storage.object_store import Listed
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
+from tests.fakes.checkpoints import write
+from tests.fakes.stores.object_stores import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 LOG = logging.getLogger("artifacts")
@@ -69,7 +72,7 @@ def spec(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> 
 
 def test_an_attempt_goes_on_with_what_the_one_before_left(spec: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
     second = attempt_of(spec, tmp_path / "2")
-    second.bring_back(2)
+    second.begin(2)
     (tmp_path / "2" / "log-2").write_text("two")
     second.close()
     second.settle()
@@ -81,7 +84,7 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
 ) -> None:
     second = attempt_of(spec, tmp_path / "2")
     bucket.away = True
-    second.bring_back(2)
+    second.begin(2)
     bucket.away = False
     (tmp_path / "2" / "log-2").write_text("two")
     second.after_commit()
@@ -92,46 +95,95 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     assert "beside the earlier ones" in caplog.text
 
 
-class Counting(Bucket):
-    """A bucket that counts its listings."""
-
-    looks = 0
-
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        self.looks += 1
-        return super().list(prefix, after=after)
-
-
 def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    bucket = BUCKETS[request.node.name] = Counting()
+    bucket = BUCKETS[request.node.name] = Bucket()
     attempt = attempt_of(spec_for(BucketTarget(name=request.node.name)), tmp_path / "1")
+    attempt.begin(1)
     attempt.after_commit()
     attempt.after_report()
     attempt.close()
-    assert not bucket.looks
+    assert not bucket.operations
+    assert bucket.timeout == Bucket().timeout  # it was not even opened
     (log := tmp_path / "1" / "log").write_text("late")
     attempt.close()
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log": b"late"}
-    log.unlink()  # deletions are reported, too
+    log.unlink()
     attempt.close()
     attempt.settle()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {}
+    assert bucket.objects == {}
+
+
+def test_the_last_sync_has_ended_when_the_attempt_ends(spec: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
+    attempt = attempt_of(spec, tmp_path / "2")
+    (tmp_path / "2" / "log-1").write_text("last line")
+    bucket.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(attempt.close)
+        assert until(lambda: bucket.writers > 0)
+        assert not closing.done()
+        bucket.gate.set()
+        closing.result()
+    assert bucket.objects == {f"{TRIAL.artifacts}/log-1": b"last line"}
+
+
+def test_an_attempt_that_is_taken_for_dead_deletes_no_file_of_its_successor_and_nothing_else(
+    spec: TrialSpec, bucket: Unreadable, tmp_path: Path
+) -> None:
+    others = {f"{TRIAL.blobs}/part": b"1", f"{TRIAL.checkpoints}/x/manifest.json": b"2", "e/1/journal/3.json": b"3"}
+    bucket.objects |= others
+    first = attempt_of(spec, tmp_path / "2")
+    (tmp_path / "2" / "log-1").write_text("one, once more")
+    first.close()
+    second = attempt_of(spec, tmp_path / "3")
+    second.begin(3)
+    (tmp_path / "3" / "log-2").write_text("two")
+    second.close()
+    (tmp_path / "2" / "log-1").write_text("one goes on")
+    first.close()
+    (tmp_path / "2" / "log-1").unlink()
+    (tmp_path / "2" / "log-0").write_text("and on")
+    first.close()
+    written = {f"{TRIAL.artifacts}/log-0": b"and on", f"{TRIAL.artifacts}/log-2": b"two"}
+    assert bucket.objects == {**others, **written}
+
+
+def logs_after_its_last_report(config: Mapping[str, object]) -> None:
+    trial = pt.get_trial()
+    directory = trial.new_checkpoint_dir()
+    (directory / "step").write_text("1")
+    pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
+    write(trial.directory, {"tensorboard/events": b"%d" % config["number"]})  # type: ignore[str-format]  # it is one
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_what_a_trial_writes_last_is_a_plain_file_which_goes_with_its_experiment(tmp_path: Path) -> None:
+    options = {"target": str(tmp_path), "experiment": "e", "isolation": "thread"}
+    pt.durable_trainable(logs_after_its_last_report, {"number": 7}, **options)
+    (events,) = tmp_path.glob("e/1/trials/*/artifacts/tensorboard/events")
+    assert events.read_bytes() == b"7"
+    pt.delete_experiment("e", target=str(tmp_path))
+    assert not events.exists()
+    write(events.parent, {"events": b"of an attempt that was paused"})
+    pt.maintain(str(tmp_path))
+    assert not events.exists()
 
 
 def test_what_a_deleted_experiment_left_elsewhere_is_not_taken_for_the_trials(tmp_path: Path) -> None:
     sync = SyncConfig(upload_dir=str(tmp_path / "elsewhere"))
     deleted = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
     (tmp_path / "0" / "log").write_text("old")
+    deleted.begin(1)
     deleted.close()
     deleted.settle()
     spec = spec_for(LocalTarget(path=str(tmp_path / "target")), sync)
     first = attempt_of(spec, tmp_path / "1")
+    first.begin(1)
     first.close()
     first.settle()
     second = attempt_of(spec, tmp_path / "2")
-    second.bring_back(2)
+    second.begin(2)
     assert list((tmp_path / "2").iterdir()) == []
 
 
@@ -163,7 +215,7 @@ class Noting(Syncer):
 def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
     sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
     attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
-    attempt.bring_back(1)
+    attempt.begin(2)
     attempt.after_commit()
     attempt.after_commit()
     attempt.after_report()
@@ -207,7 +259,7 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
 ) -> None:
     sync = SyncConfig(syncer=Broken(), upload_dir=str(tmp_path / "up"), sync_period_seconds=0)
     attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
-    attempt.bring_back(2)
+    attempt.begin(2)
     attempt.after_commit()
     attempt.after_report()
     attempt.close()
@@ -226,8 +278,7 @@ def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial
     )
     for number in (1, 2):
         attempt = attempt_of(spec, tmp_path / f"{number}")
-        if number > 1:
-            attempt.bring_back(number)
+        attempt.begin(number)
         (tmp_path / f"{number}" / f"log-{number}").write_text("")
         attempt.close()
         attempt.settle()

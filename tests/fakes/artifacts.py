@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.local.artifact_transfer import Sent, Writer, receive_artifacts, send_artifacts
+from prefect_tune.stores.local.artifact_transfer import ArtifactMirror
 from tests.fakes.checkpoints import files_in
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -33,6 +33,15 @@ class Bucket(MemoryStore):
         self.timeout = timedelta(minutes=1)
 
     def put(self, path: str, data: Buffer) -> None:
+        with self._writing():
+            super().put(path, data)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        with self._writing():
+            super().replace(path, pieces)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         self.writers += 1
         self.writers_max = max(self.writers, self.writers_max)
         try:
@@ -40,22 +49,9 @@ class Bucket(MemoryStore):
                 raise DeadlineExceeded("held")
             if self.failures:
                 raise self.failures.pop(0)
-            super().put(path, data)
+            yield
         finally:
             self.writers -= 1
-
-
-class Raced(MemoryStore):
-    """Another writer publishes the files of the directory `rival` just before the next index is created."""
-
-    rival: Path | None = None
-    writer = Writer()
-
-    def create(self, path: str, data: Buffer) -> None:
-        if self.rival is not None:
-            rival, self.rival = self.rival, None
-            send_artifacts(self, REMOTE, rival, (), Sent(), writer=self.writer)
-        super().create(path, data)
 
 
 BUCKETS: dict[str, Bucket] = {}
@@ -80,5 +76,5 @@ class BucketTarget(StorageTarget):
 def fetched(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
     """Return the files that a reader of the target gets."""
     there = tmp_path / f"fetched-{time.monotonic_ns()}"
-    receive_artifacts(store, remote, there, ())
+    ArtifactMirror(there).receive(store, remote, ())
     return files_in(there)

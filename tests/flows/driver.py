@@ -198,7 +198,7 @@ def _counted_writes(dies_at: Write | None) -> Iterator[int]:
 
         return write_or_die
 
-    for name in ("create", "put"):
+    for name in ("create", "put", "replace"):
         setattr(PosixStore, name, counted(getattr(PosixStore, name)))
     return writes
 

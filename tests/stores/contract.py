@@ -86,6 +86,21 @@ class StoreContract:
         store.put("blobs/a", b"bytes")
         assert bytes(store.read("blobs/a")) == b"bytes"
 
+    def test_a_replace_leaves_its_own_bytes_whatever_was_there(self, store: ObjectStore) -> None:
+        for pieces in ([b"first"], [b"other"], [], [b"in ", b"", bytearray(b"2 "), memoryview(b"pieces")], [b"first"]):
+            store.replace("logs/a", pieces)
+            assert bytes(store.read("logs/a")) == b"".join(pieces)
+            assert list(store.list("")) == [Listed("logs/a", sum(len(piece) for piece in pieces))]
+        with pytest.raises(AlreadyExists):
+            store.create("logs/a", b"created")
+
+    def test_a_replace_of_many_megabytes_is_whole(self, store: ObjectStore) -> None:
+        pieces = [bytes([number]) * (8 << 20) for number in range(3)]
+        store.replace("big", [b"small"])
+        store.replace("big", [*pieces, b"end"])
+        assert store.size("big") == (24 << 20) + 3
+        assert bytes(store.read("big", offset=(16 << 20) - 1)) == b"\x01" + pieces[2] + b"end"
+
     @pytest.mark.parametrize(
         ("offset", "length", "expected"),
         [
@@ -150,6 +165,7 @@ class StoreContract:
         for act in (
             lambda: store.create(path, b""),
             lambda: store.put(path, b""),
+            lambda: store.replace(path, [b""]),
             lambda: store.read(path),
             lambda: store.size(path),
             lambda: store.delete([path]),

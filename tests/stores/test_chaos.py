@@ -77,6 +77,7 @@ def _acts(store: ObjectStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("new", DATA),
         "put": lambda: store.put("other", DATA),
+        "replace": lambda: store.replace("log", [DATA]),
         "read": lambda: store.read("there"),
         "range": lambda: store.read("there", offset=10, length=100),
         "size": lambda: store.size("there"),
@@ -137,7 +138,7 @@ def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Fault) -> None:
 
 
 @pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("act", ["put", "read", "range", "size", "list", "delete"])
+@pytest.mark.parametrize("act", ["put", "replace", "read", "range", "size", "list", "delete"])
 def test_what_passes_is_not_noticed(chaos: ChaosS3, act: str, kind: Fault) -> None:
     _furnish(chaos)
     chaos.script([kind])

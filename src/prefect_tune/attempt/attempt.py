@@ -118,8 +118,7 @@ class Attempt:
                 restored = self._restore_newest(journal_writer, scratch / "restored")
             _log_lost_steps(journal_writer.experiment.trial(self._name), log)
             start = self._begin(journal_writer, scratch, restored)
-            if start.attempt > 1:
-                artifacts.bring_back(start.attempt)
+            artifacts.begin(start.attempt)
             nodes = self._other_nodes(start, journal_writer.experiment)
             with CommitWorker(spec, journal_writer, artifacts, self.tasks, log, nodes) as commit_worker:
                 commit_worker.meter, self.meter.environment = self.meter, self.request.environment

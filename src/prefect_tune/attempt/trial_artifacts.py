@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -16,10 +17,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
-from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import below
-from prefect_tune.stores.local.artifact_transfer import Writer
-from prefect_tune.stores.local.staging import transfer_pool
 
 _RETRIES = 2
 _BACKOFF_SECONDS = 1.0
@@ -33,7 +31,6 @@ class TrialArtifacts:
     """
 
     def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:
-        self._spec = spec
         self._sync = spec.sync
         self._directory = str(directory)
         self._log = log
@@ -44,20 +41,20 @@ class TrialArtifacts:
         self._folder = spec.trial.artifacts
         self._remote = self._named(self._folder)
         self._excludes = list(spec.sync.excludes)
-        # True until `bring_back`; an upload target may hold files of an earlier experiment of this name.
-        self._shows_nothing = spec.sync.upload_dir is None
-        self._write_as(1)
+        self._had_files = False
         if isinstance(self._syncer, TargetSyncer):
             self._syncer.warn_with(log.warning)
 
-    def bring_back(self, attempt: int) -> None:
+    def begin(self, attempt: int) -> None:
         """Download the files of earlier attempts, so that logs are continued.
 
-        If that fails, this attempt uses a folder of its own: a sync to the same one would delete the files there.
+        If that fails, this attempt uses a folder of its own: its files would replace those of the same names.
         """
-        self._shows_nothing = False
-        self._write_as(attempt)
-        if not self._aloud(self._fetch):
+        if attempt == 1:
+            if isinstance(self._syncer, TargetSyncer) and self._sync.upload_dir is not None:
+                # What an experiment of this name on another target has left there.
+                self._aloud(partial(self._syncer.delete, self._remote))
+        elif not self._aloud(self._fetch):
             self._remote = self._named(f"{self._folder}-{attempt}")
             self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
 
@@ -80,18 +77,6 @@ class TrialArtifacts:
         if self._syncer is not None:
             self._aloud(self._syncer.close)
 
-    def _write_as(self, attempt: int) -> None:
-        """Make syncs of this attempt give way to later attempts; only the default syncer can do so."""
-        if isinstance(self._syncer, TargetSyncer):
-            self._syncer.write_as(Writer(attempt, lambda: self._is_superseded(attempt)))
-
-    def _is_superseded(self, attempt: int) -> bool:
-        """Whether the journal has another attempt of the trial, or does not have the trial any more."""
-        with self._spec.target.open(timeout=self._sync.sync_timeout) as store, transfer_pool() as transfers:
-            trials = load(store, self._spec.journal, side_by_side=transfers).trials
-        newest = trials.get(self._spec.trial.trial)
-        return newest is None or newest.attempt != attempt
-
     def _named(self, folder: str) -> str:
         return folder if self._uri is None else below(self._uri, folder)
 
@@ -102,25 +87,26 @@ class TrialArtifacts:
                 self._wait()
 
     def _send(self) -> None:
-        if self._syncer is not None and self._has_something_to_show():
-            self._syncer.sync_up(self._directory, self._remote, self._excludes)
+        if self._syncer is not None:
+            self._sync_up(self._syncer.sync_up)
 
     def _send_if_needed(self) -> None:
-        if self._syncer is not None and self._has_something_to_show():
-            self._syncer.sync_up_if_needed(self._directory, self._remote, self._excludes)
+        if self._syncer is not None:
+            self._sync_up(self._syncer.sync_up_if_needed)
 
-    def _has_something_to_show(self) -> bool:
-        """Skip the default syncer while there are no files, as in most trials; a user's syncer is always called."""
-        if isinstance(self._syncer, TargetSyncer) and self._shows_nothing:
-            self._shows_nothing = not any(Path(self._directory).iterdir())
-            return not self._shows_nothing
-        return True
+    def _sync_up(self, sync_up: Callable[[str, str, list[str]], object]) -> None:
+        """Call `sync_up`; of the default syncer not before there is a first file, since most trials have none."""
+        if isinstance(self._syncer, TargetSyncer) and not self._had_files:
+            self._had_files = any(Path(self._directory).iterdir())
+            if not self._had_files:
+                return
+        sync_up(self._directory, self._remote, self._excludes)
 
     def _wait(self) -> None:
         if self._syncer is not None:
             self._syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS)
 
-    def _aloud(self, act: Callable[[], None]) -> bool:
+    def _aloud(self, act: Callable[[], object]) -> bool:
         """Run `act`; on an error log a warning and return False."""
         try:
             act()

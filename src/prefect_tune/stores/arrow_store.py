@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -88,9 +88,9 @@ class ArrowStore:
     def _create(self, path: str, data: Buffer) -> None:
         if self.size(path) is not None:
             raise AlreadyExists(f"{path}: an object with this name exists already")
-        staged = self._staged(path, data, f"create of {path!r}")
+        staged = self._staged((data,), f"create of {path!r}")
         try:
-            self._publish(staged, path, data, f"create of {path!r}")
+            self._publish(staged, path, (data,), f"create of {path!r}")
             found = self.read(path)
         except (StoreUnavailable, ObjectNotFound) as error:
             raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
@@ -99,10 +99,16 @@ class ArrowStore:
 
     def put(self, path: str, data: Buffer) -> None:
         """An existing object of the same size is not written again."""
-        if self.size(path) == memoryview(data).nbytes:
-            return
-        staged = self._staged(path, data, f"put of {path!r}")
-        self._publish(staged, path, data, f"put of {path!r}")
+        if self.size(path) != memoryview(data).nbytes:
+            self._overwrite(path, (data,), f"put of {path!r}")
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        """On a file system that is not an object storage, there is no object at `path` for a moment."""
+        self._overwrite(path, pieces, f"replace of {path!r}")
+
+    def _overwrite(self, path: str, pieces: Iterable[Buffer], what: str) -> None:
+        staged = self._staged(pieces, what)
+        self._publish(staged, path, pieces, what)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         full = self._full(path)
@@ -205,22 +211,25 @@ class ArrowStore:
             )
         self._root_was_seen = True
 
-    def _write(self, full: str, data: Buffer) -> str:
-        """Write `data` at `full`, and return `full` once the target shows all of it there."""
+    def _write(self, full: str, pieces: Iterable[Buffer]) -> int:
+        """Write `pieces` at `full`, and return their size once the target shows all of them there."""
         if not self._is_whole_or_nothing:
             self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
-        size_bytes = memoryview(data).nbytes
+        size_bytes = 0
         try:
             stream = self._filesystem.open_output_stream(full)
             try:
-                stream.write(memoryview(data).cast("B") if size_bytes else b"")
+                for piece in pieces:
+                    self._deadline.check(f"write of {full}")
+                    size_bytes += memoryview(piece).nbytes
+                    stream.write(memoryview(piece).cast("B") if len(piece) else b"")
             finally:
                 stream.close()  # pyarrow closes it in any case, and makes an object of the bytes so far
             self._check_size(full, size_bytes)
         except Exception:
             self._discard(full, size_bytes)
             raise
-        return full
+        return size_bytes
 
     def _check_size(self, full: str, size_bytes: int) -> None:
         found = self._size_of(full)
@@ -236,26 +245,28 @@ class ArrowStore:
             if self._size_of(full) not in (None, size_bytes):
                 self._remove(full)
 
-    def _staged(self, path: str, data: Buffer, what: str) -> str:
-        """Write `data` under a hidden name and return it; on an object storage return the full `path`."""
+    def _staged(self, pieces: Iterable[Buffer], what: str) -> tuple[str, int] | None:
+        """Write `pieces` under a hidden name, and return it and their size; None on an object storage."""
         if self._is_whole_or_nothing:
-            return self._full(path)
+            return None
         with self._store_errors(what):
-            hidden = self._write(self._hidden(), data)
+            hidden = self._hidden()
+            size_bytes = self._write(hidden, pieces)
             self._sweep(hidden)
-        return hidden
+        return hidden, size_bytes
 
-    def _publish(self, staged: str, path: str, data: Buffer, what: str) -> None:
+    def _publish(self, staged: tuple[str, int] | None, path: str, pieces: Iterable[Buffer], what: str) -> None:
         full = self._full(path)
         with self._store_errors(what):
-            if staged == full:
-                self._write(full, data)
+            if staged is None:
+                self._write(full, pieces)
                 return
+            hidden, size_bytes = staged
             self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
             if self._size_of(full) is not None:
-                self._remove(full)  # its size is wrong; not every file system's move replaces
-            self._move(staged, full)
-            self._check_size(full, memoryview(data).nbytes)
+                self._remove(full)  # not every file system's move replaces
+            self._move(hidden, full)
+            self._check_size(full, size_bytes)
 
     def _sweep(self, hidden: str) -> None:
         """Remove, once per open store, hidden files that are a day older than `hidden`: killed writers left them."""

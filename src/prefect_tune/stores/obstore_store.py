@@ -20,12 +20,13 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar
@@ -282,6 +283,8 @@ _Faults: TypeAlias = list[Fault]
 _REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _SMALL_BYTES: Final = 1 << 20
 _PAGE_COUNT: Final = 1000  # what S3 lists, and deletes, in one request
+_PART_BYTES: Final = 8 << 20  # S3 takes 10,000 parts of at least 5 MiB
+_PARTS_AT_ONCE: Final = 2
 _RUNG: Final = 0.8
 _SHORTEST_SECONDS: Final = 0.02
 
@@ -375,6 +378,32 @@ class ObstoreStore:
             moved_bytes=len(data),
         )
 
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        """Several pieces are sent as the parts of one upload; after a fault all of them are sent again.
+
+        The client removes the parts of an upload that failed, but not those of a process that was killed.
+        """
+        if len(list(islice(pieces, 2))) < 2:
+            self.put(path, b"".join(pieces))
+            return
+        checked = checked_path(path)
+        limit_seconds = min(self._limit_seconds, self._deadline.remaining_seconds / 8)
+
+        def check_time() -> None:  # for a part, the request that joins the parts, and the one that removes them
+            if self._deadline.remaining_seconds < 3 * limit_seconds:
+                raise self._deadline.exceeded(f"write {path}")
+
+        def parts() -> Iterator[Buffer]:
+            for piece in pieces:
+                check_time()
+                yield piece
+
+        def write(client: Client) -> None:
+            check_time()
+            obstore.put(client, checked, parts(), chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+
+        self._ask(f"write {path}", write, limit_seconds=limit_seconds)
+
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         checked = checked_path(path)
         if length == 0:
@@ -447,11 +476,13 @@ class ObstoreStore:
         request: Callable[[Client], _T],
         *,
         moved_bytes: int | None = 0,
+        limit_seconds: float | None = None,
         faults: _Faults | None = None,
     ) -> _T:
         """Make `request`, and retry after transient faults; every fault is appended to `faults`."""
-        small = moved_bytes is not None and moved_bytes <= _SMALL_BYTES
-        limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
+        if limit_seconds is None:
+            small = moved_bytes is not None and moved_bytes <= _SMALL_BYTES
+            limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
         faults = [] if faults is None else faults
         for pause_seconds in _REQUEST_PAUSES_SECONDS:
             self._pause(pause_seconds)

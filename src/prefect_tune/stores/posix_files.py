@@ -240,6 +240,14 @@ class Publisher:
                 self._rename(fresh, folder, name)
         self._calls.fsync_folder(folder)
 
+    def overwrite(self, fresh: Temporary, folder: int, name: str) -> None:
+        """Publish `fresh` as `name`, replacing the file of that name; refuse a link or anything else but a file."""
+        there = status_at(self._calls, folder, name)
+        if there is not None and not there.is_file:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        self._rename(fresh, folder, name)
+        self._calls.fsync_folder(folder)
+
     def _link(self, fresh: Temporary, name: str, folder: int) -> None:
         try:
             self._calls.link(fresh.name, fresh.folder, name, folder)

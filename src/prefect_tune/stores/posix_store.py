@@ -6,7 +6,7 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
@@ -87,7 +87,7 @@ class PosixStore:
 
     def create(self, path: str, data: Buffer) -> None:
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("create", path) as root, self._temporary(root, data) as fresh:
+        with self._operation("create", path) as root, self._temporary(root, (data,)) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
@@ -96,8 +96,13 @@ class PosixStore:
         with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
                 return
-            with self._temporary(root, data) as fresh:
+            with self._temporary(root, (data,)) as fresh:
                 self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        folder, _, name = checked_path(path).rpartition("/")
+        with self._operation("replace", path) as root, self._temporary(root, pieces) as fresh:
+            self._publish(root, folder, fresh, lambda target: self._publisher.overwrite(fresh, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
@@ -254,14 +259,16 @@ class PosixStore:
     # ---------------------------------------------------------------------------------------------- writing
 
     @contextmanager
-    def _temporary(self, root: int, data: Buffer) -> Iterator[Temporary]:
-        """Write and sync `data` under a hidden name, removed once the object is published or was not made."""
+    def _temporary(self, root: int, pieces: Iterable[Buffer]) -> Iterator[Temporary]:
+        """Write and sync `pieces` under a hidden name, removed once the object is published or was not made."""
         with ExitStack() as opened:
             folder = self._open_temporary(opened, root)
             name = uuid.uuid4().hex
             file = self._enter(opened, self._calls.new_file(name, folder))
             try:
-                self._write(file, data)
+                for piece in pieces:
+                    self._write(file, piece)
+                self._calls.fsync(file)
                 status = self._calls.status(file)
                 self._sweep(folder, status.modified_ns)
                 yield Temporary(name, folder, status)
@@ -285,7 +292,6 @@ class PosixStore:
         while left:
             self._deadline.check("write")
             left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
-        self._calls.fsync(file)
 
     def _may_be_published(self, file: int) -> bool:
         try:

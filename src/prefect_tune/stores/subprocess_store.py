@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -87,6 +87,9 @@ class IsolatedStore:
     def put(self, path: str, data: Buffer) -> None:
         self._call("put", checked_path(path), body=data)
 
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self._call("replace", checked_path(path), pieces=pieces)
+
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         return cast("bytes", self._call("read", checked_path(path), offset=offset, length=length))
 
@@ -99,10 +102,18 @@ class IsolatedStore:
     def delete(self, paths: Sequence[str]) -> None:
         self._call("delete", [checked_path(path) for path in paths])
 
-    def _call(self, method: str, argument: object, *, body: Buffer | None = None, **options: object) -> object:
+    def _call(
+        self,
+        method: str,
+        argument: object,
+        *,
+        body: Buffer | None = None,
+        pieces: Iterable[Buffer] | None = None,
+        **options: object,
+    ) -> object:
         operation = f"{method} of {argument!r}"
         with self._leased_child(operation) as child:
-            return child.call(operation, method, argument, body=body, **options)
+            return child.call(operation, method, argument, body=body, pieces=pieces, **options)
 
     @contextmanager
     def _leased_child(self, operation: str) -> Iterator[_Child]:
@@ -162,9 +173,17 @@ class _Child:
             raise
 
     def call(
-        self, operation: str, method: str, *arguments: object, body: Buffer | None = None, **options: object
+        self,
+        operation: str,
+        method: str,
+        *arguments: object,
+        body: Buffer | None = None,
+        pieces: Iterable[Buffer] | None = None,
+        **options: object,
     ) -> Any:
         """Return the child's answer, or raise the store's error.
+
+        Each of the `pieces` is a message of its own, and an empty message ends them.
 
         Raises:
             DeadlineExceeded: no answer in time; the child was killed.
@@ -178,6 +197,11 @@ class _Child:
             self._connection.send((method, arguments, options, body is not None))
             if body is not None:
                 self._connection.send_bytes(memoryview(body).cast("B"))
+            if pieces is not None:
+                for piece in pieces:
+                    if len(piece):
+                        self._connection.send_bytes(memoryview(piece).cast("B"))
+                self._connection.send_bytes(b"")
             kind, answer = self._connection.recv()
             if kind == "bytes":
                 answer = self._connection.recv_bytes()

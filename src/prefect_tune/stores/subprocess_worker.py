@@ -8,6 +8,7 @@ import select
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +44,9 @@ def _serve(connection: Connection) -> None:
             if method == "open":
                 store = _open_store(*arguments)
                 reply = "value", store.conditional_create
+            elif method == "replace":
+                _replace(store, arguments[0], iter(connection.recv_bytes, b""))
+                reply = "value", None
             else:
                 reply = "value", getattr(store, method)(*arguments, **options)
         except TuneError as error:
@@ -54,6 +58,14 @@ def _serve(connection: Connection) -> None:
             connection.send_bytes(reply[1])
         else:
             connection.send(reply)
+
+
+def _replace(store: ObjectStore, path: str, pieces: Iterator[bytes]) -> None:
+    try:
+        store.replace(path, pieces)
+    finally:
+        for _ in pieces:  # the next message is a request
+            pass
 
 
 def _open_store(pickled_factory: bytes) -> ObjectStore:

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from prefect_tune.core.checkpoints import metadata
 from prefect_tune.core.checkpoints.metadata import newest_metadata, plain_metadata, revise_metadata
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.checkpoint_gc import collect
+from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from tests.core.driver import KEY, Session, Witness
@@ -141,3 +143,31 @@ def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_st
     collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
     assert session.store.list(doomed.folder) == []
     assert all(newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
+
+
+class Silent(MemoryStore):
+    """A store whose creates have an unknown outcome and write nothing."""
+
+    def create(self, path: str, data: Buffer) -> None:
+        del data
+        raise CommitUnknown(f"{path}: no answer")
+
+
+def test_a_target_that_never_answers_is_said_not_to() -> None:
+    with pytest.raises(CommitUnknown):
+        revise_metadata(Silent(), FOLDER, dict, before={}, write_id="w")
+
+
+class Crowded(MemoryStore):
+    """A store on which another writer is always faster."""
+
+    def create(self, path: str, data: Buffer) -> None:
+        if path not in self.objects:
+            super().create(path, seal(metadata._Revision(write_id=f"theirs {path}", metadata={})))
+        super().create(path, data)
+
+
+def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "_TRIES", 5)
+    with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
+        revise_metadata(Crowded(), FOLDER, dict, before={}, write_id="w")

@@ -28,7 +28,6 @@ from tests.fakes.stores.memory_store import MemoryStore
 
 KINDS = {
     "prefect-tune/answer": 2,
-    "prefect-tune/artifacts": 1,
     "prefect-tune/callback": 1,
     "prefect-tune/checkpoint": 1,
     "prefect-tune/generation": 1,

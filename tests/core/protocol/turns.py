@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
@@ -113,6 +113,10 @@ class _Runner:
     def put(self, path: str, data: Buffer) -> None:
         self._wait("put", path)
         self._inner.put(path, data)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self._wait("replace", path)
+        self._inner.replace(path, pieces)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         self._wait("read", path)

@@ -128,6 +128,11 @@ class S3Sink:
         """Return the `bucket/key` names that start with `prefix`."""
         return sorted(name for name in tuple(self._objects.objects) if name.startswith(prefix))
 
+    @property
+    def upload_count(self) -> int:
+        """Uploads by parts that are neither completed nor removed."""
+        return len(self._objects.uploads)
+
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes kept as `bucket/key`."""
         return self._objects.arena.bytes_of(self._objects.objects[name])

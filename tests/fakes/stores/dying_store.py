@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import TypeVar
@@ -12,7 +12,7 @@ from typing import TypeVar
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-WRITES = frozenset({"create", "put", "delete"})
+WRITES = frozenset({"create", "put", "replace", "delete"})
 
 _T = TypeVar("_T")
 
@@ -68,6 +68,9 @@ class DyingStore:
 
     def put(self, path: str, data: Buffer) -> None:
         self._do("put", path, lambda: self.inner.put(path, data))
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self._do("replace", path, lambda: self.inner.replace(path, pieces))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         return self._do("read", path, lambda: self.inner.read(path, offset=offset, length=length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
@@ -38,6 +38,12 @@ class MemoryStore:
     def put(self, path: str, data: Buffer) -> None:
         with self._lock:
             self.operations["put"] += 1
+            self._keep(checked_path(path), data)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        data = b"".join(pieces)
+        with self._lock:
+            self.operations["replace"] += 1
             self._keep(checked_path(path), data)
 
     def _keep(self, path: str, data: Buffer) -> None:

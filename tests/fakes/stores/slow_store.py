@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
@@ -38,6 +38,12 @@ class SlowStore:
         if self._is_lost(lambda: self.inner.put(path, copy)):
             raise StoreUnavailable(f"{path}: no answer")
         self.inner.put(path, data)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        copy = [bytes(piece) for piece in pieces]
+        if self._is_lost(lambda: self.inner.replace(path, copy)):
+            raise StoreUnavailable(f"{path}: no answer")
+        self.inner.replace(path, copy)
 
     def delete(self, paths: Sequence[str]) -> None:
         copy = tuple(paths)

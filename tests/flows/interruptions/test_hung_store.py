@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -89,6 +89,9 @@ class _Liar:
     def put(self, path: str, data: Buffer) -> None:
         if self._kept:
             self._honest.put(path, memoryview(data)[: int(len(data) * self._kept)])
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self._honest.replace(path, pieces)
 
     def create(self, path: str, data: Buffer) -> None:
         self._honest.create(path, data)

@@ -156,6 +156,32 @@ def test_what_the_store_raises_is_raised_here(tmp_path: Path) -> None:
         store.create("a", b"")
 
 
+def test_pieces_that_the_store_did_not_take_are_no_later_request(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    with _moody(root, children_max=1) as store:
+        store.put("object", b"1")
+        child = store.read("pid")
+        root.rename(elsewhere)
+        with pytest.raises(StoreUnavailable, match="root itself"):
+            store.replace("object", [b"1", b"2", b"3"])
+        elsewhere.rename(root)
+        assert store.size("object") == 1
+        assert store.read("pid") == child
+
+
+def test_pieces_that_cannot_be_read_to_the_end_replace_nothing(tmp_path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"half"
+        raise InvalidInput("a bad disk")
+
+    with _moody(tmp_path, children_max=1) as store:
+        store.put("object", b"1")
+        with pytest.raises(InvalidInput, match="a bad disk"):
+            store.replace("object", pieces())
+        assert store.read("object") == b"1"
+
+
 def test_a_path_is_refused_before_a_child_is_asked() -> None:
     with IsolatedStore(HangsInConstructor) as store, pytest.raises(InvalidInput):
         store.put("../x", b"")

@@ -27,7 +27,7 @@ from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.obstore_store import ObstoreStore
 from tests.fakes.servers.moto_server import aws_client, moto_server
-from tests.fakes.servers.s3_sink import Fault, S3Sink
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.stores.object_stores import Once, object_store, until
 from tests.stores.contract import StoreContract
 
@@ -36,6 +36,8 @@ def _calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("a", b"1"),
         "put": lambda: store.put("a", b"1"),
+        "replace": lambda: store.replace("a", [b"1"]),
+        "replace by parts": lambda: store.replace("a", [bytes(8 << 20), b"1"]),
         "read": lambda: store.read("a"),
         "read a range": lambda: store.read("a", offset=1, length=1),
         "size": lambda: store.size("a"),
@@ -156,7 +158,7 @@ def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind
     store = object_store(sink.endpoint, seconds=1)
     before = threading.active_count()
     started = time.monotonic()
-    with pytest.raises(CommitUnknown if act == "create" else DeadlineExceeded):
+    with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
         _calls(store)[act]()
     assert time.monotonic() - started < 1.2
     assert until(lambda: not sink.connections)
@@ -234,6 +236,7 @@ def test_one_request_is_made_for_each_act(sink: S3Sink) -> None:
     acts = [
         lambda: store.put("a", bytes(16 << 20)),
         lambda: store.create("b", b"1"),
+        lambda: store.replace("b", [b"2"]),
         lambda: store.read("a"),
         lambda: store.read("a", offset=5, length=1 << 20),
         lambda: store.size("a"),
@@ -243,6 +246,46 @@ def test_one_request_is_made_for_each_act(sink: S3Sink) -> None:
     for number, act in enumerate(acts, 1):
         act()
         assert len(sink.log) == number
+
+
+def test_an_upload_by_parts_that_fails_leaves_the_object_and_no_part_and_is_tried_again(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    store.replace("a", [b"old"])
+    pieces = [b"1" * (8 << 20), b"2" * (8 << 20), b"3"]
+    sink.fault = lambda request: Fault.REFUSE_403 if "partNumber=3" in request.query else None
+    with pytest.raises(StoreRefused):
+        store.replace("a", pieces)
+    assert bytes(store.read("a")) == b"old"
+    faults = {"partNumber=2": Fault.RESET}
+    sink.fault = lambda request: faults.pop(request.query.partition("&")[0], None)
+    store.replace("a", pieces)
+    assert not faults
+    assert bytes(store.read("a")) == b"".join(pieces)
+    assert sink.upload_count == 0
+
+
+def test_an_upload_by_parts_that_is_too_slow_ends_before_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint, seconds=2)
+    sink.latency = timedelta(seconds=0.15)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        store.replace("a", [bytes(8 << 20)] * 50)
+    assert time.monotonic() - started < 2.2
+    assert sink.names() == []
+    assert sink.upload_count == 0
+
+
+def test_no_upload_by_parts_begins_that_cannot_end_before_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+
+    def fail_late(_request: SinkRequest) -> Fault:
+        store._deadline = Deadline.after(timedelta(seconds=5))
+        return Fault.FAIL_503
+
+    sink.fault = fail_late
+    with pytest.raises(DeadlineExceeded):
+        store.replace("a", [bytes(8 << 20), b"1"])
+    assert sink.requests == {"POST": 1}
 
 
 def test_a_missing_object_is_not_there_even_for_no_bytes(sink: S3Sink) -> None:

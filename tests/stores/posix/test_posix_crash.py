@@ -37,6 +37,10 @@ def _heal(store: PosixStore) -> None:
     store.put("spoilt/object", NEW)
 
 
+def _replace(store: PosixStore) -> None:
+    store.replace("spoilt/object", [NEW[:5], NEW[5:]])
+
+
 def _delete(store: PosixStore) -> None:
     store.delete(["old/object", "old/other"])
 
@@ -115,12 +119,13 @@ def test_what_a_second_write_found_survives_the_next_power_cut(act: Act) -> None
         assert _found(disk, "a/b/object") == NEW, label
 
 
-def test_healing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones() -> None:
-    for label, disk, acknowledged in _disks_after(_heal):
+@pytest.mark.parametrize("act", [_heal, _replace])
+def test_healing_or_replacing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones(act: Act) -> None:
+    for label, disk, acknowledged in _disks_after(act):
         found = _found(disk, "spoilt/object")
         assert found in (b"short", NEW), label
         assert found == NEW or not acknowledged, label
-        _heal(posix_store(disk))
+        act(posix_store(disk))
         disk.lose_power()
         assert _found(disk, "spoilt/object") == NEW, label
 
@@ -134,7 +139,7 @@ def test_a_delete_that_fails_anywhere_can_be_repeated_and_then_holds() -> None:
         assert (_found(disk, "old/object"), _found(disk, "old/other")) == (None, None), label
 
 
-@pytest.mark.parametrize("act", long_after(1, [_create, _put, _heal]))
+@pytest.mark.parametrize("act", long_after(1, [_create, _put, _heal, _replace]))
 def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
     for label, disk, _ in _disks_after(act):
         disk.clock_ns += 90_000 * 10**9

@@ -24,7 +24,7 @@ CANNOT = sorted(UNSUPPORTED)
 NEEDED = {
     "create": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "mkdir", "status"],
     "put": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "mkdir", "status"],
-    "replace": ["rename"],
+    "replace": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "rename", "status"],
     "read": ["open_file", "pread", "status"],
     "size": ["status_of"],
     "list": ["names"],
@@ -50,7 +50,7 @@ def _acts(store: PosixStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("folder/new", b"1"),
         "put": lambda: store.put("folder/new", b"1"),
-        "replace": lambda: store.put("old/object", b"another size"),
+        "replace": lambda: store.replace("old/object", [b"another"]),
         "read": lambda: store.read("old/object"),
         "size": lambda: store.size("old/object"),
         "list": lambda: store.list(""),

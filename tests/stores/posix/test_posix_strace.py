@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 NEW = b"0123456789" * 1000
 CALLS = ("mkdirat", "openat", "write", "fsync", "linkat", "unlinkat")
+REPLACED = (*CALLS[1:], "renameat")
 EXIT_NOT_DONE, EXIT_REFUSED, EXIT_UNKNOWN = 3, 4, 5
 CHILD = f"""
 import os, sys
@@ -32,6 +33,7 @@ store = posix.PosixStore(Path(sys.argv[1]))
 act = {{
     "create": lambda: store.create("a/b/object", b"0123456789" * 1000),
     "put": lambda: store.put("a/b/object", b"0123456789" * 1000),
+    "replace": lambda: store.replace("old/object", [b"0123456789" * 400, b"0123456789" * 600]),
     "delete": lambda: store.delete(["old/object", "old/other"]),
 }}[sys.argv[2]]
 os.access("/begin", os.F_OK)
@@ -66,7 +68,14 @@ def _furnished(root: Path) -> Path:
 def _ordinals(tmp_path: Path, act: str) -> list[tuple[str, int]]:
     """Return each system call of the act as its name and its number in the life of the process."""
     log = tmp_path / f"trace of {act}"
-    done = _traced(_furnished(tmp_path / f"count {act}"), act, "-e", f"trace=access,{','.join(CALLS)}", "-o", str(log))
+    done = _traced(
+        _furnished(tmp_path / f"count {act}"),
+        act,
+        "-e",
+        f"trace=access,{','.join({*CALLS, *REPLACED})}",
+        "-o",
+        str(log),
+    )
     assert done.returncode == 0, done.stderr
     seen: Counter[str] = Counter()
     found: list[tuple[str, int]] = []
@@ -74,7 +83,7 @@ def _ordinals(tmp_path: Path, act: str) -> list[tuple[str, int]]:
     for name, arguments in re.findall(r"^(?:\d+ +)?(\w+)\((.*)", log.read_text(), re.MULTILINE):
         begun = begun or '"/begin"' in arguments
         seen[name] += 1
-        if begun and name in CALLS:
+        if begun and name != "access":
             found.append((name, seen[name]))
     return found
 
@@ -97,6 +106,11 @@ def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) ->
         store.delete(["old/object", "old/other"])
         assert store.list("") == [], label
         return
+    if act == "replace":
+        assert old[0] in ((NEW,) if acknowledged else (NEW, b"old")), label
+        store.replace("old/object", [NEW])
+        assert [_read(root, "old/object"), _read(root, "old/other")] == [NEW, b"old"], label
+        return
     assert old == [b"old", b"old"], label
     assert _read(root, "a/b/object") in ((NEW,) if acknowledged else (NEW, None)), label
     try:
@@ -106,7 +120,7 @@ def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) ->
     assert _read(root, "a/b/object") == NEW, label
 
 
-@pytest.mark.parametrize("act", ["create", pytest.param("put", marks=pytest.mark.deep), "delete"])
+@pytest.mark.parametrize("act", ["create", pytest.param("put", marks=pytest.mark.deep), "replace", "delete"])
 def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path, act: str) -> None:
     points = _ordinals(tmp_path, act)
     for number, (call, nth) in enumerate(points):
@@ -117,7 +131,8 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
         assert done.returncode != 0, f"{call} {nth} was not reached"
         _check_survivors(root, act, f"killed at {call} {nth}", acknowledged=False)
     print(f"{act}: killed at {len(points)} system calls")
-    assert {call for call, _ in points} >= ({"unlinkat", "fsync"} if act == "delete" else set(CALLS))
+    needed = {"delete": {"unlinkat", "fsync"}, "replace": set(REPLACED)}
+    assert {call for call, _ in points} >= needed.get(act, set(CALLS))
 
 
 @pytest.mark.long
@@ -126,6 +141,7 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
     [
         ("create", "ENOSPC"),
         ("delete", "EIO"),
+        ("replace", "ENOSPC"),
         pytest.param("create", "EIO", marks=pytest.mark.deep),
         pytest.param("put", "ENOSPC", marks=pytest.mark.deep),
         pytest.param("put", "EIO", marks=pytest.mark.deep),

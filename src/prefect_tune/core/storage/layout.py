@@ -18,8 +18,7 @@
 <experiment>/<generation>/trials/<trial>/answers/<attempt>-<step>.json
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/<node>/0000000001.json
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
-<experiment>/<generation>/trials/<trial>/artifacts/index/0000000001.json
-<experiment>/<generation>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
+<experiment>/<generation>/trials/<trial>/artifacts/<path>
 
 The page says what each object is. `generations` finds the generation of a name; a key has it, and all further keys
 and paths come from keys. The paths of callback states are built in `callback_delivery`.

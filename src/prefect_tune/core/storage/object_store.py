@@ -66,7 +66,7 @@ class Listed:
 
 
 class ObjectStore(Protocol):
-    """Immutable objects under relative, normalized, `/`-separated paths.
+    """Objects under relative, normalized, `/`-separated paths; only `replace` and `delete` change one that exists.
 
     Every method ends within the store's deadline and may raise `StoreUnavailable`
     (transient; one of its subclasses is `DeadlineExceeded`, after which nothing is left running) or
@@ -91,6 +91,14 @@ class ObjectStore(Protocol):
 
     def put(self, path: str, data: Buffer) -> None:
         """Write `data` durably at a path that is only ever written with these bytes. Idempotent."""
+        ...
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        """Make the object at `path` hold the joined `pieces`, durably, whatever it held before. Idempotent.
+
+        Until it is done, readers see the former object; on a store without `conditional_create` perhaps none. `pieces`
+        is iterated again for a retry, and only a few of them are in memory at a time.
+        """
         ...
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
