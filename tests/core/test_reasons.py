@@ -197,6 +197,11 @@ def test_a_nested_reason_that_is_none_is_shown_as_it_is() -> None:
     assert not is_same_error(altered, ERROR)
 
 
+def test_no_part_of_an_error_in_one_line_gives_the_terminal_commands() -> None:
+    hostile = make_reason("raised", text="\x1b[2J", location="\x1b]0;title\x07")
+    assert format_error(hostile) == r"\x1b[2J (\x1b]0;title\x07)"
+
+
 def test_steps_are_counted_exactly() -> None:
     assert str(make_reason("step-limit", step=1234568, limit=1234567.0)) == "step 1234568 of 1234567"
 

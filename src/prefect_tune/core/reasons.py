@@ -21,7 +21,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return the arguments if they are shallow and their numbers usual: a trial's process may send any."""
+    """Return the arguments if they are JSON, shallow, and of usual numbers: a trial's process may send any."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -151,7 +151,7 @@ def format_error(reason: AnyReason) -> str:
     """
     error = error_of(reason)
     location = error.arguments.get("location") if isinstance(error, Reason) else None
-    return f"{first_line(error)} ({location})" if location else first_line(error)
+    return first_line(f"{first_line(error)} ({location})" if location else error)
 
 
 def _reason_of(argument: object) -> AnyReason:

@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Finished, FinishKind, PriorTrial, Requeued
-from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.reasons import AnyReason, error_of, make_reason
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.values import StepReport
@@ -52,7 +52,7 @@ def open_decision(trial: Trial) -> PastEvent | None:
 
 def retry_of(trial: Trial) -> Requeued:
     """Return the event with which a trial that has failed gets fresh retry budgets, and is trained again."""
-    return Requeued(trial=trial.trial, reason=make_reason("retried", error=trial.end_reason))
+    return Requeued(trial=trial.trial, reason=make_reason("retried", error=error_of(trial.end_reason)))
 
 
 def finish_of(trial: str, stop: Stop) -> Finished:
