@@ -160,7 +160,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(run: Run, moods: Path, tmp_
     (tmp_path / "file").touch()
     done = run("export", moods, "moods", tmp_path / "file" / "out")
     assert (done.code, done.out) == (1, "")
-    assert done.err == f"prefect-tune: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n"
+    assert done.err == f"prefect-tune: [Errno 17] File exists: '{tmp_path / 'file'}'\n"
 
 
 _HUGE_BYTES = 60 * 1024**3

@@ -11,7 +11,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import Finished
-from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.reasons import make_reason, summarize_error
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import statuses
 from tests.long_cases import long_after
@@ -82,7 +82,7 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
     ) as failed:
         searched(tmp_path, careless, num_samples=9, **options)
     results: Any = failed.value.results
-    error = results.trials["00000"].end_reason
+    error = summarize_error(results.trials["00000"].end_reason)
     assert results.experiment.ends == make_reason("same-errors", count=3, error=error)
     going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
     assert statuses(results_of_failed(going_on)) == ["errored"] * 5
