@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_tune.core.journal_events import Paused
 from prefect_tune.runtime.trainable import TrialOver
 from tests.integrations.undisturbed import Undisturbed
 
@@ -23,14 +24,14 @@ class Reports(Undisturbed):
 
     def report_step(self, metrics: Mapping[str, Any], save: Any) -> None:
         if self.step == self.pause_at:
-            raise TrialOver("it was paused before")
+            raise TrialOver(Paused(trial="trial", reason="it was paused before"))
         self.step += 1
         self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
         place = self.directory / str(self.step)
         place.mkdir(parents=True, exist_ok=True)
         save(str(place))
         if self.step == self.pause_at:
-            raise TrialOver("paused")
+            raise TrialOver(Paused(trial="trial", reason="paused"))
 
     def restored(self) -> Any:
         return str(self.directory / str(self.restored_step)) if self.restored_step else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefect_tune.core.journal_events import Paused
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver, enter
 
@@ -31,11 +32,11 @@ class Undisturbed:
     def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
         del metrics
         if self.step == self.steps:
-            raise TrialOver("it was over before")
+            raise TrialOver(Paused(trial="trial", reason="it was over before"))
         self.step += 1
         if self.step == self.steps:
             save(str(self.directory))
-            raise TrialOver("trained as far as the other")
+            raise TrialOver(Paused(trial="trial", reason="trained as far as the other"))
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         assert checkpoint is not None

@@ -30,6 +30,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.reasons import code_of
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.usage_records import GroupUse
 from prefect_tune.core.values import Json, Metrics, Value, metric_in
 
 # Track the best model of an experiment: the best of all commits, and of the last steps of ended trials.
@@ -207,6 +208,8 @@ def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> di
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
         fields |= {"reason": str(reason), "reason_code": code_of(reason)}
+    if isinstance(use := getattr(event, "use", None), GroupUse):
+        fields["use"] |= {"ends": [{**end.model_dump(), "how": str(end.how)} for end in use.ends]}
     if isinstance(event, StopAsked) and event.refused is not None:
         fields["refused"] = str(event.refused)
     if after is not None and isinstance(event, AttemptEnded | GaveUp | Finished | Paused):

@@ -137,6 +137,8 @@ def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
 def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     """Return the cost of an attempt as JSON; null for what was not measured."""
     use = cost.use.model_dump(mode="json", exclude={"seconds", "output"}) if cost.use else {}
+    if cost.rank_ends:
+        use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
     begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
     return {**begins, "seconds": _seconds_fields(cost.seconds), **use, **_ranks_fields(cost.ranks)}
 

@@ -16,6 +16,7 @@ import pytest
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
+from prefect_tune.core.reasons import ProcessEnd
 from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
 
 LOG = log_to(LogRecorder())
@@ -30,8 +31,8 @@ class Body:
     def is_alive(self) -> bool:
         return self.alive
 
-    def end(self) -> str:
-        return "ended by SIGKILL"
+    def end(self) -> ProcessEnd:
+        return ProcessEnd(signal="SIGKILL")
 
 
 @pytest.fixture
