@@ -23,7 +23,7 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[1]
 MARK = "\N{FOUR DOT PUNCTUATION}"
-_WORD = re.compile(r"\{[^{}]*\}|%[-.\d]*\w|\b[A-Za-z]{3,}")
+_WORD = re.compile(r"\{[^{}]*\}|%(?:\(\w+\))?[-.\d]*\w|\b[A-Za-z]{3,}")
 _SENTENCE = re.compile(r"[A-Za-z]{2,}\S* (?:\S+ )*?\S*[A-Za-z]{2,}|[A-Za-z]{3,} $|^ [A-Za-z]{3,}")
 _SKIPPED = frozenset(
     {"__init__.py", "reporting/svg.py", "notebook/html.py", "core/html_tables.py"}
