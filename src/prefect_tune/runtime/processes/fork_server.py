@@ -158,7 +158,7 @@ def _serve_forks(control: socket.socket, alive: Collection[int], late: LateImpor
             if late is not None and late.is_needed():
                 unfit, late = _import_late(late, subreapers.values()), None
             if unfit:
-                _send(request.status, f"unfit {unfit}"[:_REASON_BYTES])
+                _send(request.status, "unfit", unfit)
                 request.close()
                 continue
             is_passed_on = _is_passed_on(subreapers.values(), request)
@@ -209,7 +209,7 @@ def _new_subreaper(subreapers: dict[int, socket.socket], request: _ForkRequest) 
     try:
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:  # such as too many open files: trials that run must not end for that
-        _send(request.status, f"failed {error.errno}")
+        _send(request.status, "failed", error.errno)
         return None
     if (subreaper := _fork(request)) == 0:
         ours.close()
@@ -274,9 +274,9 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
 
     If it did not, the supervisor may kill this subreaper for being late, so it must not serve another trial.
     """
-    _send(status, f"born {os.getpid()} {trial}")
+    _send(status, "born", os.getpid(), trial)
     by_itself = _ends_by_itself(trial, deaths, [status, *alive])
-    _send(status, f"ended {_end(trial, deaths)}")
+    _send(status, "ended", _end(trial, deaths))
     return by_itself
 
 
@@ -410,19 +410,20 @@ def _fork(request: _ForkRequest) -> int:
     try:
         child = os.fork()
     except OSError as error:
-        _send(request.status, f"failed {error.errno}")
+        _send(request.status, "failed", error.errno)
         return -1
     if child and (threads := running_threads()):
         send_signal(signal.SIGKILL, {child, *children_of(child)})
         os.waitpid(child, 0)
-        _send(request.status, f"unfit it started threads after its import: {', '.join(threads)}"[:_REASON_BYTES])
+        _send(request.status, "unfit", f"it started threads after its import: {', '.join(threads)}")
         return -1
     return child
 
 
-def _send(status: int, words: str) -> None:
+def _send(status: int, code: str, *arguments: object) -> None:
+    """Send a code and its arguments, as one packet: the last one may be a text."""
     with suppress(OSError):  # the supervisor is gone
-        os.write(status, words.encode())
+        os.write(status, " ".join((code, *map(str, arguments)))[:_REASON_BYTES].encode())
 
 
 if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:
