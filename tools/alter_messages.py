@@ -26,8 +26,13 @@ MARK = "\N{FOUR DOT PUNCTUATION}"
 _WORD = re.compile(r"\{[^{}]*\}|%(?:\(\w+\))?[-.\d]*\w|\b[A-Za-z]{3,}")
 _SENTENCE = re.compile(r"[A-Za-z]{2,}\S* (?:\S+ )*?\S*[A-Za-z]{2,}|[A-Za-z]{3,} $|^ [A-Za-z]{3,}")
 _SKIPPED = frozenset(
-    {"__init__.py", "reporting/svg.py", "notebook/html.py", "core/html_tables.py"}
-)  # lists of names, and styles of pages
+    {
+        "__init__.py",  # lists of names
+        "attempt/machine_limits.py",  # formats of the kernel's files
+        "stores/obstore_store.py",  # a table of error codes, as a text
+        *("core/html_tables.py", "notebook/html.py", "reporting/svg.py"),  # styles of pages
+    }
+)
 
 
 class _Alter(ast.NodeTransformer):
