@@ -444,8 +444,7 @@ class _Supervisor:
             self._group.tell(StopAndSave())
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._spec.grace:
-            is_killed = is_abandoned()
-            return self._failed(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_killed else None
+            return self._failed(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_abandoned() else None
         seconds, is_uploading = self._spec.grace.total_seconds(), self._is_uploading
         reason = make_reason("upload-unfinished" if is_uploading else "no-checkpoint", seconds=seconds)
         return self._failed(Cause.PREEMPTED, reason)
