@@ -27,7 +27,7 @@ from tests.fakes.stores.object_stores import object_store
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _LATENCY = timedelta(milliseconds=10)
-_MOST_SECONDS, _MOST_OBJECTS = 5.0, 20
+_MAX_SECONDS, _MAX_OBJECTS = 5.0, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class Scale:
     def holds(self) -> bool:
         """Whether the limits are kept."""
         opened = (self.local, self.owned, self.remote, self.distant)
-        return all(each.wall_seconds <= _MOST_SECONDS and each.objects_read <= _MOST_OBJECTS for each in opened)
+        return all(
+            each.wall_seconds <= _MAX_SECONDS and each.objects_read <= self.history.tail + _MAX_OBJECTS
+            for each in opened
+        )
 
 
 @contextmanager
@@ -93,20 +96,21 @@ def measure(trial_count: int) -> Scale:
 _Row = tuple[str, Callable[[Scale], str]]
 _ROWS: Sequence[_Row] = [
     ("entries of the journal", lambda it: f"{it.history.entries:,}"),
-    ("**opening**: objects read (≤ 20)", lambda it: f"**{it.remote.objects_read}**"),
+    ("entries after the last snapshot: as many as there can be", lambda it: f"{it.history.tail:,}"),
+    ("**opening**: objects read besides these (≤ 30)", lambda it: f"**{it.remote.objects_read - it.history.tail}**"),
     ("requests, listings and a look for a later entry included", lambda it: f"{it.remote_requests}"),
     ("MiB read", lambda it: f"{it.remote.bytes_read / _MIB:.2f}"),
     ("s from a disk, wall / CPU (≤ 5)", lambda it: _seconds(it.local)),
-    ("s from a disk, taken over and the due segment written", lambda it: _seconds(it.owned)),
+    ("s from a disk, taken over and the due snapshot written", lambda it: _seconds(it.owned)),
     ("s from an object store", lambda it: _seconds(it.remote)),
     ("s from an object store, 10 ms away", lambda it: _seconds(it.distant)),
     ("**an entry**: CPU, µs", lambda it: f"{it.history.append_microseconds:.0f}"),
     ("requests", lambda it: f"{it.history.requests:.2f}"),
     ("bytes sent", lambda it: f"{it.history.entry_bytes:.0f}"),
-    ("**segments**, off its path, for each entry: CPU, µs", lambda it: f"{it.history.late_microseconds:.0f}"),
+    ("**snapshots**, off its path, for each entry: CPU, µs", lambda it: f"{it.history.late_microseconds:.0f}"),
     ("requests", lambda it: f"{it.history.late_requests:.2f}"),
     ("bytes sent", lambda it: f"{it.history.late_bytes:,.0f}"),
-    ("the largest one, MiB", lambda it: f"{it.history.largest_segment_bytes / _MIB:.2f}"),
+    ("the last one, MiB", lambda it: f"{it.history.snapshot_bytes / _MIB:.2f}"),
     ("**memory** of the process that opened it, MiB: before → with it (peak)", lambda it: _memory(it.local)),
 ]
 

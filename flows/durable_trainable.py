@@ -22,10 +22,15 @@ from prefect_tune.core.html_tables import (
     soft,
 )
 from prefect_tune.core.shown_text import first_line, plural
-from prefect_tune.core.values import Number, Whole, flat
-from prefect_tune.executors.prestart import prestart_training
+from prefect_tune.core.values import ExperimentName, Number, Whole, flat
 from prefect_tune.notebook.cell_output import search_output
-from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
+from prefect_tune.parameters.forms import (
+    ConfigField,
+    StopField,
+    SyncField,
+    TargetField,
+    TrainableField,
+)
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import failed_by
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -70,15 +75,13 @@ class TrialResult:
         return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
 
 
-@flow_with_server(
-    name="durable-trainable", persist_result=False, call_context=search_output, prestart=prestart_training
-)
+@flow_with_server(name="durable-trainable", persist_result=False, call_context=search_output)
 def durable_trainable(
     trainable: TrainableField,
     config: ConfigField = None,
     *,
     target: TargetField,
-    experiment: str | None = None,
+    experiment: ExperimentName | None = None,
     stop: StopField = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,

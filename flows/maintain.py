@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Annotated, Literal
 
 from prefect.logging import get_run_logger
+from pydantic import Field
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import EVERYTHING, share_of
-from prefect_tune.core.values import Number, Whole
+from prefect_tune.core.values import AS_WHOLE
 from prefect_tune.maintenance import (
     MaintenanceOptions,
     MaintenanceReport,
@@ -22,10 +23,9 @@ from prefect_tune.maintenance import (
     show_report,
 )
 from prefect_tune.parameters.forms import TargetField
-from prefect_tune.parameters.search_plan import MOST_SECONDS
+from prefect_tune.parameters.search_plan import PositiveSeconds
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.tasks.maintenance import Sample
 
 __all__ = ["maintain"]
 
@@ -40,11 +40,11 @@ def maintain(
     experiments: list[str] | None = None,
     verify: Literal["sample", "all", "none"] = "sample",
     share: str = _DAILY_SHARE,
-    max_verify_bytes: Whole | None = None,
+    max_verify_bytes: Annotated[int, Field(gt=0), AS_WHOLE] | None = None,
     quarantine: bool = True,
     collect: bool = True,
     retention: Retention | None = None,
-    time_budget_seconds: Number | None = None,
+    time_budget_seconds: PositiveSeconds | None = None,
     dry_run: bool = False,
 ) -> MaintenanceReport:
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
@@ -82,18 +82,18 @@ def maintain(
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
     outlive_log_reader()
-    _require_possible(max_verify_bytes, time_budget_seconds)
     if verify != "sample" and share != _DAILY_SHARE:
         raise InvalidInput(f"share={share!r}: it is the part of a sample, and verify={verify!r}; nothing was begun")
     if verify == "none" and max_verify_bytes is not None:
         raise InvalidInput(f"max_verify_bytes={max_verify_bytes}: verify='none' reads nothing; nothing was begun")
     today = datetime.now(UTC).date()
-    chosen = EVERYTHING if verify == "all" else share_of(share, today)
+    daily = EVERYTHING if verify == "all" else share_of(share, today)
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
     until = None if budget is None else datetime.now(UTC) + budget
     options = MaintenanceOptions(
         target=resolve_existing(target),
-        sample=None if verify == "none" else Sample(chosen, max_verify_bytes, until),
+        share=None if verify == "none" else daily,
+        max_bytes=max_verify_bytes,
         quarantine=quarantine and not dry_run,
         collect=collect,
         retention=retention,
@@ -106,18 +106,6 @@ def maintain(
     if report.damaged:
         raise DamageFound(report.alarm, report)
     return report
-
-
-def _require_possible(max_verify_bytes: int | None, time_budget_seconds: float | None) -> None:
-    given = {"max_verify_bytes": max_verify_bytes, "time_budget_seconds": time_budget_seconds}
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise InvalidInput(f"{name}: expected more than 0, found {value}; nothing was begun")
-    if time_budget_seconds is not None and time_budget_seconds > MOST_SECONDS:
-        raise InvalidInput(
-            f"time_budget_seconds: expected at most {MOST_SECONDS:g}, found {time_budget_seconds:g}; leave it out for "
-            "no limit. Nothing was begun"
-        )
 
 
 def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:

@@ -11,8 +11,7 @@ from prefect.logging import get_run_logger
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.values import Number, Whole, valid_name
+from prefect_tune.core.values import ExperimentName, Number, Whole, valid_name
 from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
@@ -43,7 +42,7 @@ __all__ = ["resume"]
 
 @flow_with_server(name="resume", persist_result=False, call_context=search_output)
 def resume(
-    experiment: str,
+    experiment: ExperimentName,
     *,
     target: TargetField,
     num_samples: Whole | None = None,
@@ -58,6 +57,7 @@ def resume(
     search: SearchField = None,
     scheduler: SchedulerField = None,
     warm_start: WarmStartField = None,
+    allow_missing_metric: bool | None = None,
     max_concurrent_trials: Whole | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
@@ -99,6 +99,7 @@ def resume(
         search: another search algorithm from now on; required if the journal's was an object without a JSON form.
         scheduler: another scheduler from now on, such as `{"ASHA": {"max_t": 81}}`; required in the same case.
         warm_start: experiments whose finished trials the search learns from, as in `tune`.
+        allow_missing_metric: whether reports may lack the metric from now on, as in `tune`.
         max_concurrent_trials: how many trials train at once from now on.
         resources_per_trial: resources of each trial from now on, as in `tune`: `{"cpu": 2, "gpu": 1}`.
         resources_total: resources of this machine, as in `tune`; not stored in the journal.
@@ -146,8 +147,8 @@ def resume(
             plan_of(source)  # it raises before the fork exists
         experiment = fork_experiment(where, request).name
     known = _found(where, experiment)
-    plan = plan_of(known.experiment)
-    if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
+    plan = plan_of(known)
+    if callbacks is None and "callbacks" in only_in_code(known.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
     return searched(plan, known)
 
@@ -165,9 +166,9 @@ def _plan_of(
     return from_settings(state.settings, {**run, **here}, changed)
 
 
-def _found(target: StorageTarget, experiment: str) -> LoadedJournal:
+def _found(target: StorageTarget, experiment: str) -> Experiment:
     known = read_known(target, experiment)
-    state = known.experiment
+    state = known
     if not state.number:
         raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
     require_search(state, target.uri)

@@ -40,7 +40,7 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
     train = partial(interruptible, grace=spec.grace, request_period=spec.sync.request_period)
     with own_context(), TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
-        link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
+        link = StoreLink(spec.target, spec.trial, attempt).trained_in(pool)
         if node:
             log, tasks = get_run_logger(), TasksOfAttempt(spec)
             return state_of_node(train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log)))

@@ -9,7 +9,7 @@ from pydantic import Field
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.values import AS_WHOLE, Number, Whole
+from prefect_tune.core.values import AS_WHOLE, ExperimentName, Number, Whole
 from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
@@ -42,7 +42,7 @@ def tune(
     space: ConfigField = None,
     *,
     target: TargetField,
-    experiment: str | None = None,
+    experiment: ExperimentName | None = None,
     metric: MetricField = None,
     mode: ModeField = None,
     num_samples: Whole | None = None,
@@ -59,6 +59,7 @@ def tune(
     retention: Retention | None = None,
     failures: FailurePolicy | None = None,
     fail_fast: bool | None = None,
+    allow_missing_metric: bool = False,
     resume: ResumeField = "auto",
     rerun_errored: RerunField = False,
     warm_start: WarmStartField = None,
@@ -81,10 +82,9 @@ def tune(
 ) -> Results:
     """Search `space` for the configuration with which `trainable` does best; resume the experiment if it exists.
 
-    Every proposal and every decision is in the journal on `target` before it takes effect, and every
-    trial has a journal of its own. After another start with the same experiment name, by any means,
-    interrupted trials continue from their newest committed checkpoints, and the search proposes
-    the same configurations as without the interruption.
+    Every proposal and every decision is in the experiment's journal on `target` before it takes effect. After
+    another start with the same experiment name, by any means, interrupted trials continue from their newest
+    committed checkpoints, and the search proposes the same configurations as without the interruption.
 
     Args:
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
@@ -126,8 +126,9 @@ def tune(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
+        allow_missing_metric: reports may lack the metric; otherwise a trial errors that reports no number for it.
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed. None: end it
-            after three trials that errored by the same error, if no trial has reported a step; False: never.
+            after three trials that errored by the same error, if no trial has reported a second step; False: never.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.

@@ -1,4 +1,4 @@
-"""The tasks that publish, clone, download and delete a checkpoint, and those that a flow of one's own calls.
+"""The tasks that publish, download and delete a checkpoint, and those that a flow of one's own calls.
 
 The first kind takes keys. Beside the errors that each names, it raises `StoreRefused` (credentials, permission, bucket;
 retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries failed. The second kind
@@ -18,7 +18,6 @@ from typing import Any
 from prefect import task
 from prefect.runtime import task_run
 
-from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.attempt.commit_worker import (
     about_checkpoint,
     commit_entry,
@@ -28,7 +27,7 @@ from prefect_tune.attempt.commit_worker import (
     log_damage,
 )
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.checkpoints.commit import Reverification, alone, commit, reusable
+from prefect_tune.core.checkpoints.commit import Reverification, Save, alone, commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.checkpoints.parts import PartsOfSave, with_parts
 from prefect_tune.core.checkpoints.verified_reads import has_same_files
@@ -46,14 +45,14 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import (
     Trial,
     is_collectable,
-    is_overtaken,
+    is_live,
     newest_checkpoint,
     parent_of_next,
     reused_from,
 )
-from prefect_tune.core.journal.journal import load, trial_today
-from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Retired
-from prefect_tune.core.operations.clone import clear, clone, newest_of
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events import CheckpointRef, Reported, Retired
+from prefect_tune.core.operations.checkpoint_gc import collect
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.restore import manifest_if_readable, read_manifest
 from prefect_tune.core.shown_text import did_you_mean_or_has
@@ -92,7 +91,7 @@ def publish_checkpoint(
     reverification: Reverification | None = None,
     parts: PartsOfSave | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
-) -> SavedCheckpoint:
+) -> Save:
     """Publish the local `directory` as the checkpoint `key` on `target`; on return it is complete and durable.
 
     A try that failed or was killed leaves no checkpoint, and the next try reuses its uploaded bytes. `directory`
@@ -114,7 +113,7 @@ def publish_checkpoint(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         parent = manifest_if_readable(store, parent_of_next(key.trial, before) if before else None)
         reuse = reusable(store, key.trial, parent, reused_from(before) if before else 0)
-        done = commit(
+        return commit(
             store,
             key,
             StagedFiles(Path(directory).absolute()),
@@ -124,49 +123,6 @@ def publish_checkpoint(
             reverification=reverification,
             complete=partial(with_parts, store, parts) if parts is not None else alone,
         )
-        size_bytes, file_count = done.manifest.size_bytes, len(done.manifest.files)
-        return SavedCheckpoint(key, size_bytes, file_count, done.sent_bytes, done.damaged)
-
-
-@task(name="clone-checkpoint", task_run_name="clone {source.trial}", **RETRYING)
-def clone_checkpoint(
-    target: StorageTarget,
-    source: TrialKey | CheckpointKey,
-    into: Experiment,
-    trial: str,
-    stamp: Stamp,
-    *,
-    last_step: int | None = None,
-) -> ClonedCheckpoint:
-    """Clone a checkpoint for `trial`, within an experiment or into another one, without copying its bytes.
-
-    The target keeps the bytes as long as the clone needs them, even after the source is deleted. The caller must
-    write `Cloned(checkpoint=..., source=...)` with the returned values to the journal of `into`, before any other
-    checkpoint of the trial.
-
-    Args:
-        source: a checkpoint, or a trial, which means its newest checkpoint that another step follows.
-        into: the state of the journal that holds `trial`, opened by the caller.
-        stamp: write id and time of this clone. A try with the same stamp is the same clone.
-        last_step: the step with which each trial ends at the latest; None if that is not known.
-
-    Raises:
-        CheckpointNotFound: the source has no checkpoint, or it was deleted.
-        CheckpointCorrupt: its manifest is damaged; not retried.
-    """
-    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        gone: CheckpointKey | None = None
-        while True:
-            if isinstance(source, TrialKey):
-                key = newest_of(store, source, last_step=last_step, side_by_side=transfers)
-            else:
-                key = source
-            try:
-                return ClonedCheckpoint(clone(store, key, into, trial, stamp, side_by_side=transfers), key)
-            except CheckpointNotFound:
-                if key in (gone, source):
-                    raise
-                gone = key  # the source has committed a newer checkpoint and deleted this one
 
 
 @task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)
@@ -204,7 +160,7 @@ def delete_retired_checkpoints(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent; returns how many objects were deleted. See `prefect_tune.core.operations.clone.clear`.
+    Idempotent; returns how many objects were deleted. See `prefect_tune.core.operations.checkpoint_gc.collect`.
 
     Args:
         state: the trial after the entry that retired them: its live checkpoints are not touched.
@@ -216,7 +172,7 @@ def delete_retired_checkpoints(
         StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-        return clear(store, trial, state, retired, new_write_id(), side_by_side=transfers)
+        return collect(store, trial, state, retired, side_by_side=transfers)
 
 
 # The same for a flow of one's own.
@@ -295,22 +251,29 @@ class _Save:
         self._stamp = Stamp(write_id=task_run.id or new_write_id().write_id, at=new_write_id().at)
 
     def committed(self) -> CommittedCheckpoint:
-        """Save and journal the checkpoint; `SaveOvertaken` if another task has changed the trial meanwhile."""
+        """Save and journal the checkpoint.
+
+        Raises:
+            SaveOvertaken: another task has changed the trial meanwhile, or a checkpoint was quarantined, whose damage
+                this one may share: it is quarantined, too.
+        """
         state = own(self._target, self._asked.experiment)
         self._folder = state.trial_key(self._asked.trial)
         if (found := self._existing(state)) is not None:
             return committed_checkpoint(self._target, self._folder, found)
         state = self._begun(state)
-        began = time.monotonic()
-        saved = self._published(state)
-        seconds = time.monotonic() - began
-        policy = self._asked.retention or Retention()
-        entry = commit_entry(self._target, state, saved, self._report, policy, seconds, self._log)
-        state = self._journaled(state, saved.key, [*self._reports(state), *entry.events])
-        log_commit(saved, self._report.metrics, self._log)
-        log_damage(saved, entry.quarantined, self._log)
-        self._delete(state, entry.retired)
-        return committed_checkpoint(self._target, self._folder, entry.committed.checkpoint, saved.sent_bytes)
+        began, trial, policy = time.monotonic(), state.trial(self._folder.trial), self._asked.retention or Retention()
+        save = self._published(state)
+        committed, quarantined, retired = commit_entry(
+            self._target, trial, save, policy, time.monotonic() - began, self._log
+        )
+        state = write_if_unchanged(self._target, state, trial.trial, [*self._reports(state), committed, *quarantined])
+        if not is_live(state.trial(trial.trial), save.manifest.key):
+            raise SaveOvertaken(f"step {self._report.step}: its save began before a checkpoint was quarantined")
+        log_commit(save, self._log)
+        log_damage(save, quarantined, self._log)
+        self._delete(state, retired)
+        return committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
 
     def _existing(self, state: Experiment) -> CheckpointRef | None:
         """Return the checkpoint of this step if it has these files; None if the step may be saved.
@@ -352,10 +315,10 @@ class _Save:
         trial = self._folder.trial
         if events := opening_events(state.trials.get(trial), trial, self._report.step):
             state = write_if_unchanged(self._target, state, trial, events)
-            self._delete(state, find_doomed(self._target, self._folder, state, self._log))
+            self._delete(state, find_doomed(self._target, self._folder, state.trial(trial), self._log))
         return state
 
-    def _published(self, state: Experiment) -> SavedCheckpoint:
+    def _published(self, state: Experiment) -> Save:
         """Publish the checkpoint, for the entry that follows `state`.
 
         Raises:
@@ -363,37 +326,22 @@ class _Save:
                 files may be others: it is abandoned, and this save needs another name.
         """
         trial, reports = state.trial(self._folder.trial), [each.report for each in self._reports(state)]
-        about = about_checkpoint(self._folder, state, self._report, reports, self._stamp)
+        about = about_checkpoint(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
                 self._target,
-                CheckpointKey(trial=self._folder, step=self._report.step, sequence=state.number),
+                CheckpointKey(trial=self._folder, step=self._report.step, sequence=trial.next_sequence),
                 self._asked.directory,
                 about.model_copy(update={"metadata": self._asked.metadata}),
                 trial,
-                # The turn is the journal's length: it grows with each commit, and no process has to count them.
-                reverification=Reverification(state.number, SyncConfig().verify_reused_every),
+                # The turn grows with each commit, and no process has to count them.
+                reverification=Reverification(trial.next_sequence, SyncConfig().verify_reused_every),
                 timeout_seconds=self._asked.timeout_seconds,
             )
         except AlreadyCommitted as unfinished:
-            self._abandon(state)
+            # After this entry no owner adopts a save that began before it; the next attempt deletes it.
+            write_if_unchanged(self._target, state, trial.trial, [Retired(trial=trial.trial, retires=())])
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of it was not journaled") from unfinished
-
-    def _journaled(self, state: Experiment, key: CheckpointKey, events: Sequence[Event]) -> Experiment:
-        """Write the commit's entry. If a checkpoint was quarantined meanwhile, this save may share its damage."""
-        trial = self._folder.trial
-        try:
-            return write_if_unchanged(self._target, state, trial, events)
-        except SaveOvertaken:
-            now = own(self._target, self._asked.experiment)
-            if is_overtaken(now.trial(trial), key.sequence):
-                self._abandon(now)
-            raise
-
-    def _abandon(self, state: Experiment) -> None:
-        """Write an entry after which no owner adopts a save that began before it; the next attempt deletes it."""
-        trial = self._folder.trial
-        write_if_unchanged(self._target, state, trial, [Retired(trial=trial, retires=())])
 
     def _delete(self, state: Experiment, doomed: Sequence[CheckpointKey]) -> None:
         if doomed:
@@ -459,11 +407,10 @@ def restore_checkpoint(
 
 
 def _trial_at(asked: RestoreArguments) -> tuple[Experiment, Trial | None]:
-    """Return the experiment, and the trial as it is in its own journal too; None if there is no such trial."""
+    """Return the experiment, and the trial; None if there is no such trial."""
     with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
-        known = state.trials.get(asked.trial)
-        return state, trial_today(store, state.key, known, side_by_side=transfers) if known else None
+        return state, state.trials.get(asked.trial)
 
 
 def _newest_good(asked: RestoreArguments, state: Experiment, found: Trial | None) -> RestoredCheckpoint | None:
@@ -517,7 +464,8 @@ def _quarantine(asked: RestoreArguments, key: CheckpointKey, damage: Exception) 
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
         with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-            is_quarantined = quarantine(store, key.trial, {key: reason}, new_write_id(), side_by_side=transfers)
+            journal = key.trial.of_experiment
+            is_quarantined = quarantine(store, journal, {key: reason}, new_write_id(), side_by_side=transfers)
     except StoreRefused as refused:  # it is live; these credentials only read, or the target serves one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
@@ -561,7 +509,7 @@ def delete_checkpoint(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     asked = DeleteArguments(**locals())
-    known = read_undamaged(asked.target, asked.experiment).experiment  # before it is owned, which would create it
+    known = read_undamaged(asked.target, asked.experiment)  # before it is owned, which would create it
     if not known.number:
         raise InvalidInput(f"{no_experiment_at(asked.target, asked.experiment)}. Nothing was deleted")
     if asked.trial not in known.trials:

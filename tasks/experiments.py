@@ -27,7 +27,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import LoadedJournal, load
+from prefect_tune.core.journal.journal import append, load
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -50,7 +50,7 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import Opening, append_entry, current_owner, new_write_id, opened_journal
+from prefect_tune.journal_access import Opening, current_owner, new_write_id, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task
@@ -85,7 +85,7 @@ def open_experiment(
     key: JournalKey,
     owner: Owner,
     stamp: Stamp,
-    known: LoadedJournal | None = None,
+    known: Experiment | None = None,
 ) -> Experiment:
     """Open an experiment for `owner` and return its state; from now on every earlier owner's writes fail.
 
@@ -125,7 +125,7 @@ def write_stamped_entry(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return append_entry(store, experiment, events, stamp)
+        return append(store, experiment, events, stamp)
 
 
 def write_entry(
@@ -290,7 +290,7 @@ class ForkRequest:
 def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another one on the same target. Idempotent.
 
-    The origin may be running. No checkpoint is copied; the origin keeps the bytes that the fork refers to.
+    The origin may be running. The target copies the checkpoints that the fork inherits: neither needs the other then.
 
     Raises:
         InvalidInput: there is no such entry, the name is taken, or the origin is being deleted.

@@ -13,18 +13,18 @@ from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from prefect_tune.attempt.attempt import Attempt, has_had_enough
-from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
+from prefect_tune.attempt.attempt import Attempt, CurveReader, has_had_enough
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.outcomes import log_failure, state_of, state_of_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink
+from prefect_tune.attempt.trial_journal import WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.checkpoints.commit import Reverification
+from prefect_tune.core.checkpoints.commit import Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.errors import TrialFailed
@@ -32,12 +32,21 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finished, Outcome, Paused, Requeued, TrialAdded
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    Event,
+    Finished,
+    Outcome,
+    Paused,
+    Requeued,
+    Resumed,
+    TrialAdded,
+)
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
@@ -58,12 +67,10 @@ from prefect_tune.storage_retries import (
 )
 from prefect_tune.task_values import TrialArguments, TrialState, trial_state
 from prefect_tune.tasks.checkpoints import (
-    clone_checkpoint,
     delete_retired_checkpoints,
     download_checkpoint,
     publish_checkpoint,
 )
-from prefect_tune.tasks.experiments import write_entry
 
 
 @task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
@@ -83,7 +90,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     """
     outlive_log_reader()
     log: Log = get_run_logger()
-    if spec.own_journal:  # each message of a search's trial names the trial
+    if spec.of_search:  # each message of a search's trial names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
     with (
         quiet_inner_tasks(),
@@ -93,8 +100,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     ):
         ended = Attempt(spec, request, link, TasksOfAttempt(spec), log).run()
     if isinstance(ended.outcome, AttemptEnded):
-        number = ended.experiment.trial(spec.trial.trial).attempt
-        log_failure(ended.outcome, number, spec, request.search_term, log)
+        log_failure(ended.outcome, ended.trial.attempt, spec, request.search_term, log)
     return state_of(ended.outcome)
 
 
@@ -123,7 +129,7 @@ class TasksOfAttempt:
         before: Trial,
         reverification: Reverification,
         parts: PartsOfSave | None = None,
-    ) -> SavedCheckpoint:
+    ) -> Save:
         return run_here(
             publish_checkpoint,
             skip_prefect_introspection(self.spec.target),
@@ -136,22 +142,12 @@ class TasksOfAttempt:
             timeout_seconds=self.spec.sync.sync_timeout_seconds,
         )
 
-    def clone(self, source: TrialKey, into: Experiment, last_step: int | None) -> ClonedCheckpoint:
-        into = skip_prefect_introspection(into)
-        trial = self.spec.trial.trial
-        return clone_checkpoint(self.spec.target, source, into, trial, new_write_id(), last_step=last_step)
-
     def restore(self, key: CheckpointKey, destination: Path) -> Path:
         timeout_seconds = self.spec.sync.sync_timeout_seconds
         return download_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
 
     def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
-
-    def journal(
-        self, target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None
-    ) -> Experiment:
-        return write_entry(target, experiment, events, stamp)
 
 
 # The same for a flow of one's own.
@@ -178,7 +174,7 @@ def run_trial(
     The trainable runs in a process of its own, as in `durable_trainable`. Called again, by a retry or a later run of
     the flow, the trial continues from its newest committed checkpoint; one that has finished is returned at once.
     The flow run owns the experiment, as with `save_checkpoint`; it may run several trials of it at once (`.map`).
-    For retries with budgets, questions to people and a live report, call `durable_trainable` instead.
+    For retries with budgets and a live report, call `durable_trainable` instead.
 
     Args:
         trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
@@ -227,51 +223,53 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) ->
     trial = state.trial(spec.trial.trial)
     if trial.phase is not Phase.FINISHED:
         with own_context():  # else uploads would wait for the slots that this task holds for its tags
-            state, outcome = interruptible(
+            trial, outcome = interruptible(
                 lambda stop: _attempted(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
             )
         _require_success(outcome, spec)
-    return trial_state(spec.target, state.key, state.trial(spec.trial.trial))
+    return trial_state(spec.target, state.key, trial)
 
 
 def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
     """Return the experiment with the trial waiting for an attempt, or finished by today's stop criterion too."""
     state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
     require_same_training(state, spec, config)
-    events = _waiting_events(state.trials.get(name), spec, config, stopper)
+    events = _waiting_events(state.trials.get(name), spec, config, stopper, CurveReader(spec.target, state.key))
     return write_if_unchanged(spec.target, state, name, events) if events else state
 
 
 def _waiting_events(
-    trial: Trial | None, spec: TrialSpec, config: Mapping[str, object], stopper: Stopper
+    trial: Trial | None, spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, curves: CurveReader
 ) -> Sequence[Event]:
     name = spec.trial.trial
     if trial is None:
         return [TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)]
     if trial.phase is Phase.RUNNING:
         return [AttemptEnded(trial=name, cause=Cause.MACHINE, reason=make_reason("task-failed"))]
-    is_done = trial.phase is Phase.FINISHED and has_had_enough(spec, trial, stopper)
+    is_done = trial.phase is Phase.FINISHED and has_had_enough(trial, stopper, curves)
     if trial.phase in ENDED and not is_done:
         return [Requeued(trial=name, reason=make_reason("attempt-requested"))]
+    if trial.phase is Phase.PAUSED:
+        return [Resumed(trial=name)]
     return []
 
 
-def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Experiment, Outcome]:
+def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
         link = InProcessLink(spec.trial.trial, lambda _: None, pool)
         link.stop = stop
-        writer = JournalWriter(spec.target, state, writer_of_trial(spec.trial.trial), link.wrote)
+        name, trial = spec.trial.trial, state.trial(spec.trial.trial)
+        curve = tuple(CurveReader(spec.target, state.key).of(trial)) if spec.needs_curve and trial.checkpoints else ()
+        journal = WrittenEntries(name, JournalWriter(spec.target, state, writer_of_trial(name)))
         with retrying_refusals(), closing(link):
-            request = AttemptRequest(search_term=state.term)
-            ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(writer)
-    return ended.experiment, ended.outcome
+            request = AttemptRequest(search_term=state.term, trial=trial, curve=curve)
+            ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(journal)
+    return ended.trial, ended.outcome
 
 
 def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
     where = f"trial {spec.trial.trial!r} of experiment {spec.trial.experiment!r} at {spec.target.uri}"
     match outcome:
-        case AttemptEnded(question=asked) if asked is not None:
-            raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
         case Finished() | Paused() | AttemptEnded(cause=Cause.PREEMPTED):
             return
         case AttemptEnded(reason=reason):

@@ -72,6 +72,10 @@ _BROWSER = "tests/browser/"
 """All modules there share a Prefect server with its UI, a process worker and deployments."""
 
 
+_SERVERS = 3
+"""The number of workers with a Prefect server: to start one takes 10 CPU seconds, and to keep it 2 a minute."""
+
+
 class _Scheduling(LoadScopeScheduling):
     """xdist's own groups do nothing with pytest 9.2: it does not see them any more in the names of the tests."""
 
@@ -81,21 +85,45 @@ class _Scheduling(LoadScopeScheduling):
         module = nodeid.partition("::")[0]
         return module if module in _TOGETHER else nodeid
 
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Assign the next tests that the worker may run; end it if none are left for it."""
+        with_server = frozenset(_server_tests(_HOME).read_text().splitlines())
+        may_start_server = node in self.nodes[:_SERVERS]
+        scopes = (each for each, tests in self.workqueue.items() if may_start_server or with_server.isdisjoint(tests))
+        chosen = next(scopes, None)
+        if chosen is None:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(chosen, last=False)
+        super()._assign_work_unit(node)
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Hand out the tests one by one, but for those that belong together."""
     return _Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the tests that need a Prefect server time, and begin with those that take longest.
 
     The first that needs a server waits for it to start; and a long one at the end has all other workers wait.
     """
-    for item in items:
-        if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+    with_server = [item for item in items if "prefect_server" in getattr(item, "fixturenames", ())]
+    for item in with_server:
+        if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
     items.sort(key=_patience, reverse=True)
+    _server_tests(_shared_folder(config)).write_text("\n".join(item.nodeid for item in with_server))
+
+
+def _server_tests(shared: Path) -> Path:
+    """Return the file with the ids of the tests that need a server: workers write it, the scheduler reads it."""
+    return shared / "server-tests"
+
+
+def _shared_folder(config: pytest.Config) -> Path:
+    """Return the folder that this process shares with the other workers of xdist."""
+    return Path(getattr(config, "workerinput", {"shared_folder": _HOME})["shared_folder"])
 
 
 def _patience(item: pytest.Item) -> float:
@@ -111,8 +139,7 @@ def pytest_configure_node(node: WorkerController) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Import all tests, in one worker before the others do: on a clean clone it compiles them, and all of Prefect."""
-    given: dict[str, str] = getattr(session.config, "workerinput", {"shared_folder": str(_HOME)})
-    with _first_alone(Path(given["shared_folder"])):
+    with _first_alone(_shared_folder(session.config)):
         gc.disable()  # what is imported and collected stays: to look through it for garbage takes a third of the time
         try:
             return (yield)

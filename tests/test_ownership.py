@@ -82,15 +82,6 @@ def test_a_person_may_start_it_again_as_often_as_they_like(states: list[State[An
     assert _run_from(Running(), *states, restarts=99).by_hand is True
 
 
-@flow(name="asks-to-own")
-def _owning_once_answered() -> Owner:
-    return owner_after(_known(str(flow_run.id), restarts=99), 5, answered=True)
-
-
-def test_what_goes_on_since_somebody_has_answered_was_not_started_again_by_itself() -> None:
-    assert _owning_once_answered().by_hand is True
-
-
 def _last_run(*states: State[Any]) -> UUID:
     with get_client(sync_client=True) as client:
         run = client.create_flow_run(owning, parameters={"before": None, "restarts": 0}).id

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal.snapshot import interval_of, snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
@@ -35,6 +36,7 @@ _ENTRIES_OF_A_TRIAL = 6
 _BATCH = 100
 
 _Say = Callable[[Experiment], Sequence[Event]]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,41 +50,47 @@ class History:
     requests: float
     """Requests of the entry itself, for which its writer waits."""
     late_requests: float
-    """Requests of segments, which are written in the background."""
+    """Requests of snapshots, which are written in the background."""
     late_bytes: float
-    largest_segment_bytes: int
+    snapshot_bytes: int
+    """The size of the last snapshot."""
+    tail: int
+    """The number of entries after it."""
     append_microseconds: float
     """CPU time; the mean of the quickest hundred of the last tenth, undisturbed by other load."""
     late_microseconds: float
-    """CPU of segments; the mean, since some are large."""
+    """CPU of snapshots."""
 
 
 def write_history(trial_count: int) -> History:
-    """Write six entries for each trial, sixteen trials at a time; stop one entry before the last.
+    """Write six entries for each trial, sixteen trials at a time; stop before the last snapshot is due.
 
-    So the number of entries has as many nines as it can have, and opening reads as much as it can.
+    So opening reads as many entries as it can.
     """
-    entries, segments = _Watched(), _Watched()
+    entries, snapshots = _Watched(), _Watched()
     state = journal.take_over(
         entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0), side_by_side=map
     )
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
-        segments.watch(partial(write_due_segment, segments.store, state))
-        if state.number == _ENTRIES_OF_A_TRIAL * trial_count - 1:
+        if snapshot_is_due(state):
+            snapshots.watch(partial(write_snapshot, snapshots.store, state))
+        interval, last = interval_of(state), _ENTRIES_OF_A_TRIAL * trial_count
+        if (state.number + 1) % interval == 0 and state.number + interval >= last:
             break
     count = state.number
     return History(
-        objects={**entries.store.objects, **segments.store.objects},
+        objects={**entries.store.objects, **snapshots.store.objects},
         trials=len(state.trials),
         entries=count,
         entry_bytes=entries.store.bytes_in / count,
         requests=entries.store.operations.total() / count,
-        late_requests=segments.store.operations.total() / count,
-        late_bytes=segments.store.bytes_in / count,
-        largest_segment_bytes=max(map(len, segments.store.objects.values())),
+        late_requests=snapshots.store.operations.total() / count,
+        late_bytes=snapshots.store.bytes_in / count,
+        snapshot_bytes=sum(map(len, snapshots.store.objects.values())),
+        tail=count % interval_of(state),
         append_microseconds=entries.lately() * 1e6,
-        late_microseconds=sum(segments.seconds) / count * 1e6,
+        late_microseconds=sum(snapshots.seconds) / count * 1e6,
     )
 
 
@@ -98,7 +106,7 @@ def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
     report = StepReport(step=step, metrics=metrics, trained_seconds=12.25 * step)
     saved = CheckpointRef(
         step=step,
-        sequence=experiment.number,
+        sequence=experiment.trial(trial).next_sequence,
         metrics=metrics,
         trained_seconds=report.trained_seconds,
         size_bytes=1 << 26,
@@ -113,11 +121,11 @@ class _Watched:
         self.store = MemoryStore()
         self.seconds: list[float] = []
 
-    def watch(self, act: Callable[[], Experiment | None]) -> Experiment:
+    def watch(self, act: Callable[[], _Result]) -> _Result:
         started = time.thread_time()
         result = act()
         self.seconds.append(time.thread_time() - started)
-        return result  # type: ignore[return-value]  # of segments it is not used
+        return result
 
     def lately(self) -> float:
         """CPU seconds of one act: the mean of the quickest batch in the last tenth."""

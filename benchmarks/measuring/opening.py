@@ -21,6 +21,7 @@ from benchmarks.measuring.long_history import NAME, OWNER, new_stamp
 from benchmarks.measuring.resident import resident_bytes
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
@@ -63,6 +64,9 @@ class _Counted:
     def put(self, path: str, data: Buffer) -> None:
         self.inner.put(path, data)
 
+    def copy(self, source: str, path: str) -> None:
+        self.inner.copy(source, path)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self.inner.replace(path, pieces)
 
@@ -89,9 +93,12 @@ def _load(store: ObjectStore) -> Experiment:
 
 def _own(store: ObjectStore) -> Experiment:
     with transfer_pool() as transfers:
-        return journal.take_over(
+        opened = journal.take_over(
             store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99), side_by_side=transfers
         )
+    if snapshot_is_due(opened):
+        write_snapshot(store, opened)
+    return opened
 
 
 def _main() -> None:

@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from prefect_tune.maintenance import MaintenanceReport, delete_experiment
     from prefect_tune.results import Results, load_results
     from prefect_tune.runtime.checkpoint import Checkpoint
-    from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
+    from prefect_tune.runtime.trainable import Trainable, TrialInfo, get_checkpoint, get_trial, report, report_step
     from prefect_tune.tasks import (
         CommittedCheckpoint,
         ExperimentState,
@@ -222,7 +222,6 @@ __all__ = [
     "Wait",
     "WandbLogger",
     "__version__",
-    "ask",
     "audit",
     "choice",
     "delete_checkpoint",
@@ -290,7 +289,7 @@ _NAMES_BY_MODULE = {
     "save_checkpoint sync_experiment_state",
     "prefect_tune.artifact_sync": "Syncer",
     "prefect_tune.loggers": "FileLogger MLflowLogger TensorBoardLogger WandbLogger",
-    "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
+    "prefect_tune.runtime.trainable": "Trainable TrialInfo get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 _MODULE_OF |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}

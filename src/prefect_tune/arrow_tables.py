@@ -66,14 +66,10 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
 
 
 def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
-    """Return one row per attempt: its trial and number, when it began, its seconds by category, and what it used.
-
-    Of one process, the number of ranks that saved and their wait are null.
-    """
+    """Return one row per attempt: its trial and number, when it began, its seconds by category, and what it used."""
     import pyarrow as pa
 
-    uses, ranks = [each.use for each in cost.attempts], [each.ranks for each in cost.attempts]
-    waited = [each.waited_for_ranks_seconds for each in cost.attempts]
+    uses = [each.use for each in cost.attempts]
     categories = [each for each in Category if each is not Category.IDLE]
     return pa.table(
         {
@@ -85,8 +81,6 @@ def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
                 for name in categories
             },
             **{name: pa.array([getattr(use, name, None) for use in uses], kind) for name, kind in _OF_A_USE.items()},
-            "ranks": pa.array([each and len(each.writing) for each in ranks], "int64"),
-            "waited_for_ranks_seconds": pa.array(waited, "float64"),
         }
     )
 

@@ -57,16 +57,14 @@ class Callback:
 
     **When.** The hooks of one callback are called one after the other, in a thread of its own: for each trial in the
     order of its history, across trials in the order in which the search received the events. `on_trial_result` is
-    called as soon as a report arrives, every other hook once its event is in the trial's journal, or about to be
-    written to the experiment's.
+    called as soon as a report arrives, every other hook once its event is about to be written to the journal.
 
     **How often.** A callback receives all events of the experiment, from the first trial on, even if it was added
-    later, or if they happened while no search was running. Its position and its `get_state` are stored on the target
-    every few seconds and at the end. After an orderly end no event is delivered twice; after a crash, events since the
-    last stored position are delivered again, to a callback whose state was restored to the same position. So counts
-    that are kept in the state are exact, while effects outside it (a message, a file) happen at least once; use
-    `trial`, `attempt` and `step` to recognize a repetition. Steps that are trained again after a failure are reported
-    again; `on_trial_start` has the step from which.
+    later, or if they happened while no search was running. Its `get_state` is stored on the target every few seconds
+    and at the end, with the number of the last entry of the journal that it has received. It receives each event at
+    least once, in order: after an orderly end none is repeated; after a crash, the events since that entry may be. Use
+    `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a repetition. Steps that are trained again
+    after a failure are reported again; `on_trial_start` has the step from which.
 
     **Failures.** An exception of a hook is logged with its traceback, and the event counts as delivered. A hook that
     hangs is abandoned when the search ends; the next run delivers the events that it has missed.

@@ -44,15 +44,16 @@ def export_checkpoint(
         InvalidInput: the directory has other content, which is not touched.
         CheckpointNotFound, CheckpointCorrupt: as `Checkpoint.to_directory`.
     """
-    (ref,) = [each for each in trial.checkpoints if (each.step, each.sequence) == (key.step, key.sequence)]
+    folder = experiment.trial_key(trial.trial)
+    ref = next(ref for ref in reversed(trial.checkpoints) if folder.checkpoint_key(ref) == key)
     config: Mapping[str, object] = trial.config
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken = {path.partition("/")[0] for path in paths}
         if trial.cloned is not None:  # an exploit has changed its configuration
-            journal = key.trial.journal if trial.own_journal else experiment.key
-            config = config_at(history(store, journal, side_by_side=transfers), trial.trial, key.sequence)
+            entries = history(store, experiment.key, side_by_side=transfers)
+            config = config_at(entries, trial.trial, ref.sequence)
     names = {name: _free_name(name, taken) for name in (CONFIG, METRICS)}
     contents = {names[CONFIG]: _json_bytes(config), names[METRICS]: _json_bytes(ref.metrics)}
     place = Path(directory).expanduser()

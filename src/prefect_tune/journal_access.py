@@ -1,4 +1,4 @@
-"""Open, read and write the journals on a target, with retries: an experiment's, and those of trials of their own."""
+"""Open, read and write the journals of experiments on a target, with retries."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 from uuid import UUID, uuid4
@@ -23,14 +23,13 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     ResumeFailed,
     StoreRefused,
-    Superseded,
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, load, read, take_over
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
 from prefect_tune.core.storage.documents import read_document
@@ -76,15 +75,14 @@ def run_now() -> str:
     return (at + timedelta(seconds=time.monotonic() - seconds)).isoformat(timespec="milliseconds")
 
 
-def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:
-    """Return the identity of this process and its request, for the messages of owners that it supersedes."""
+def current_owner(*, attempt: int = 0) -> Owner:
+    """Return the identity of this process, for the messages of owners that it supersedes."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
         pid=os.getpid(),
         flow_run=flow_run.id,
         task_run=task_run.id,
-        search_term=search_term,
         attempt=attempt,
     )
 
@@ -103,13 +101,18 @@ def has_process_ended(owner: Owner) -> bool:
 
 
 Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
-EntryListener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
 
 
 class JournalWriter:
     """Writes journal entries and holds the state after the last one. Not thread-safe."""
 
-    def __init__(self, target: StorageTarget, experiment: Experiment, writer: Writer, listener: EntryListener) -> None:
+    def __init__(
+        self,
+        target: StorageTarget,
+        experiment: Experiment,
+        writer: Writer,
+        listener: Callable[[Experiment], None] = lambda _: None,
+    ) -> None:
         self.target = target
         self.experiment = experiment
         self._writer = writer
@@ -123,28 +126,28 @@ class JournalWriter:
             StoreUnavailable, CommitUnknown: all retries failed; writing the same entry again with the same stamp
                 is safe.
         """
-        return self.follow(events, self._writer(self.target, self.experiment, events, stamp))
-
-    def follow(self, events: Sequence[Event], experiment: Experiment) -> Experiment:
-        """Take over `experiment`, the state after an entry of this owner, which another writer may have written."""
-        self.experiment = experiment
-        self._listener(events, experiment)
-        return experiment
+        self.experiment = self._writer(self.target, self.experiment, events, stamp)
+        self._listener(self.experiment)
+        return self.experiment
 
 
 def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
-    """Write the next entry, and the segment that ends with it, if one does. Raises as `journal.append`."""
+    """Write the next entry, and the snapshot after it, if one is due. Raises as `journal.append`."""
     after = append(store, experiment, events, stamp)
-    write_due_segment(store, after)
+    if snapshot_is_due(after):
+        write_snapshot(store, after)
     return after
 
 
 def write_directly(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
-    """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
+    """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry.
+
+    The search writes snapshots itself, in the background.
+    """
     once = stamp or new_write_id()
-    return on_target(target, lambda store: append_entry(store, experiment, events, once))
+    return on_target(target, lambda store: append(store, experiment, events, once))
 
 
 def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
@@ -168,10 +171,10 @@ def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment
         return load(store, experiment, side_by_side=transfers)
 
 
-def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
+def read_journal(target: StorageTarget, experiment: str) -> Experiment:
     """Find the journal that the name `experiment` means now, and read it, to be passed on as `known`."""
     with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        return read(store, current_journal(store, experiment), side_by_side=transfers)
+        return load(store, current_journal(store, experiment), side_by_side=transfers)
 
 
 def no_experiment_at(target: StorageTarget, experiment: str) -> str:
@@ -180,7 +183,7 @@ def no_experiment_at(target: StorageTarget, experiment: str) -> str:
         return no_experiment(store, experiment, target.uri)
 
 
-def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
+def read_known(target: StorageTarget, experiment: str) -> Experiment:
     """Read the journal of `experiment`, before it is opened.
 
     Raises:
@@ -192,7 +195,7 @@ def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
         raise _not_resumed(target, experiment, error) from error
 
 
-def read_undamaged(target: StorageTarget, experiment: str) -> LoadedJournal:
+def read_undamaged(target: StorageTarget, experiment: str) -> Experiment:
     """As `read_known`, for a caller that retries refusals.
 
     Raises:
@@ -214,70 +217,47 @@ def _not_resumed(target: StorageTarget, experiment: str, why: TuneError) -> Resu
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Arguments of opening a journal: the new owner, additional events of its entry, a listener of the entries."""
+    """Arguments of opening a journal: the new owner, and additional events of its entry."""
 
     owner: Owner
     stamp: Stamp
     also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
-    listener: EntryListener = lambda _events, _experiment: None
-    known: LoadedJournal | None = None
+    known: Experiment | None = None
     """The journal, if the caller has just read it; saves a second read."""
-    reached: Mapping[str, int] = field(default_factory=dict)
-    """The last steps that trials are known to have trained which the journal may not have, by its earlier owner."""
-
-
-class _BehindError(Exception):
-    """The opener was superseded by a newer request: trying again cannot succeed."""
 
 
 def opened_journal(
     store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
 ) -> Experiment:
     """Open the journal `key` on `store`, once; see `open_journal`."""
-    said: Sequence[Event] | None = None
-    before = nothing_yet(key)
+    before: Experiment | None = None
 
     def also(found: Experiment) -> Sequence[Event]:
-        nonlocal said, before
-        if found.owner is not None and opening.owner.is_behind(found.owner):
-            raise _BehindError(f"{key}: a newer request replaced this one, and {found.owner} executes it")
-        said, before = opening.also(found), found
-        return said
+        nonlocal before
+        before = found
+        return opening.also(found)
 
     try:
         opened = take_over(
             store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
         )
-        if said is None:  # an earlier try wrote the entry, and perhaps later ones, but the reply was lost
-            _hear_again(store, opened, opening.listener, transfers)
-        else:
-            opening.listener([opened.opened_by(), *said], opened)
-        settle_dead_attempts(before, opening.owner)
-        if opened.settled_from == opened.opened_at:
-            return opened
-        last = last_known_reports(store, opened)
-        adopted = adopt(store, opened, reached=opening.reached, last=last, side_by_side=transfers)
-        after = append_entry(store, opened, adopted, _second(opening.stamp))
-    except _BehindError as behind:
-        raise Superseded(str(behind)) from behind
+        if before is not None:  # else an earlier try has written the entry, and its reply was lost
+            settle_dead_attempts(before, opening.owner)
+        return adopt_unjournaled(store, opened, _second(opening.stamp), transfers)
     except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
-    opening.listener(adopted, after)
-    return after
 
 
-def _hear_again(store: ObjectStore, opened: Experiment, listener: EntryListener, transfers: ParallelMap) -> None:
-    """Pass the stored entries to the listener: this process does not know all events that the earlier try wrote."""
-    for entry in entries_beyond(store, opened.key, opened.opened_at - 1, side_by_side=transfers):
-        listener(entry.events, opened.model_copy(update={"number": entry.number}))
+def adopt_unjournaled(store: ObjectStore, opened: Experiment, stamp: Stamp, transfers: ParallelMap) -> Experiment:
+    """Journal what the owner before has saved and not journaled, unless that has been done."""
+    if opened.adopted_in == opened.term:
+        return opened
+    adopted = adopt(store, opened, last=last_known_reports(store, opened), side_by_side=transfers)
+    return append_entry(store, opened, adopted, stamp)
 
 
 def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
-    """Open a trial's own journal as `open_experiment` opens the experiment's, within the calling task.
-
-    Raises as `open_experiment`; `Superseded`, without writing anything, also if the journal was opened
-    for a newer request than that of `opening.owner`.
-    """
+    """Open a journal as the task `open_experiment` does, within the calling task. Raises as that task."""
     tries = iter([opening])
 
     def open_it() -> Experiment:
@@ -308,17 +288,27 @@ def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     delay the end of the process; errors of the Prefect server change nothing.
 
     Args:
-        before: the experiment before the takeover, of a trial's own journal or of a single training's.
+        before: the experiment before the takeover.
         owner: the new owner.
     """
     dead, is_own = before.owner, before.owner in _opened_here
     _opened_here.add(owner)
-    if is_own or dead is None or dead.flow_run is None or not any(map(_is_running_here, before.trials.values())):
+    if is_own or dead is None or not any(map(_is_running_here, before.trials.values())):
         return
-    if dead.task_run is not None and dead.task_run == owner.task_run:
-        return  # a task runner has started the same task again, on another machine
+    is_same_run = dead.flow_run == owner.flow_run
+    _set_crashed(dead, owner, (owner.attempt or flow_run.run_count) if is_same_run else None)
+
+
+def set_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
+    """Do the same for one attempt on another machine, which `owner` has fenced off."""
+    if supervisor.task_run is not None:
+        _set_crashed(supervisor, owner, None)
+
+
+def _set_crashed(dead: Owner, owner: Owner, run_count: int | None) -> None:
+    if dead.flow_run is None:
+        return
     is_same_run = dead.flow_run == owner.flow_run  # Prefect starts a run again once it has ended
-    run_count = (owner.attempt or flow_run.run_count) if is_same_run and dead.task_run is None else None
     settle = threading.Thread(
         target=copy_context().run,
         args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
@@ -344,7 +334,7 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
     """Return whether a task run of its flow run is an attempt of `owner`.
 
     Args:
-        owner: the owner of the journal that the attempts write. It names the task run, if a trial has the journal.
+        owner: the owner of the journal, or the supervisor of one attempt, which names its task run.
         run_count: how often the flow run was started, if it is running again: its present attempts are not those of
             `owner`. None if it is not.
     """
@@ -359,5 +349,5 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
 
 
 def _is_running_here(trial: Trial) -> bool:
-    """Whether the journal that holds `trial` is the one that its attempts write."""
-    return trial.status is Status.RUNNING and not trial.own_journal
+    """Whether the attempt of `trial` runs in a process of the journal's owner."""
+    return trial.status is Status.RUNNING and trial.outbox is None

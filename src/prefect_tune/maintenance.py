@@ -7,11 +7,9 @@ while a run may own the experiment.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
-from functools import partial
 
 from httpx import HTTPError
 from prefect.artifacts import MarkdownArtifact
@@ -35,7 +33,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
-from prefect_tune.core.operations.scrub import Inspection, Unreadable
+from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.generations import (
     current_journal,
@@ -52,7 +50,6 @@ from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.maintenance import (
-    Sample,
     collect_garbage,
     prune_checkpoints,
     quarantine_checkpoints,
@@ -62,7 +59,7 @@ from prefect_tune.terminal.freshness import freshness_of
 
 # The report of a maintenance run: values, and a Markdown page for the Prefect UI.
 
-_SHOWN_ROWS = 100
+_SHOWN_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class DamagedCheckpoint:
 
     experiment: str
     trial: str | None
-    """None for the experiment's journal; `step` is None for a trial's own journal."""
+    """None for the journal, and so is `step`."""
     step: int | None
     folder: str
     """Its folder on the target."""
@@ -89,7 +86,7 @@ class NotLookedAt:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Upkeep:
     """Findings and actions in one experiment."""
 
@@ -99,7 +96,7 @@ class Upkeep:
     verified_bytes: int = 0
     unread_count: int = 0
     """Sampled checkpoints that were not read, because of the limits of the run."""
-    damaged: tuple[DamagedCheckpoint, ...] = ()
+    damaged: list[DamagedCheckpoint] = field(default_factory=list)
     pruned_count: int = 0
     """Checkpoints that were retired."""
     collected_count: int = 0
@@ -107,7 +104,22 @@ class Upkeep:
     collected_bytes: int = 0
     undecided_count: int = 0
     """Unreferenced objects that a running save may still use."""
-    not_looked_at: tuple[NotLookedAt, ...] = ()
+    not_looked_at: list[NotLookedAt] = field(default_factory=list)
+
+    def skip(self, what: str, why: str) -> None:
+        """Record work that is left."""
+        get_run_logger().warning("%s: skipped %s: %s", self.experiment, what, why)
+        self.not_looked_at.append(NotLookedAt(self.experiment, what, why))
+
+    @property
+    def work(self) -> str:
+        """The actions in one line."""
+        return (
+            f"{self.verified_count} of {plural(self.live_count, 'checkpoint', 'checkpoints')} read "
+            f"({shown_size(self.verified_bytes)}), {self.pruned_count} pruned; "
+            f"{plural(self.collected_count, 'object', 'objects')} ({shown_size(self.collected_bytes)}) collected, "
+            f"{self.undecided_count} undecided"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,62 +186,20 @@ def show_report(report: MaintenanceReport) -> None:
 
 
 def markdown(report: MaintenanceReport) -> str:
-    """Return the page: first the damage, then the work done, then the work left."""
-    what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
-    found = "damage" if report.damaged else "no damage found"
-    page = "\n".join(
-        [
-            f"# {what}",
-            "",
-            f"**{found}**: `{report.target}`",
-            "",
-            f"{report.summary}.",
-            "",
-            *_section("Damaged", ("experiment", "trial", "step", "quarantined", "what"), _damaged(report)),
-            *_section(
-                "Experiments",
-                ("experiment", "checkpoints", "read", "size", "damaged", "pruned", "deleted", "freed", "undecided"),
-                _done(report),
-            ),
-            *_section(
-                "Not checked",
-                ("experiment", "what", "why"),
-                ((each.experiment, each.what, each.why) for each in report.not_looked_at),
-            ),
-        ]
-    )
+    """Return the page, one table: first the damage, then the work done, then the work left."""
+    rows = [("experiment", "what", "result"), ("---", "---", "---")]
+    for damaged in report.damaged:
+        what = "journal" if damaged.trial is None else f"trial {damaged.trial}, step {damaged.step}"
+        quarantined = ", quarantined" if damaged.is_quarantined else ""
+        rows.append((damaged.experiment, what, f"damaged{quarantined}: {damaged.damage}"))
+    rows += [(each.experiment, "", each.work) for each in report.experiments]
+    rows += [(each.experiment, each.what, f"not checked: {each.why}") for each in report.not_looked_at]
+    shown = [f"| {' | '.join(map(_cell, row))} |" for row in rows[:_SHOWN_ROWS]]
+    more = [f"\nand {len(rows) - _SHOWN_ROWS} more"] if len(rows) > _SHOWN_ROWS else []
+    title = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
+    state = "damage" if report.damaged else "no damage found"
+    page = "\n".join([f"# {title}\n\n**{state}**: `{report.target}`\n\n{report.summary}.\n", *shown, *more, ""])
     return visible(page)
-
-
-def _damaged(report: MaintenanceReport) -> Iterable[Sequence[object]]:
-    for each in report.damaged:
-        quarantined = "yes" if each.is_quarantined else "no"
-        step = "journal" if each.step is None else each.step
-        yield each.experiment, each.trial or "", step, quarantined, each.damage
-
-
-def _done(report: MaintenanceReport) -> Iterable[Sequence[object]]:
-    for each in report.experiments:
-        yield (
-            each.experiment,
-            each.live_count,
-            each.verified_count,
-            shown_size(each.verified_bytes),
-            len(each.damaged),
-            each.pruned_count,
-            each.collected_count,
-            shown_size(each.collected_bytes),
-            each.undecided_count,
-        )
-
-
-def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    filled = list(rows)
-    if not filled:
-        return []
-    lines = [head, ["---"] * len(head), *([_cell(str(each)) for each in row] for row in filled[:_SHOWN_ROWS])]
-    more = [f"\nand {len(filled) - _SHOWN_ROWS} more"] if len(filled) > _SHOWN_ROWS else []
-    return [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in lines), *more, ""]
 
 
 def _cell(text: str) -> str:
@@ -243,16 +213,14 @@ class MaintenanceOptions:
     """The validated request of one run."""
 
     target: StorageTarget
-    sample: Sample | None
-    """How much of each experiment is read for verification; None: nothing."""
+    share: DailyShare | None
+    """Which checkpoints of each experiment are read; None: none."""
+    max_bytes: int | None
     quarantine: bool
     collect: bool
     retention: Retention | None
     until: datetime | None
     dry_run: bool
-
-    def has_time(self) -> bool:
-        return self.until is None or datetime.now(UTC) < self.until
 
 
 def names_on(target: StorageTarget) -> Sequence[str]:
@@ -269,143 +237,92 @@ def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], toda
     """Maintain one experiment after the other, each day in another order: the time may not suffice for all."""
     done, left = list[Upkeep](), list[NotLookedAt]()
     for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
-        if options.has_time():
-            done.append(ExperimentMaintenance(options, name).run())
+        if options.until is None or datetime.now(UTC) < options.until:
+            done.append(maintain_experiment(options, name))
         else:
             left.append(NotLookedAt(name, "everything", "the time budget was spent"))
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
     return MaintenanceReport(options.target.uri, tuple(done), (*left, *skipped), dry_run=options.dry_run)
 
 
-class ExperimentMaintenance:
-    """The maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
+_SKIPPED = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion)
 
-    def __init__(self, options: MaintenanceOptions, name: str) -> None:
-        self._options = options
-        self.name = name
-        self.upkeep = Upkeep(name)
 
-    def run(self) -> Upkeep:
-        """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
-        acts: list[tuple[str, Callable[[JournalKey], None]]] = []
-        if (sample := self._options.sample) is not None:
-            acts.append(("checkpoints", partial(self._verify, sample=sample)))
-        if (retention := self._options.retention) is not None:
-            acts.append(("retention", partial(self._prune, retention=retention)))
-        if self._options.collect:
-            acts.append(("garbage", self._collect))
-        with self._or_skipped("everything"):
-            journal = on_target(self._options.target, lambda store: current_journal(store, self.name))
-            for what, act in acts:
-                with self._or_reported(what, journal):
-                    act(journal)
-        return self.upkeep
+def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
+    """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted.
 
-    # ------------------------------------------------------------------------------------------ failures
-
-    @contextmanager
-    def _or_reported(self, what: str, journal: JournalKey) -> Iterator[None]:
-        with self._or_skipped(what):
-            try:
-                yield
-            except JournalCorrupt as error:
-                self._journal_is_damaged(what, journal, error)
-
-    @contextmanager
-    def _or_skipped(self, what: str) -> Iterator[None]:
+    A failure is reported, and does not stop the acts that follow.
+    """
+    upkeep = Upkeep(name)
+    acts = [
+        ("checkpoints", _verify, options.share is not None),
+        ("retention", _prune, options.retention is not None),
+        ("garbage", _collect, options.collect),
+    ]
+    try:
+        journal = on_target(options.target, lambda store: current_journal(store, name))
+    except _SKIPPED as error:
+        upkeep.skip("everything", str(error))
+        return upkeep
+    for what, act, is_wanted in acts:
         try:
-            yield
-        except (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion) as error:
-            self._skip(what, str(error))
+            if is_wanted:
+                act(options, journal, upkeep)
+        except JournalCorrupt as error:
+            upkeep.skip(what, f"the journal is damaged: {error}")
+            if all(each.folder != journal.entries for each in upkeep.damaged):
+                damaged = DamagedCheckpoint(name, None, None, journal.entries, str(error), is_quarantined=False)
+                upkeep.damaged.append(damaged)
+        except _SKIPPED as error:
+            upkeep.skip(what, str(error))
+    return upkeep
 
-    def _skip(self, what: str, why: str) -> None:
-        get_run_logger().warning("%s: skipped %s: %s", self.name, what, why)
-        left = NotLookedAt(self.name, what, why)
-        self.upkeep = replace(self.upkeep, not_looked_at=(*self.upkeep.not_looked_at, left))
 
-    def _skip_unreadable(self, what: str, unreadable: Sequence[Unreadable]) -> None:
-        for each in unreadable:
-            self._skip(f"{what} {each.folder}".strip(), each.why)
-
-    def _journal_is_damaged(self, what: str, journal: JournalKey, error: JournalCorrupt) -> None:
-        self._skip(what, f"the journal is damaged: {error}")
-        self._add([self._damaged(journal.entries, str(error))])
-
-    # ------------------------------------------------------------------------------------------ damage
-
-    def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
-        trial, step = (key.trial.trial, key.step) if key else (None, None)
-        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_quarantined=False)
-
-    def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
-        """Add damage to the report; it replaces what the report says of the same folder."""
-        by_folder = {each.folder: each for each in (*self.upkeep.damaged, *damaged)}
-        self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
-
-    def _verify(self, journal: JournalKey, sample: Sample) -> None:
-        found = verify_checkpoints(self._options.target, journal, sample)
-        self.upkeep = replace(
-            self.upkeep,
-            live_count=len(found.live),
-            verified_count=len(found.inspected),
-            verified_bytes=sum(each.size_bytes for each in found.inspected),
-            unread_count=found.unread_count,
+def _verify(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+    """Read the share, and quarantine what is damaged after publishing the damage: no later run finds it again."""
+    result = verify_checkpoints(options.target, journal, options.share or EVERYTHING, options.max_bytes, options.until)
+    upkeep.live_count, upkeep.verified_count = len(result.live), len(result.inspected)
+    upkeep.verified_bytes = sum(each.size_bytes for each in result.inspected)
+    upkeep.unread_count = result.unread_count
+    for unreadable in result.unreadable:
+        upkeep.skip(unreadable.folder, unreadable.why)
+    if result.unread_count:
+        upkeep.skip(f"{result.unread_count} checkpoints of this sample", "the limits were reached")
+    reasons = {each.key: each.damage or "" for each in result.damaged}
+    for key, damage in reasons.items():
+        get_run_logger().error("%s is damaged: %s", key.folder, damage)
+        damaged = DamagedCheckpoint(
+            upkeep.experiment, key.trial.trial, key.step, key.folder, damage, is_quarantined=False
         )
-        self._skip_unreadable("", found.unreadable)
-        if found.unread_count:
-            self._skip(f"{found.unread_count} checkpoints of this sample", "the limits were reached")
-        checkpoints = [self._damaged(each.key.folder, each.damage or "", each.key) for each in found.damaged]
-        journals = [
-            replace(self._damaged(each.folder, each.why), trial=each.trial)
-            for each in found.unreadable
-            if each.is_damage
-        ]
-        self._add([*checkpoints, *journals])
-        quarantined = self._quarantine(journal, found, checkpoints)
-        folders = {key.folder for key in quarantined}
-        self._add([replace(each, is_quarantined=each.folder in folders) for each in checkpoints])
+        upkeep.damaged.append(damaged)
+    if not (reasons and options.quarantine):
+        return
+    show_report(MaintenanceReport(options.target.uri, (upkeep,), (), dry_run=False))
+    try:
+        folders = {key.folder for key in quarantine_checkpoints(options.target, journal, reasons)}
+    except _SKIPPED as error:
+        upkeep.skip("quarantine", str(error))
+    else:
+        upkeep.damaged = [replace(each, is_quarantined=each.folder in folders) for each in upkeep.damaged]
 
-    def _quarantine(
-        self, journal: JournalKey, found: Inspection, damaged: Sequence[DamagedCheckpoint]
-    ) -> Sequence[CheckpointKey]:
-        """Quarantine damaged checkpoints, after publishing their damage: no later run finds it again."""
-        for each in damaged:
-            get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
-        if not damaged or not self._options.quarantine:
-            return ()
-        quarantined = list[CheckpointKey]()
-        show_report(MaintenanceReport(self._options.target.uri, (self.upkeep,), (), dry_run=False))
-        with self._or_skipped("quarantine"):
-            reasons = {each.key: each.damage or "" for each in found.damaged}
-            quarantined += quarantine_checkpoints(self._options.target, journal, reasons)
-        return quarantined
 
-    # ------------------------------------------------------------------------------------------ pruning and garbage
+def _prune(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+    retention = options.retention or Retention()
+    upkeep.pruned_count = prune_checkpoints(options.target, journal, retention, dry_run=options.dry_run)
 
-    def _prune(self, journal: JournalKey, retention: Retention) -> None:
-        options = self._options
-        found = prune_checkpoints(options.target, journal, retention, dry_run=options.dry_run)
-        self.upkeep = replace(self.upkeep, pruned_count=found.count)
-        self._skip_unreadable("retention of", found.unreadable)
 
-    def _collect(self, journal: JournalKey) -> None:
-        options = self._options
-        found = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
-        self.upkeep = replace(
-            self.upkeep,
-            collected_count=len(found.dead)
-            + sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
-            collected_bytes=sum(each.size_bytes for each in found.dead)
-            + sum(each.orphan_bytes for each in found.trials),
-            undecided_count=sum(each.undecided_count for each in found.trials),
-        )
-        for each in found.trials:
-            if (why := each.damage or each.kept) is not None:
-                self._skip(f"garbage of trial {each.trial}", why)
-        self._skip_unreadable("garbage of", found.unreadable)
-        if found.skipped_count:
-            self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
+def _collect(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+    garbage = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
+    upkeep.collected_count, upkeep.collected_bytes = garbage.object_count, garbage.size_bytes
+    upkeep.undecided_count = sum(each.undecided_count for each in garbage.trials)
+    for each in garbage.trials:
+        if (why := each.damage or each.kept) is not None:
+            upkeep.skip(f"garbage of trial {each.trial}", why)
+    if garbage.skipped_count:
+        upkeep.skip(f"garbage of {garbage.skipped_count} trials", "the time budget was spent")
 
+
+# Delete an experiment that a person names.
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -421,77 +338,58 @@ class ExperimentContents:
     object_count: int
     size_bytes: int
 
+    def __str__(self) -> str:
+        trials = plural(self.trial_count, "trial", "trials")
+        checkpoints = plural(self.checkpoint_count, "checkpoint", "checkpoints")
+        objects = plural(self.object_count, "object", "objects")
+        return f"{trials}, {checkpoints}, {shown_size(self.size_bytes)} in {objects}"
 
-def delete_experiment(experiment: str, *, target: StorageTarget | str, even_if_running: bool = False) -> int:
-    """Delete an experiment from its target for good, and return the number of deleted objects.
+
+def delete_experiment(
+    experiment: str, *, target: StorageTarget | str, even_if_running: bool = False, dry_run: bool = False
+) -> ExperimentContents:
+    """Delete an experiment from its target for good, and return what it had there.
 
     If the call is interrupted, the experiment can no longer be opened, and a second call deletes the rest. The name can
-    be used again from the time at which the first object is deleted; a marker of some 300 bytes stays. A fork releases
-    the checkpoints of its origin. What Prefect's server has of the experiment, its runs and artifacts, stays.
+    be used again from the time at which the first object is deleted; a marker of some 300 bytes stays. Its forks have
+    copies of its checkpoints. What Prefect's server has of the experiment, its runs and artifacts, stays.
 
     Args:
         experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         even_if_running: whether it is deleted while a run may own it; that run ends with `Superseded`.
+        dry_run: make the same checks, and delete nothing.
 
     Raises:
-        InvalidInput: there is no such experiment, a run may own it, or another experiment, such as a fork, needs bytes
-            of its checkpoints; nothing was deleted.
+        InvalidInput: there is no such experiment, or a run may own it; nothing was deleted.
         JournalCorrupt: its journal cannot be read; nothing was deleted.
         Superseded: another process deletes it at the same time.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
-    place = resolve_existing(target)
-    journal = on_target(
-        place, lambda store: _found(store, experiment, place.uri, even_if_running=even_if_running).journal, _TIMEOUT
-    )
+    resolved = resolve_existing(target)
     owner, stamp = current_owner(), new_write_id()  # the same for every try, so that a retry is the same deletion
+
+    def look(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
+        # A folder without a journal is no experiment: whatever it holds, it is not deleted.
+        if (journal := generation_to_delete(store, valid_name(experiment))) is None:
+            raise InvalidInput(no_experiment(store, experiment, resolved.uri))
+        trials: Collection[str] = ()
+        if not is_deleted(store, journal):  # otherwise an interrupted deletion has left objects
+            with transfer_pool() as transfers:
+                state = load(store, journal, side_by_side=transfers)
+            if not (even_if_running or state.is_removed):
+                _require_no_run(store, state, resolved.uri)
+            trials = state.trials
+        return journal, _contents_of(journal, trials, objects_before(store, experiment, journal.generation + 1))
 
     def delete(store: ObjectStore) -> int:
         with transfer_pool() as transfers:
             return remove(store, journal, owner, stamp, side_by_side=transfers)
 
-    return on_target(place, delete, _TIMEOUT)
-
-
-def contents_of(experiment: str, *, target: StorageTarget | str, even_if_running: bool = False) -> ExperimentContents:
-    """Return what `delete_experiment` would delete, after the same checks; claims of forks are checked only by it.
-
-    Raises:
-        InvalidInput: there is no such experiment, or a run may own it.
-        JournalCorrupt: its journal cannot be read, and no deletion explains that.
-    """
-    place = resolve_existing(target)
-
-    def look(store: ObjectStore) -> ExperimentContents:
-        found = _found(store, experiment, place.uri, even_if_running=even_if_running)
-        return _contents(found, objects_before(store, experiment, found.journal.generation + 1))
-
-    return on_target(place, look, _TIMEOUT)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The generation to delete, and its experiment; None if only an interrupted deletion has left objects."""
-
-    journal: JournalKey
-    state: Experiment | None
-
-
-def _found(store: ObjectStore, name: str, uri: str, *, even_if_running: bool) -> _Found:
-    """Find what a deletion would delete, after the same checks.
-
-    A folder without a journal is no experiment: whatever it holds, it is not deleted.
-    """
-    if (journal := generation_to_delete(store, valid_name(name))) is None:
-        raise InvalidInput(no_experiment(store, name, uri))
-    if is_deleted(store, journal):
-        return _Found(journal, None)
-    with transfer_pool() as transfers:
-        state = load(store, journal, side_by_side=transfers)
-    if not (even_if_running or state.is_removed):
-        _require_no_run(store, state, uri)
-    return _Found(journal, state)
+    journal, contents = on_target(resolved, look, _TIMEOUT)
+    if not dry_run:
+        on_target(resolved, delete, _TIMEOUT)
+    return contents
 
 
 def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
@@ -517,15 +415,15 @@ def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
     )
 
 
-def _contents(found: _Found, listed: Sequence[Listed]) -> ExperimentContents:
-    folder = f"{found.journal.folder}/trials/"
+def _contents_of(journal: JournalKey, trials: Collection[str], listed: Sequence[Listed]) -> ExperimentContents:
+    folder = f"{journal.folder}/trials/"
     named = [
         (each.path.removeprefix(folder).split("/")[0], each.path) for each in listed if each.path.startswith(folder)
     ]
-    keys = (CheckpointKey.from_manifest_path(found.journal.trial_key(trial), path) for trial, path in named)
+    keys = (CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in named)
     return ExperimentContents(
-        found.journal.experiment,
-        trial_count=len({trial for trial, _ in named} | set(found.state.trials if found.state else ())),
+        journal.experiment,
+        trial_count=len({trial for trial, _ in named} | set(trials)),
         checkpoint_count=sum(key is not None for key in keys),
         object_count=len(listed),
         size_bytes=sum(each.size_bytes for each in listed),

@@ -1,7 +1,7 @@
 """Which flow run owns an experiment: it alone writes the journal, in the term that its opening began.
 
     a search, a training    one process: `owner_after` says whether it may open the journal; its attempts write there
-                            through it, or have journals of their own
+                            through it, or post to outboxes that it reads
     a flow of one's own     its tasks, in any processes: the first one opens the journal by `own`, all write one entry
                             after another by `append_beside_others`
 
@@ -45,7 +45,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, entries_beyond, load
+from prefect_tune.core.journal.journal import earlier_owners, entries_beyond, load
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -53,6 +53,7 @@ from prefect_tune.core.journal_events import (
     Event,
     Owner,
     Requeued,
+    Resumed,
     Started,
     TrialAdded,
 )
@@ -63,6 +64,7 @@ from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.journal_access import (
     Opening,
     Writer,
+    adopt_unjournaled,
     append_entry,
     current_owner,
     new_write_id,
@@ -163,7 +165,7 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
 
 
 def _require_finished(target: StorageTarget, name: str) -> None:
-    trials = with_retries(lambda: read_known(target, name)).experiment.trials.values()
+    trials = with_retries(lambda: read_known(target, name)).trials.values()
     if not all(trial.phase is Phase.FINISHED for trial in trials):
         raise InvalidInput(
             f"experiment: an earlier try of this run has begun {name!r} by a call without a name, and it is not "
@@ -176,13 +178,12 @@ def _require_finished(target: StorageTarget, name: str) -> None:
 # The flow run of a search or a training: not in a crash loop, and not beside a live run.
 
 
-def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
+def owner_after(known: Experiment, max_restarts: int) -> Owner:
     """Return the owner with which this run is to open the experiment.
 
     Args:
         known: the experiment, before it is opened.
         max_restarts: how many automatic restarts in a row may end without progress.
-        answered: whether a person has just answered this process.
 
     Raises:
         CrashLoop: this run was restarted automatically `max_restarts` times without progress.
@@ -195,7 +196,7 @@ def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False)
     if before.flow_run != owner.flow_run:
         _leave_to_the_living(known.name, before)
         return owner
-    if answered or _is_by_hand(UUID(owner.flow_run)):
+    if _is_by_hand(UUID(owner.flow_run)):
         return owner.model_copy(update={"by_hand": True})
     if known.restarts >= max_restarts:
         raise CrashLoop(
@@ -268,17 +269,28 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
         StoreRefused: the target refuses access.
     """
     with _writing[target.uri, experiment]:
-        me, known = this_writer(), read_undamaged(target, experiment)
-        while not is_same_writer(known.experiment.owner, me):
-            _require_ours(known.experiment, target)
-            _require_not_superseded(known.experiment, target, me)
-            with suppress(_OpenedMeanwhileError):
-                return _opened(target, known, me)
+        me, stamp = this_writer(), new_write_id()
+        while True:
             known = read_undamaged(target, experiment)
-        return known.experiment
+            if not is_same_writer(known.owner, me):
+                _require_ours(known, target)
+                _require_not_superseded(known, target, me)
+                # By another task of this run; after any other takeover the next turn raises.
+                with suppress(_OpenedMeanwhileError, Superseded):
+                    return _opened(target, known, me)
+            elif known.adopted_in == known.term:
+                return known
+            else:  # a task of this run has opened the experiment, and was killed, or does the same now
+                with suppress(Superseded):
+                    return on_target(target, partial(_adopt, known=known, stamp=stamp))
 
 
-def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experiment:
+def _adopt(store: ObjectStore, known: Experiment, stamp: Stamp) -> Experiment:
+    with transfer_pool() as transfers:
+        return adopt_unjournaled(store, known, stamp, transfers)
+
+
+def _opened(target: StorageTarget, known: Experiment, me: Owner) -> Experiment:
     if not check_target(target).conditional_create:
         require_one_runner(target.uri)
 
@@ -287,12 +299,12 @@ def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experimen
             raise _OpenedMeanwhileError
         return ()
 
-    return open_journal(target, known.experiment.key, Opening(me, new_write_id(), also, known=known))
+    return open_journal(target, known.key, Opening(me, new_write_id(), also, known=known))
 
 
 def _require_ours(state: Experiment, target: StorageTarget) -> None:
     require_goes_on(state)
-    if state.settings or any(trial.own_journal for trial in state.trials.values()):
+    if state.settings or any(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(
             f"experiment {state.name!r} at {target.uri} is a search, which writes its journal itself: expected a name "
             "that is free, or an experiment of these tasks. Nothing was written: choose another experiment name"
@@ -417,7 +429,7 @@ def opening_events(
         return [] if step >= trial.step else _restarted(trial, reason)
     if trial.phase in ENDED:
         return [Requeued(trial=name, reason=make_reason("trained-on", status=trial.status.value)), started]
-    return [started]
+    return [Resumed(trial=name), started] if trial.phase is Phase.PAUSED else [started]
 
 
 def _restarted(trial: Trial, reason: Reason) -> Sequence[Event]:

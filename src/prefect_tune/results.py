@@ -38,7 +38,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, live_keys, newest_key
 from prefect_tune.core.html_tables import cell_html, paragraph, soft
-from prefect_tune.core.journal.journal import history, load, trial_today
+from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.messages.live_status import live_status_of
 from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
@@ -258,11 +258,9 @@ class Results:
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
         known = self._trial(trial)
-        journal = self.experiment.key.of_trial(known.trial) if known.own_journal else self.experiment.key
-        last = known.absorbed if known.own_journal else self.experiment.number
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            entries = history(store, journal, side_by_side=transfers)
-        return curve((entry for entry in entries if entry.number <= last), known.trial)
+            entries = history(store, self.experiment.key, side_by_side=transfers)
+        return curve((entry for entry in entries if entry.number <= self.experiment.number), known.trial)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
@@ -337,12 +335,9 @@ class Results:
         trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
         if all(each.phase in ENDED for each in trials):
             return trials
-        key = self.experiment.key
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return [
-                each if each.phase in ENDED else trial_today(store, key, each, side_by_side=transfers)
-                for each in trials
-            ]
+            now = load(store, self.experiment.key, side_by_side=transfers)
+        return [now.trials.get(each.trial, each) for each in trials]
 
     def _trial(self, trial: str | Trial) -> Trial:
         return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)

@@ -330,7 +330,7 @@ def _shared_journal_reason(target: StorageTarget, known: Experiment) -> str | No
     except TuneError as error:
         return str(error)
     return shared_access_reason(
-        Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)]
+        Path(target.path), [folder for each in journals for folder in (each.entries, each.snapshots)]
     )
 
 

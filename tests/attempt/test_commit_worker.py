@@ -17,6 +17,7 @@ from prefect_tune.attempt import commit_worker as module
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.group_saves import GroupSave
+from prefect_tune.attempt.trial_journal import Outbox, WrittenEntries
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.adoption import adopt
@@ -139,8 +140,9 @@ class CommitHarness:
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
             state = append(store, state, [Adopted(), *added, *lost], new_write_id())
             state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
-        journal_writer = JournalWriter(self.plan.target, state, write, lambda _events, _state: None)
-        return CommitWorker(self.plan, journal_writer, NoArtifacts(), DirectTasks(self.plan), getLogger("commits"))
+        journal = WrittenEntries(TRIAL.trial, JournalWriter(self.plan.target, state, write))
+        tasks, log = DirectTasks(self.plan), getLogger("commits")
+        return CommitWorker(self.plan, state.term, journal, NoArtifacts(), tasks, log)
 
     @staticmethod
     def _runs(state: Experiment) -> bool:
@@ -343,7 +345,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     harness.rot_oldest_blob()
     assert damaged(harness) == [2, 3]
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        quarantine(store, TRIAL, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+        quarantine(store, TRIAL.of_experiment, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
     for step in (4, 5, 6):
         harness.save(commit_worker, step, backbone=b"frozen")
     commit_worker.end(ended(Cause.MACHINE, "away"))
@@ -389,6 +391,18 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
     assert (commit_worker.error, harness.committed) == (None, [1])
+
+
+def test_what_an_attempt_on_another_machine_retires_is_left_to_the_owner(harness: CommitHarness) -> None:
+    harness.plan = replace(harness.plan, retention=Retention(last=1))
+    commit_worker = harness.attempt()
+    launched = commit_worker._journal.trial.model_copy(update={"outbox": 1, "outbox_count": 1})
+    commit_worker._journal = Outbox(harness.plan.target, TRIAL, launched)
+    for step in (1, 2):
+        harness.save(commit_worker, step)
+    commit_worker.close()
+    assert [each.step for each in commit_worker._journal.trial.checkpoints] == [2]
+    assert (harness.committed, harness.manifests()) == ([1, 2], 2)
 
 
 # --------------------------------------------------------------------------------------------------- reports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -13,7 +13,8 @@ from prefect_tune import journal_access
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
-from prefect_tune.core.messages.live_status import RunningAttempts, newest_live_status
+from prefect_tune.core.messages.live_status import newest_live_status
+from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import live_status_publisher
 from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
@@ -23,6 +24,7 @@ from tests.fakes.trial_processes import until
 KEY = JournalKey(experiment="e", generation=1)
 OFTEN = timedelta(milliseconds=5)
 AT = "2026-11-23T01:00:00.000+00:00"
+MOMENT = datetime.fromisoformat(AT)
 
 
 @pytest.fixture
@@ -38,14 +40,14 @@ class Search:
 
     def __init__(self, period: timedelta | None) -> None:
         self.state = nothing_yet(KEY).model_copy(update={"term": 3})
-        self.attempts = RunningAttempts(self.state, AT)
-        self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.attempts, period)
+        self.view = SearchView(self.state)
+        self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.view.read, period)
         self.happens(TrialAdded(trial="a", config={}))
         self.happens(Started(trial="a", attempt=1, from_step=0))
 
     def happens(self, event: Event) -> None:
         self.state = after_event(self.state, event, 1)
-        self.attempts.applied(event, self.state, AT)
+        self.view.apply(event, MOMENT, self.state)
 
 
 def test_nothing_is_written_before_an_attempt_begins(bucket: Bucket) -> None:
@@ -118,7 +120,7 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
 @pytest.mark.usefixtures("bucket")
 def test_a_trial_that_this_owner_does_not_run_is_not_published() -> None:
     search, run_here = Search(OFTEN), set[str]()
-    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.attempts, OFTEN, run_here.__contains__)
+    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.view.read, OFTEN, run_here.__contains__)
     assert publisher._running()[1] == ()
     run_here.add("a")
     assert [each.trial for each in publisher._running()[1]] == ["a"]

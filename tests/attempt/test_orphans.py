@@ -12,7 +12,6 @@ import pytest
 
 from tests.fakes.supervisors import PATIENCE_SECONDS, WAYS, Watched, watched
 from tests.fakes.trial_processes import children_of, until
-from tests.long_cases import long_after
 
 
 def require_nothing_living(seen: Watched) -> None:
@@ -20,7 +19,7 @@ def require_nothing_living(seen: Watched) -> None:
     until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
 
 
-@pytest.mark.parametrize("way", long_after(3, [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.deep)]))
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
 def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
     tmp_path: Path, way: str, killed: str, record_property: Callable[[str, object], None]

@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import StateType
 from prefect_tune.attempt.outcomes import log_failure, state_of
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind, Outcome, Paused, Question
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind, Outcome, Paused
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from tests.fakes.outcomes import make_failure
@@ -21,7 +21,6 @@ ERROR = make_failure(
     "lr is too large", trial="00003", type="ValueError", traceback="Traceback (most recent call last):\n  ..."
 )
 STOPPED = AttemptEnded(trial="00003", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
-ASKS = Question(key="k", question="continue?", fields={})
 
 
 @pytest.mark.parametrize(
@@ -42,17 +41,6 @@ ASKS = Question(key="k", question="continue?", fields={})
             "stopped by me",
         ),
         (Paused(trial="00003", reason="rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
-        (
-            AttemptEnded(
-                trial="00003",
-                cause=Cause.PREEMPTED,
-                reason=make_reason("asks", question=ASKS.question),
-                question=ASKS,
-            ),
-            StateType.COMPLETED,
-            "Paused",
-            "it asks: continue?",
-        ),
         (STOPPED, StateType.CANCELLED, "Interrupted", "saved, as requested"),
         (ERROR, StateType.FAILED, "Failed", "ValueError: lr is too large"),
         (make_failure("SIGKILL", Cause.MACHINE), StateType.FAILED, "Failed", "SIGKILL"),

@@ -114,7 +114,7 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
 # ----------------------------------------------------------------------------------------------- other processes
 
 
-@pytest.mark.parametrize("call", ["report", "report_step", "should_checkpoint", "ask"])
+@pytest.mark.parametrize("call", ["report", "report_step", "should_checkpoint"])
 def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
 ) -> None:

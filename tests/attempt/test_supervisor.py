@@ -259,17 +259,17 @@ def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(s
     assert channel.sent == [leave]
 
 
-@pytest.mark.parametrize("reads_journal", [True, False])
+@pytest.mark.parametrize("asks_by_report", [True, False])
 def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
-    spec: TrialSpec, *, reads_journal: bool
+    spec: TrialSpec, *, asks_by_report: bool
 ) -> None:
     commit_worker, read = FakeCommitWorker(), line()
-    read.reads_journal = reads_journal
+    read.asks_by_report = asks_by_report
     asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
     says = [LOADED, step(1), asking, step(3), TrialEnded(outcome=DONE)]
     assert supervise(FakeChannel(says), commit_worker, spec, read) == DONE
-    assert commit_worker.noted == [(1, False), (2, reads_journal), (3, False)]
-    assert commit_worker.flushes == reads_journal
+    assert commit_worker.noted == [(1, False), (2, asks_by_report), (3, False)]
+    assert commit_worker.flushes == asks_by_report
 
 
 # ------------------------------------------------------------------------------ silence, and the grace period
@@ -483,7 +483,6 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
         RankGroup(channels), cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), meter
     )
     assert list(meter.rank_ends) == ends
-    assert (meter.ranks is None) == (len(ranks) == 1)
     use = meter.use()
     assert isinstance(use, GroupUse) == bool(ends)
 

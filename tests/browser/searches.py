@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
-from prefect_tune.core.journal.journal import load, trial_today
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import load
 from tests.fakes.checkpoints import first_generation
 
 STEPS = 300
@@ -55,13 +55,7 @@ class Search:
     def trials(self) -> Mapping[str, Trial]:
         """Return its trials by the journals on the target."""
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
-            known = load(store, first_generation(self.experiment), side_by_side=map).trials
-            return {
-                name: each
-                if each.phase in ENDED
-                else trial_today(store, first_generation(self.experiment), each, side_by_side=map)
-                for name, each in known.items()
-            }
+            return load(store, first_generation(self.experiment), side_by_side=map).trials
 
 
 def until(holds: Callable[[], object], what: Callable[[], object]) -> None:

@@ -10,6 +10,7 @@ from prefect.logging.configuration import setup_logging
 
 import prefect_tune as pt
 from prefect_tune import cli
+from prefect_tune.testing import without_server
 from tests.fakes.command_line import Done, Run
 from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
@@ -44,23 +45,23 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def moods(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def moods(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with the search `moods`, for tests that only read.
 
     00000 and 00002 errored at step 2; 00003 is better than 00001, and of both the last two of three checkpoints stay.
     """
-    assert prefect_server
     target = tmp_path_factory.mktemp("moods") / "target"
-    pt.tune(
-        Moody,
-        {"fails": pt.grid_search(["raise", "not"]), "x": pt.grid_search([0.5, 0.25]), "always": "[bold]"},
-        target=str(target),
-        experiment="moods",
-        metric="loss",
-        num_samples=1,
-        stop={"step": 3},
-        checkpoint=pt.Cadence(every_steps=1),
-        retention=pt.Retention(last=2),
-        max_concurrent_trials=1,
-    )
+    with without_server():
+        pt.tune(
+            Moody,
+            {"fails": pt.grid_search(["raise", "not"]), "x": pt.grid_search([0.5, 0.25]), "always": "[bold]"},
+            target=str(target),
+            experiment="moods",
+            metric="loss",
+            num_samples=1,
+            stop={"step": 3},
+            checkpoint=pt.Cadence(every_steps=1),
+            retention=pt.Retention(last=2),
+            max_concurrent_trials=1,
+        )
     return target

@@ -20,6 +20,7 @@ from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.plan import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
+from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.refusing_server import refusing
 from tests.long_cases import long_after
 
@@ -81,7 +82,7 @@ NAMED_MODULES = [
         'run tests.trainables.moody:Moody --target TARGET --experiment e --set x={"sample_from":"here:ABSENT"}',
         "sample_from",
     ),
-    ("resume TARGET digits --trainable here:ABSENT", "trainable"),
+    ("resume TARGET searched --trainable here:ABSENT", "trainable"),
     ("drill here:ABSENT --target TARGET", "trainable"),
     ("audit TARGET digits --space here:ABSENT", "--space"),
     ("audit TARGET digits --search here:ABSENT", "--search"),
@@ -91,11 +92,13 @@ NAMED_MODULES = [
 """Each command with an option that takes MODULE:NAME, and what its message calls the option."""
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(("command", "option"), NAMED_MODULES)
 def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_one(
     command: str, option: str, run: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here.py").write_text("PRESENT = 1\n")
+    write_search(target, "searched", {"00000": 0.5})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "here", raising=False)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.histories import base
+from tests.core.histories import snapshots_every
 from tests.core.protocol.cut import cut_small
 
 
@@ -15,7 +15,6 @@ def tiny_blobs() -> Iterator[None]:
 
 
 @pytest.fixture
-def short_segments() -> Iterator[None]:
-    """Write segments after few entries, which usually takes hundreds."""
-    with base(3):
+def frequent_snapshots() -> Iterator[None]:
+    with snapshots_every(3):
         yield

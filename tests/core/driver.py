@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
@@ -113,7 +113,7 @@ class Session:
         """Delete checkpoints that earlier owners retired but did not delete, and saves that were never journaled."""
         if self.clearing == "none":
             return
-        left = retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
+        left = retried(lambda: collecting.leftover(self.store, KEY, self.trial))
         if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
             self.append([Retired(trial=KEY.trial, retires=())])
         self.collect(left)
@@ -157,7 +157,7 @@ class Session:
     def publish(self) -> Manifest:
         """Save up to the manifest, without the journal entry."""
         step = self.waiting[-1].step if self.waiting else self.trial.step
-        key = CheckpointKey(trial=KEY, step=step, sequence=self.experiment.number)
+        key = CheckpointKey(trial=KEY, step=step, sequence=self.trial.next_sequence)
         files = self.files(step)
         self.witness.saved.setdefault((key.step, key.sequence), []).append(files)
         stamp = self.witness.stamp()
@@ -175,7 +175,7 @@ class Session:
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.CommitResult:
+    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Save:
         reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
         turn = Reverification(self.commit_count, self.reverify_every)
@@ -214,7 +214,7 @@ class Session:
         """Delete retired checkpoints before they are journaled as retired: for a mutant that the tests must detect."""
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
         events = [*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)]
-        state = reduce(lambda trial, event: after(trial, event, self.experiment.number + 1), events, self.trial)
+        state = reduce(after, events, self.trial)
         doomed = [
             CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
             for each in self.trial.checkpoints
@@ -234,7 +234,7 @@ class Session:
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
         self.experiment = retried(lambda: journal.append(self.store, self.experiment, events, stamp))
-        write_due_segment(self.store, self.experiment)
+        write_due_snapshot(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
         cycle = b"A" if step % 3 == 1 else b"B"  # the old content returns after its checkpoint was retired
@@ -245,6 +245,11 @@ class Session:
             "head": self.head,
             "logs/steps": b"." * step,
         }
+
+
+def write_due_snapshot(store: ObjectStore, experiment: Experiment) -> None:
+    if snapshot_is_due(experiment):
+        write_snapshot(store, experiment)
 
 
 def run_to(session: Session, steps: int) -> None:

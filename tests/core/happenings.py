@@ -34,7 +34,7 @@ AFTER: Mapping[str, Mapping[str, str]] = {
     "finished": {"requeued": "pending", "gave-up": "errored"},
     "errored": {"requeued": "pending"},
 }
-"""The possible events of each status, and the next status. A start leads from "pending" or "paused" to "running"."""
+"""The possible events of each status, and the next status. A start leads from "pending" to "running"."""
 
 
 def happening(what: str, trial: str) -> OneTrialsEvent:

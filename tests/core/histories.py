@@ -9,7 +9,7 @@ from functools import reduce
 import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
-from prefect_tune.core.journal import journal
+from prefect_tune.core.journal import journal, snapshot
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
@@ -20,12 +20,10 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.storage import layout
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
-from tests.core.protocol.population import begin_experiment
 
 ME = Owner(name="me", host="here", pid=1)
 
@@ -35,15 +33,14 @@ def stamp(write_id: object) -> Stamp:
 
 
 @contextmanager
-def base(digits: int) -> Iterator[None]:
-    """Write segments after powers of `digits` instead of powers of ten."""
+def snapshots_every(entries: int) -> Iterator[None]:
+    """Write a snapshot every few entries, which usually takes hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "_SEGMENT_BASE", digits)
+        patch.setattr(snapshot, "_INTERVAL", entries)
         yield
 
 
 def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
-    begin_experiment(store, key)
     return journal.take_over(store, key, ME, stamp(write_id), side_by_side=map)
 
 
@@ -57,7 +54,7 @@ def next_event(experiment: Experiment, trial: str) -> Event:
     if known.step == len(known.checkpoints):
         return Reported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
     old = tuple(each.sequence for each in known.checkpoints[:-3])
-    new = CheckpointRef(step=known.step, sequence=experiment.number)
+    new = CheckpointRef(step=known.step, sequence=known.next_sequence)
     return Committed(trial=trial, checkpoint=new, retires=old)
 
 
@@ -68,7 +65,7 @@ def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]
 
 
 def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
-    """Apply every entry, without segments."""
+    """Apply every entry, without a snapshot."""
     entries = journal.history(store, key, side_by_side=map)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))

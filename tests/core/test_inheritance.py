@@ -6,138 +6,146 @@ from collections.abc import Callable
 
 import pytest
 
-from prefect_tune.core.errors import CheckpointCorrupt, SaveOvertaken
-from prefect_tune.core.experiment import experiment
+from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Quarantined, Reported
 from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.values import StepReport
 from tests.core.protocol.mutate import break_lines
-from tests.core.protocol.population import Chronicle, Member, begin_experiment, own
+from tests.core.protocol.population import Chronicle, Search
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 
 @pytest.fixture
-def member() -> Member:
+def search() -> Search:
     """An owner that saved three checkpoints with a shared backbone; two are live."""
-    owner = Member(MemoryStore(), Chronicle(), own("e", "s"), "s", retention=Retention(last=2))
-    begin_experiment(owner.store, owner.journal)
+    owner = Search(MemoryStore(), Chronicle(), retention=Retention(last=2))
     owner.open()
-    owner.start()
+    owner.add("s", "c")
+    owner.start("s")
     for _ in range(3):
-        owner.save()
+        owner.save("s")
     return owner
 
 
-def keys(member: Member) -> list[CheckpointKey]:
-    return [
-        CheckpointKey(trial=member.key, step=each.step, sequence=each.sequence) for each in member.trial.checkpoints
-    ]
+def keys(search: Search) -> list[CheckpointKey]:
+    return [search.key("s").checkpoint_key(ref) for ref in search.trial("s").checkpoints]
 
 
-def damage(member: Member, key: CheckpointKey) -> str | None:
-    return read_one(member.store, key, side_by_side=map).damage
+def damage(search: Search, key: CheckpointKey) -> str | None:
+    return read_one(search.store, key, side_by_side=map).damage
 
 
-def rots(member: Member) -> None:
+def rots(search: Search) -> None:
     """Alter a blob that all checkpoints share."""
-    manifest = read_manifest(member.store, keys(member)[-1])
-    backbone = next(each for each in manifest.files if each.path == "backbone")
+    manifest = read_manifest(search.store, keys(search)[-1])
+    backbone = next(file for file in manifest.files if file.path == "backbone")
     path = manifest.blob_path(backbone.chunks[0].blob)
-    assert isinstance(member.store, MemoryStore)
-    member.store.objects[path] = b"X" * len(member.store.objects[path])
+    assert isinstance(search.store, MemoryStore)
+    search.store.objects[path] = b"X" * len(search.store.objects[path])
 
 
-def maintains(member: Member, *found: CheckpointKey) -> None:
+def maintains(search: Search, *found: CheckpointKey) -> None:
     """Maintenance quarantines the checkpoints that it found damaged."""
     reasons = dict.fromkeys(found, "damaged")
-    quarantine(member.store, member.key, reasons, member.chronicle.stamp(), side_by_side=map)
+    quarantine(search.store, search.journal, reasons, search.chronicle.stamp(), side_by_side=map)
 
 
 @pytest.mark.parametrize("found", [[0, 1], [0], [1]], ids=["all of them", "the older", "the newer"])
 def test_what_is_saved_after_damage_was_found_is_whole_though_the_owner_has_not_heard_of_it(
-    member: Member, found: list[int]
+    search: Search, found: list[int]
 ) -> None:
-    rots(member)
-    live = keys(member)
-    maintains(member, *(live[each] for each in found))
+    rots(search)
+    live = keys(search)
+    maintains(search, *(live[each] for each in found))
     for _ in range(3):
-        member.save()
-        assert damage(member, keys(member)[-1]) is None
-    assert [damage(member, key) for key in keys(member)] == [None, None]
-    assert [key.step for key in keys(member)] == [5, 6]
+        search.save("s")
+        assert damage(search, keys(search)[-1]) is None
+    assert [damage(search, key) for key in keys(search)] == [None, None]
+    assert [key.step for key in keys(search)] == [5, 6]
 
 
-def test_what_was_committed_just_before_damage_was_found_is_not_saved_upon(member: Member) -> None:
-    rots(member)
-    bad = keys(member)
-    member.save()  # committed with the same damaged backbone, before the damage was found
-    maintains(member, *(key for key in bad if key in keys(member)))
-    member.save()
-    member.save()
-    assert [damage(member, key) for key in keys(member)] == [None, None]
+def test_what_was_committed_just_before_damage_was_found_is_not_saved_upon(search: Search) -> None:
+    rots(search)
+    bad = keys(search)
+    search.save("s")  # committed with the same damaged backbone, before the damage was found
+    maintains(search, *(key for key in bad if key in keys(search)))
+    search.save("s")
+    search.save("s")
+    assert [damage(search, key) for key in keys(search)] == [None, None]
 
 
-def overtaken_commit(member: Member) -> None:
+def overtaken_commit(search: Search, *retires: int) -> None:
     """Journal a save that was begun before a checkpoint was quarantined."""
-    begun = CheckpointRef(step=4, sequence=member.experiment.number)
-    maintains(member, keys(member)[0])
+    begun = CheckpointRef(step=4, sequence=search.trial("s").next_sequence)
+    maintains(search, keys(search)[0])
     report = Reported(trial="s", report=StepReport(step=4, metrics={}))
-    member.append([report, Committed(trial="s", checkpoint=begun)])
+    search.append(report, Committed(trial="s", checkpoint=begun, retires=retires))
 
 
-def test_a_save_that_a_guest_has_overtaken_is_not_committed_and_nothing_is_written(member: Member) -> None:
-    before = member.experiment
-    with pytest.raises(SaveOvertaken, match="step 4"):
-        overtaken_commit(member)
-    assert member.experiment is before
-    member.open()
-    assert [each.step for each in member.trial.checkpoints] == [3]
+def test_a_save_that_a_guest_has_overtaken_is_quarantined_and_retires_nothing(search: Search) -> None:
+    live = keys(search)
+    overtaken_commit(search, live[1].sequence)
+    assert keys(search) == live[1:]
+    aside = [(each.checkpoint.step, str(each.reason)) for each in search.trial("s").quarantined_checkpoints]
+    assert aside == [(2, "damaged"), (4, str(make_reason("save-overtaken")))]
+    search.save("s")
+    assert damage(search, keys(search)[-1]) is None
 
 
-def test_the_suite_notices_when_a_save_that_was_overtaken_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, experiment.following, {"_require_not_overtaken(experiment, entry)": "pass"})
-    owner = Member(MemoryStore(), Chronicle(), own("e", "s"), "s", retention=Retention(last=2))
-    begin_experiment(owner.store, owner.journal)
-    owner.open()
-    owner.start()
-    for _ in range(3):
-        owner.save()
-    overtaken_commit(owner)
-    assert owner.trial.step == 4
+def test_the_suite_notices_when_a_save_that_was_overtaken_is_committed(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_lines(monkeypatch, trial_transitions._committed, {"if is_overtaken(trial, sequence):": "if False:"})
+    overtaken_commit(search)
+    assert keys(search)[-1].step == 4
+
+
+def test_a_damaged_checkpoint_is_quarantined_in_every_trial_that_has_it(search: Search) -> None:
+    search.clone("c", "s")
+    bad = keys(search)[-1]
+    maintains(search, bad)
+    assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
+    search.open()
+    assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [1, 0]
+    assert reinstate(search.store, search.journal, [bad], search.chronicle.stamp(), side_by_side=map) == [bad]
+    search.open()
+    assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
 
 
 @pytest.mark.parametrize("does", [rots, lambda _: None], ids=["rotten", "whole"])
 def test_what_is_older_than_one_that_was_quarantined_is_not_saved_upon(
-    member: Member, does: Callable[[Member], None]
+    search: Search, does: Callable[[Search], None]
 ) -> None:
-    does(member)
-    bad, before = keys(member)[-1], keys(member)[0]
-    member.append([Quarantined(trial="s", sequence=bad.sequence, reason="damaged")])
-    assert newest_key(member.key, member.trial) == before
-    assert parent_of_next(member.key, member.trial) is None
-    member.save()
-    assert parent_of_next(member.key, member.trial) == keys(member)[-1]
-    assert damage(member, keys(member)[-1]) is None
+    does(search)
+    bad, before = keys(search)[-1], keys(search)[0]
+    search.append(Quarantined(trial="s", sequence=bad.sequence, reason="damaged"))
+    assert newest_key(search.key("s"), search.trial("s")) == before
+    assert parent_of_next(search.key("s"), search.trial("s")) is None
+    search.save("s")
+    assert parent_of_next(search.key("s"), search.trial("s")) == keys(search)[-1]
+    assert damage(search, keys(search)[-1]) is None
 
 
-def test_what_is_reinstated_is_saved_upon_again(member: Member) -> None:
-    maintains(member, *keys(member))
-    member.append([Reported(trial="s", report=StepReport(step=4, metrics={}))])
-    assert parent_of_next(member.key, member.trial) is None
-    aside = [each.checkpoint for each in member.trial.quarantined_checkpoints]
-    back = [CheckpointKey(trial=member.key, step=each.step, sequence=each.sequence) for each in aside]
-    reinstate(member.store, member.key, back, member.chronicle.stamp(), side_by_side=map)
-    member.append([Reported(trial="s", report=StepReport(step=5, metrics={}))])
-    assert parent_of_next(member.key, member.trial) == back[-1]
+def test_what_is_reinstated_is_saved_upon_again(search: Search) -> None:
+    maintains(search, *keys(search))
+    search.append(Reported(trial="s", report=StepReport(step=4, metrics={})))
+    assert parent_of_next(search.key("s"), search.trial("s")) is None
+    back = [search.key("s").checkpoint_key(each.checkpoint) for each in search.trial("s").quarantined_checkpoints]
+    reinstate(search.store, search.journal, back, search.chronicle.stamp(), side_by_side=map)
+    search.append(Reported(trial="s", report=StepReport(step=5, metrics={})))
+    assert parent_of_next(search.key("s"), search.trial("s")) == back[-1]
 
 
-def test_a_damaged_checkpoint_is_what_these_tests_see(member: Member) -> None:
-    rots(member)
+def test_a_damaged_checkpoint_is_what_these_tests_see(search: Search) -> None:
+    rots(search)
+    search.end("s")
     with pytest.raises(CheckpointCorrupt):
-        member.start()
+        search.start("s")

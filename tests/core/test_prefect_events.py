@@ -9,9 +9,9 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import (
-    Absorbed,
     AttemptEnded,
     Cause,
+    CheckpointOrigin,
     CheckpointRef,
     Cloned,
     Committed,
@@ -19,11 +19,10 @@ from prefect_tune.core.journal_events import (
     Finished,
     FinishKind,
     GaveUp,
-    Opened,
-    Owner,
+    Launched,
     Paused,
     Quarantined,
-    Question,
+    Received,
     Reported,
     Requeued,
     Resumed,
@@ -37,16 +36,10 @@ from prefect_tune.core.prefect_events import (
     VERSION,
     Allowance,
     BestSoFar,
-    Budget,
-    BudgetNearlySpent,
     ExperimentEvent,
-    HealthMonitor,
-    HealthThresholds,
-    SyncLagged,
     TrialStalled,
     abbreviated,
     best_checkpoints,
-    emitted_in,
     event_name,
     labels_of,
     payload_of,
@@ -54,13 +47,12 @@ from prefect_tune.core.prefect_events import (
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import objective_of
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
 T = "00000"
-ADDED = TrialAdded(trial=T, config={}, own_journal=True)
+ADDED = TrialAdded(trial=T, config={}, of_search=True)
 STARTED = Started(trial=T, attempt=1, from_step=0)
 LONG = "x" * 1000
 
@@ -75,13 +67,13 @@ def committed(step: int, sequence: int, **options: Any) -> Committed:
 
 
 def payloads(*events: Event) -> list[dict[str, object]]:
-    """The payloads of all Prefect events of these journal events, one entry each, with their names as `name`."""
+    """The payloads of all Prefect events of these journal events, with their names as `name`."""
     state: Experiment = nothing_yet(first_generation("first"))
     found: list[dict[str, object]] = []
     for event in events:
         state = after(state, [event])
-        emitted = emitted_in(event)
-        found += [{"name": event_name(each), **payload_of(each, state.trials.get(T))} for each in emitted]
+        if event.type not in NOT_EMITTED:
+            found.append({"name": event_name(event), **payload_of(event, state.trials.get(T))})
     return found
 
 
@@ -100,6 +92,8 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "from_step": 0,
         "from_sequence": None,
         "at": None,
+        "supervisor": None,
+        "task_run": None,
     }
     checkpoint = committed(2, 3).model_dump(mode="json")["checkpoint"]
     assert saved == {
@@ -148,52 +142,33 @@ def test_a_stop_request_that_is_refused_says_why() -> None:
     assert (payload["reason"], payload["refused"]) == ("enough", str(refused))
 
 
-def test_a_question_and_a_reinstatement_have_names_of_their_own() -> None:
-    asks = Question(key="k", question="Continue?", fields={"yes": True})
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="it asks", question=asks)
+def test_a_reinstatement_has_a_name_of_its_own() -> None:
     again = [
         Quarantined(trial=T, sequence=3, reason="sha differs"),
         Quarantined(trial=T, sequence=3, quarantined=False),
     ]
-    found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again, asked)[2:]
-    assert [each["name"] for each in found] == [
-        "prefect-tune.quarantined",
-        "prefect-tune.reinstated",
-        "prefect-tune.questioned",
-    ]
-    assert (found[-1]["question"], found[-1]["status"]) == (asks.model_dump(mode="json"), "interrupted")
+    found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again)[2:]
+    assert [each["name"] for each in found] == ["prefect-tune.quarantined", "prefect-tune.reinstated"]
 
 
-def test_what_a_trials_journal_records_is_emitted_as_what_its_searchs_records() -> None:
+def test_every_turn_of_a_trial_is_emitted() -> None:
     pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
-    absorbed = Absorbed(trial=T, number=1, events=(STARTED, reported(1), pause))
-    assert names(ADDED, absorbed, Resumed(trial=T)) == ["started", "paused", "resumed"]
+    assert names(ADDED, STARTED, reported(1), pause, Resumed(trial=T)) == ["started", "paused", "resumed"]
     more = Requeued(trial=T, reason="more")
     assert names(ADDED, STARTED, pause, end, more) == ["started", "paused", "finished", "requeued"]
 
 
-def test_an_event_of_the_whole_experiment_and_one_of_an_unknown_trial_are_emitted() -> None:
-    asked = StopAsked(reason="enough")
-    assert list(emitted_in(asked)) == [asked]
-    assert list(emitted_in(committed(1, 3))) == [committed(1, 3)]
-
-
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
-    source = CheckpointKey(trial=TrialKey(experiment="first", generation=1, trial="00007"), step=4, sequence=2)
-    copy = CheckpointRef(step=4, sequence=2)
-    (cloned,) = payloads(ADDED, Cloned(trial=T, checkpoint=copy, source=source, config={"lr": 1}, reason="worse"))
-    assert cloned["source"] == {
-        "trial": {"experiment": "first", "generation": 1, "trial": "00007"},
-        "step": 4,
-        "sequence": 2,
-    }
-    assert (cloned["config"], cloned["reason"]) == ({"lr": 1}, "worse")
+    origin = CheckpointOrigin(trial="00007", step=4, sequence=2)
+    copy = CheckpointRef(step=4, sequence=2, origin=origin)
+    cloned = payload_of(Cloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse"))
+    assert (cloned["source"], cloned["config"], cloned["reason"]) == ("00007", {"lr": 1}, "worse")
+    assert cloned["checkpoint"] == copy.model_dump(mode="json")
 
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
-    opened = Opened(experiment="first", generation=1, trial=T, term=1, owner=Owner(name="a", host="b", pid=1))
-    absorbed = Absorbed(trial=T, number=1, events=(opened, ADDED, STARTED, *(reported(step) for step in range(1, 99))))
-    assert names(ADDED, absorbed) == ["started"]
+    launched, received = Launched(trial=T, outbox=1), Received(trial=T, post=1)
+    assert names(ADDED, launched, received, STARTED, *(reported(step) for step in range(1, 99))) == ["started"]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
     assert types > NOT_EMITTED
 
@@ -238,113 +213,10 @@ def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
         *(kind.name for kind in named),
         *(f"prefect-tune.{kind.model_fields['type'].default}" for kind in journaled),
     ]
-    assert len(set(every)) == len(every) == 6 + len(journaled)
+    assert len(set(every)) == len(every) == 4 + len(journaled)
     assert all(name.startswith("prefect-tune.") for name in every)
     fields = {"status", "reason_code"}.union(*(kind.model_fields for kind in (*named, *journaled)))
     assert fields >= set(LABELS)
-
-
-# When a running experiment is reported as stale or lagging, and that it is reported once.
-
-MINUTE = 60.0
-
-
-@pytest.fixture
-def health() -> HealthMonitor:
-    made = HealthMonitor(0.0)
-    made.started(T, 0, 0.0)
-    return made
-
-
-def events_at(health: HealthMonitor, now: float) -> list[ExperimentEvent]:
-    return list(health.look(now))
-
-
-def test_a_trial_is_stale_after_five_times_its_longest_silence_and_that_is_said_once(health: HealthMonitor) -> None:
-    for minutes in (2, 4, 6):
-        health.reported(T, minutes, minutes * MINUTE)
-        health.journaled(T, minutes)
-    assert events_at(health, 15 * MINUTE) == []
-    assert events_at(health, 17 * MINUTE) == [TrialStalled(trial=T, silent_seconds=660.0)]
-    assert events_at(health, 18 * MINUTE) == []
-    health.reported(T, 7, 19 * MINUTE)
-    health.journaled(T, 7)
-    assert events_at(health, 40 * MINUTE) == []  # it was silent for 13 minutes before
-
-
-def test_a_trial_of_fast_steps_is_not_stale_within_five_minutes(health: HealthMonitor) -> None:
-    health.reported(T, 1, 0.1)
-    health.journaled(T, 1)
-    assert events_at(health, 4.9 * MINUTE) == []
-    assert events_at(health, 5.1 * MINUTE) == [TrialStalled(trial=T, silent_seconds=305.9)]
-
-
-def test_a_trial_has_half_an_hour_for_its_first_report(health: HealthMonitor) -> None:
-    assert events_at(health, 29 * MINUTE) == []
-    assert events_at(health, 31 * MINUTE) == [TrialStalled(trial=T, silent_seconds=1860.0)]
-
-
-def test_an_attempt_that_has_ended_is_not_looked_at(health: HealthMonitor) -> None:
-    health.ended(T)
-    health.ended(T)
-    health.reported(T, 1, 1.0)
-    health.journaled(T, 1)
-    health.committed(T, 1.0)
-    assert events_at(health, 100 * MINUTE) == []
-
-
-def test_saves_lag_where_they_take_five_times_as_long_as_ever_while_the_trial_goes_on(health: HealthMonitor) -> None:
-    health.committed(T, 1 * MINUTE)
-    health.reported(T, 1, 1.5 * MINUTE)
-    assert events_at(health, 3 * MINUTE) == []  # one save yields no typical duration
-    health.committed(T, 3 * MINUTE)
-    assert events_at(health, 4 * MINUTE) == []  # nothing to save
-    for minute in range(4, 15):
-        health.reported(T, minute, minute * MINUTE)
-        health.journaled(T, minute)
-    assert events_at(health, 12.5 * MINUTE) == []
-    assert events_at(health, 14 * MINUTE) == [SyncLagged(what="checkpoint", seconds=660.0, trial=T)]
-    assert events_at(health, 14.5 * MINUTE) == []
-
-
-def test_the_journal_of_a_trial_lags_where_what_it_reported_is_not_in_it(health: HealthMonitor) -> None:
-    health.reported(T, 1, 1 * MINUTE)
-    health.journaled(T, 1)
-    health.reported(T, 1, 1.5 * MINUTE)  # journaled before its report arrived: a trial on another machine
-    for minute in range(2, 10):
-        health.reported(T, minute, minute * MINUTE)
-    assert events_at(health, 8.9 * MINUTE) == []
-    assert events_at(health, 9.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=T)]
-    assert events_at(health, 9.2 * MINUTE) == []
-
-
-def test_the_experiments_journal_lags_where_it_is_not_written(health: HealthMonitor) -> None:
-    health.queued(0.0)
-    health.wrote()
-    assert events_at(health, 10 * MINUTE) == []
-    health.queued(11 * MINUTE)
-    health.queued(12 * MINUTE)
-    assert events_at(health, 18.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=None)]
-
-
-def test_each_budget_is_reported_once_at_eighty_percent() -> None:
-    health = HealthMonitor(100.0, [Budget("time", 10), Budget("training-time", 1000), Budget("trials", 5)])
-    assert list(health.look(107.0, 790, 3)) == []
-    assert list(health.look(108.0, 800, 4)) == [
-        BudgetNearlySpent(what="time", spent=8.0, budget=10),
-        BudgetNearlySpent(what="training-time", spent=800, budget=1000),
-        BudgetNearlySpent(what="trials", spent=4, budget=5),
-    ]
-    assert list(health.look(109.0, 900, 5)) == []
-
-
-def test_of_a_few_trials_none_says_that_they_are_nearly_done_when_all_have_ended() -> None:
-    health = HealthMonitor(0.0, [Budget("trials", 3)])
-    assert [list(health.look(1.0, 0, ended)) for ended in (2, 3)] == [[], []]
-
-
-def test_patience_grows_with_what_was_seen() -> None:
-    assert [HealthThresholds().limit(each) for each in (None, 1.0, 100.0)] == [1800.0, 300.0, 500.0]
 
 
 def test_an_allowance_is_spent_at_once_and_comes_back_with_time() -> None:

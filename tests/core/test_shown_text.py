@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, answer_to, valid_fields
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished
 from prefect_tune.core.messages.process_messages import StepDone, TrialEnded, from_trial
 from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.reasons import make_reason
@@ -21,9 +21,9 @@ from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.space import valid_space
+from prefect_tune.core.search_view import numbers_in
 from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has, readable
 from prefect_tune.core.values import StepReport, canonical_json
-from prefect_tune.reporting.history import numbers_in
 from prefect_tune.runtime.trial_errors import failure_message
 
 HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
@@ -66,15 +66,12 @@ def test_what_a_float_holds_is_finite(number: Any) -> None:
         lambda number: randint(0, number),
         lambda number: grid_search([number]),
         lambda number: valid_space({"x": number}),
-        lambda number: valid_fields({"count": number}),
-        lambda number: answer_to({"rate": 0.5}, {"rate": number}),
-        lambda number: answer_to({"count": 5}, {"count": number}),
         lambda number: resources_of({"cpu": number}, "here"),
         lambda number: as_stopper({"loss": number}),
         MaxTime,
     ],
     ids=[
-        *("an objective", "a range", "whole numbers", "a grid", "a space", "a field", "an answer", "a whole answer"),
+        *("an objective", "a range", "whole numbers", "a grid", "a space"),
         *("resources", "a limit", "a time"),
     ],
 )
@@ -111,12 +108,6 @@ def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: obj
     str(error.value).encode()
     with pytest.raises(InvalidInput, match="JSON"):
         plain_metadata({"x": value})
-
-
-@pytest.mark.parametrize("field", [HALF, [HALF, "b"]])
-def test_a_question_that_no_form_could_show_is_refused(field: object) -> None:
-    with pytest.raises(InvalidInput, match="expected its default"):
-        valid_fields({"name": field})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect_one
-from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
+from prefect_tune.core.operations.trial_gc import Collected, collect_from
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -23,10 +23,11 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, NAME, Session
+from tests.core.operations.test_trial_gc import newest
 from tests.core.protocol.invariants import violations
-from tests.core.protocol.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
+from tests.core.protocol.meetings import Scene, saves, without_a_clone
 from tests.core.protocol.owners import old_owner
-from tests.core.protocol.population import newest, own
+from tests.core.protocol.population import SEARCH
 from tests.core.protocol.turns import Choice, in_turns
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
@@ -66,7 +67,7 @@ def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
     """The scene after each write at which deleting its source's experiment may die."""
     for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
         found = scene.again()
-        if not removed_up_to(found.store, scene.members["s"].key.experiment, nth, way, found.doomed):
+        if not removed_up_to(found.store, SEARCH.experiment, nth, way, found.doomed):
             return
         yield found
 
@@ -121,22 +122,12 @@ def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_d
 
 def test_an_owner_whose_search_is_being_deleted_is_superseded_wherever_the_deletion_has_come_to() -> None:
     superseded = 0
-    for scene in ends_of_a_removal(without_a_clone(own("e", "s"), own("e", "c"))):
+    for scene in ends_of_a_removal(without_a_clone()):
         try:
-            scene.members["s"].clear(scene.doomed)
+            scene.search.clear(scene.doomed)
         except Superseded:
             superseded += 1
     assert superseded
-
-
-def test_the_owner_of_a_clone_lives_on_while_the_experiment_of_its_origin_is_being_deleted() -> None:
-    for scene in ends_of_a_removal(with_a_clone_that_is_over(own("e", "s"), own("f", "c"))):
-        member = scene.members["c"]
-        retired = [
-            CheckpointKey.from_manifest_path(member.key, each.path) for each in scene.store.list(member.key.checkpoints)
-        ]
-        member.clear([key for key in retired if key])
-        member.save()
 
 
 # ------------------------------------------------------------------------------------------------- readers
@@ -144,23 +135,20 @@ def test_the_owner_of_a_clone_lives_on_while_the_experiment_of_its_origin_is_bei
 
 def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
     """A trial that retires and deletes all its checkpoints between any two operations of a reader."""
-    begun = without_a_clone(own("e", "s"), own("e", "c"))
+    begun = without_a_clone()
     for operations in range(OPERATIONS):
         scene = begun.again()
         reader, owner = partial(read, scene), partial(saves("s", times=3), scene)
         yield in_turns(scene.store, [reader, owner], second_after(operations), lambda _method, _path: True)
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["look_for_garbage", "collect_from"])
+@pytest.mark.parametrize("changes", [False, True], ids=["a look", "a collection"])
 def test_what_an_owner_retires_while_its_garbage_is_looked_for_is_no_damage(*, changes: bool) -> None:
     found: list[Collected] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        key = scene.members["s"].key
-        if changes:
-            found.append(collect_from(store, key, STAMP, side_by_side=map))
-        else:
-            found.append(look_for_garbage(store, key, side_by_side=map))
+        key, trial = scene.search.key("s"), load(store, SEARCH, side_by_side=map).trial("s")
+        found.append(collect_from(store, key, trial, side_by_side=map, dry_run=not changes))
 
     assert [died for died in at_each_operation(look) if died] == []
     assert {each.damage for each in found} == {None}
@@ -170,7 +158,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found
     outcomes = set()
 
     def read(scene: Scene, store: ObjectStore) -> None:
-        key = newest(scene.members["s"])
+        key = newest(scene)
         try:
             found = restored(store, read_manifest(store, key))
             outcomes.add(found == scene.chronicle.saved[key.folder])
@@ -182,8 +170,8 @@ def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found
 
 
 def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_is_not_found() -> None:
-    whole = without_a_clone(own("e", "s"), own("e", "c"))
-    manifest = read_manifest(whole.store, newest(whole.members["s"]))
+    whole = without_a_clone()
+    manifest = read_manifest(whole.store, newest(whole))
     for scene in ends_of_a_removal(whole):
         with suppress(CheckpointNotFound):
             restored(scene.store, manifest)
@@ -204,7 +192,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> 
     damage: list[str | None] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        found = inspect_one(store, newest(scene.members["s"]), side_by_side=map)
+        found = inspect_one(store, newest(scene), side_by_side=map)
         damage.extend(each.damage for each in found)
 
     assert [died for died in at_each_operation(look) if died] == []
@@ -212,8 +200,8 @@ def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> 
 
 
 def test_an_altered_blob_of_a_live_checkpoint_is_damage() -> None:
-    scene = without_a_clone(own("e", "s"), own("e", "c"))
-    manifest = read_manifest(scene.store, newest(scene.members["s"]))
+    scene = without_a_clone()
+    manifest = read_manifest(scene.store, newest(scene))
     path = manifest.blob_path(0)
     scene.store.objects[path] = bytes(len(scene.store.objects[path]))
     with pytest.raises(CheckpointCorrupt, match="expected blake3"):
@@ -227,8 +215,8 @@ def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_wit
                 raise StoreRefused("AccessDenied")
             return super().size(path)
 
-    scene = without_a_clone(own("e", "s"), own("e", "c"))
-    manifest = read_manifest(scene.store, newest(scene.members["s"]))
+    scene = without_a_clone()
+    manifest = read_manifest(scene.store, newest(scene))
     store = WithoutJournals()
     store.objects = dict(scene.store.objects)
     del store.objects[manifest.blob_path(0)]

@@ -196,7 +196,7 @@ def test_every_path_can_be_read_back() -> None:
     assert key.manifest_path == "e/1/trials/t/checkpoints/0000000012-0000000345/manifest.json"
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
     assert number_in("e/1/journal", JOURNAL.entry_path(7)) == 7
-    assert number_in("e/1/segments", JOURNAL.segment_path(640), "jsonl") == 640
+    assert number_in("e/1/snapshots", JOURNAL.snapshot_path(640), "jsonl") == 640
     assert numbered("e/1/results/trials", 7, "parquet") == "e/1/results/trials/0000000007.parquet"
     assert number_in("e/1/results/trials", "e/1/results/trials/0000000007.parquet", "parquet") == 7
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345

@@ -34,7 +34,7 @@ def test_the_file_for_prefects_own_command_says_the_same() -> None:
     }
     for offer in OFFERS:
         there = in_file()[offer.name]
-        assert (there["description"], there["tags"], there["pull"]) == (offer.description, [TAG], [])
+        assert (there["tags"], there["pull"]) == ([TAG], [])
         limit = {"limit": offer.at_once, "collision_strategy": "CANCEL_NEW"}
         assert there.get("concurrency_limit") == (limit if offer.at_once else None)
 

@@ -19,8 +19,8 @@ from prefect_tune.drills.evidence import (
     Difference,
     DrillRun,
     Kill,
+    MeasuredSave,
     Record,
-    Save,
 )
 from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
@@ -45,7 +45,7 @@ DIGESTS = [f"{number:016x}" for number in range(100)]
 def run(kills: Sequence[Kill] = ()) -> DrillRun:
     records = [Record(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
     metrics = {step: {"loss": 1 / step} for step in range(1, 5)}
-    return DrillRun(metrics, {2: MANIFEST}, [Save(2, 2048, 512, 0.1)], records, kills)
+    return DrillRun(metrics, {2: MANIFEST}, [MeasuredSave(2, 2048, 512, 0.1)], records, kills)
 
 
 def reported(
@@ -118,8 +118,10 @@ def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, sa
 
 
 def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> None:
-    undisturbed = replace(run(), saves=[Save(2, 900, 900, 0.1), Save(4, 900, 700, 0.1)])
-    killed = replace(run([Kill("upload", 4, 2, 1.0)]), saves=[Save(2, 900, 900, 0.1), Save(4, 900, 300, 0.1)])
+    undisturbed = replace(run(), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 700, 0.1)])
+    killed = replace(
+        run([Kill("upload", 4, 2, 1.0)]), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 300, 0.1)]
+    )
     found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, (), (), ()))
     assert found.kills[0].kept_bytes == 400
     assert any(line.endswith("next step done after 1.0 s, 400 B of the upload kept") for line in found.lines())

@@ -1,48 +1,63 @@
-"""Remote attempts: the search reads their questions from their journals, and writes its answers to the target."""
+"""Remote attempts: the search reads their posts, journals and deletes them, and writes its answers to the target."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.search_link import AnswerAwaited
+from prefect_tune.attempt.trial_journal import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.journal_events import Finished
-from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.outbox import close_outbox
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Finished, Received, Reported, Started
 from prefect_tune.core.messages.process_messages import Proceed, StopAndSave
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
-from prefect_tune.journal_access import current_owner, new_write_id
+from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived
+from prefect_tune.journal_access import current_owner, new_write_id, read_experiment
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import first_generation
-from tests.fakes.outcomes import make_leave
+from tests.fakes.checkpoints import committed, first_generation, write
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import FarSearch, nothing
+from tests.fakes.trial_processes import until
 
 NOW = timedelta(0)
+TRIAL = "00000"
+MINUTE = timedelta(minutes=1)
+REPORT = StepReport(step=1, metrics={"loss": 1.0})
 
 
 @pytest.fixture
 def executor(target: LocalTarget) -> RemoteExecutor:
     """An executor with one running attempt, whose milestone is step 2."""
     executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
-    executor.start(plan_at(target), AttemptRequest(milestone=2), 1, absorbed=0)
+    executor.start(plan_at(target), attempt_request(milestone=2))
     return executor
 
 
-def step_reports(messages: list[Message]) -> list[tuple[int, bool]]:
-    return [(each.report.step, each.asks) for each in messages if isinstance(each, StepReported)]
+def attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox: int = 1) -> AttemptRequest:
+    """Return the request for an attempt that posts to the trial's outbox of this number."""
+    launched = Trial(trial=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
+    return AttemptRequest(search_term=1, trial=launched, milestone=milestone)
+
+
+def steps_of(messages: Sequence[Message]) -> list[tuple[str, int]]:
+    """Return the trials and steps of the reports in posts."""
+    posts = [each for each in messages if isinstance(each, PostReceived)]
+    return [(post.trial, event.report.step) for post in posts for event in post.events if isinstance(event, Reported)]
 
 
 def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
@@ -61,7 +76,10 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
 
     monkeypatch.setattr(PosixStore, "read", fails_once)
     messages = [*executor.poll(NOW), *executor.poll(NOW)]
-    assert step_reports(messages) == [(1, False), (2, True)]
+    assert steps_of(messages) == [(TRIAL, 1), (TRIAL, 2)]
+    assert messages[-1] == AnswerAwaited(TRIAL, StepReport(step=2, metrics={"loss": 0.5}, trained_seconds=2.0))
+    assert [each.number for each in messages if isinstance(each, PostReceived)] == [1, 2, 3]
+    assert executor.poll(NOW) == []
 
 
 def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call(
@@ -81,79 +99,22 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
     assert attempt.answer(0) == StopAndSave()
 
 
-class RunAgain:
-    """A worker has died, and the task runner runs the same task on another one."""
+def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
+    search, attempt = FarSearch(target, ASHA(27, grace_period=3, variant="stopping")), FarAttempt(target)
+    again: list[FarAttempt] = []
 
-    attempt: FarAttempt
+    def ends() -> None:
+        attempt.saves(4)
+        attempt.reports(5)
+        search.machines.end(TRIAL)
 
-    def __init__(self, target: LocalTarget, reports: Sequence[int] = ()) -> None:
-        self._target = target
-        self._reports = reports
+    def begins() -> None:
+        again.append(FarAttempt(target))
+        again[0].starts()
 
-    def __call__(self) -> None:
-        self.attempt = FarAttempt(self._target)
-        self.attempt.starts()
-        self.attempt.reports(*self._reports, asks=True)
-
-
-@pytest.mark.parametrize("asks_first", [True, False])
-def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_the_decision(
-    target: LocalTarget, *, asks_first: bool
-) -> None:
-    search, attempt = (
-        FarSearch(target, ASHA(27, grace_period=3, variant="stopping"), survives_search=False),
-        FarAttempt(target),
-    )
-    saved_at = 3 if asks_first else 2
-
-    def goes_on() -> None:
-        attempt.saves(saved_at, asks=asks_first)
-        if not asks_first:
-            attempt.reports(3, asks=True)
-
-    again = RunAgain(target, reports=() if asks_first else (3,))
-    state = search.live(nothing, attempt.starts, goes_on, nothing, again, nothing, nothing)
-    assert attempt.answer(3) == Proceed(milestone=9)
-    assert (again.attempt.trial.attempt, again.attempt.answer(3)) == (2, Proceed(milestone=9))
-    decided = [each.report.step for each in state.trial("00000").past if each.what == "decided" and each.report]
-    assert decided == [3]
-
-
-def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
-    search, attempt = (
-        FarSearch(target, ASHA(27, grace_period=3, variant="stopping"), survives_search=False),
-        FarAttempt(target),
-    )
-    again = RunAgain(target)
-    search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
-    assert again.attempt.answer(4) == Proceed(milestone=9)
-
-
-def test_an_attempt_that_resumes_at_its_milestone_is_noticed_though_it_writes_no_report(
-    target: LocalTarget,
-) -> None:
-    attempt, executor = FarAttempt(target), RemoteExecutor(target, FarMachines(), look_every=NOW)
-    attempt.starts()
-    attempt.saves(2)
-    again = FarAttempt(target)
-    executor.start(plan_at(target), AttemptRequest(milestone=2), 2, absorbed=again.written)
-    again.starts()
-    assert RemoteAttemptStarted("00000") in executor.poll(NOW)
-
-
-def test_an_attempt_that_is_run_again_gets_the_request_to_stop_again(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
-    again = RunAgain(target)
-    search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
-    leave = make_leave("enough", save=True, trial="00000")
-    assert (attempt.answer(attempt=1), again.attempt.answer()) == (leave, leave)
-
-
-def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, survives_search=False), FarAttempt(target)
-    again = RunAgain(target)
-    search.live(nothing, attempt.starts, search.stop, nothing, again, nothing, nothing)
-    assert (attempt.answer(attempt=1), again.attempt.answer()) == (StopAndSave(), StopAndSave())
+    search.live(nothing, attempt.starts, ends, nothing, begins, nothing, nothing)
+    assert (again[0].trial.attempt, again[0].trial.outbox) == (2, 2)
+    assert again[0].answer(4) == Proceed(milestone=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
@@ -190,7 +151,7 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
         expired.setattr(PosixStore, "read", refuses)
         assert [*executor.poll(NOW), *executor.poll(NOW)] == []
         assert caplog.text.count("are read later: the credentials have expired") == 1
-    assert step_reports(executor.poll(NOW)) == [(1, False), (2, True)]
+    assert steps_of(executor.poll(NOW)) == [(TRIAL, 1), (TRIAL, 2)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
         expired.setattr(remote_executor, "_UNREAD", timedelta(0))
@@ -198,79 +159,21 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
             executor.poll(NOW)
 
 
-def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
-    target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt, key = FarAttempt(target), plan_at(target).journal
-    attempt.starts()
-    after_a_look(executor)
-
-    def publish(number: int, of_attempt: int) -> StepReport:
-        report = StepReport(step=59 + number, metrics={"loss": 0.5})
-        row = RunningTrial(trial="00000", attempt=of_attempt, report=report, reported_at="now")
-        status = LiveStatus(term=1, owner=None, number=number, at="now", period_seconds=5, trials=(row,))
-        with target.open(timeout=timedelta(seconds=9)) as store:
-            write_live_status(store, key, status)
-        return report
-
-    clock = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    report = publish(1, of_attempt=1)
-    assert executor.poll(NOW) == [], "it was read a moment ago"
-    clock[0] += 6
-    assert after_a_look(executor) == [LatestReport("00000", report, "now")]
-    publish(2, of_attempt=2)
-    clock[0] += 6
-    assert after_a_look(executor) == [], "it is of an attempt that its journal does not name yet"
-
-
-def after_a_look(executor: RemoteExecutor) -> list[Message]:
-    """Return the messages once the live statuses that are due have been read."""
-    before = executor.poll(NOW)
-    for each in threading.enumerate():
-        if each.name == "live-status-reader":
-            each.join(timeout=60)
-    return [*before, *executor.poll(NOW)]
-
-
-def test_the_newest_reports_of_attempts_are_read_side_by_side_and_delay_no_entry_of_a_journal(
-    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor, trials = RemoteExecutor(target, FarMachines(), NOW), ("00000", "00001")
-    side_by_side, may_read = threading.Barrier(len(trials)), threading.Event()
-
-    def newest(_store: object, key: JournalKey) -> LiveStatus:
-        may_read.wait(timeout=60)
-        side_by_side.wait(timeout=60)
-        row = RunningTrial(trial=str(key.trial), attempt=1, report=StepReport(step=7, metrics={}), reported_at="now")
-        return LiveStatus(term=1, owner=None, number=1, at="now", period_seconds=5, trials=(row,))
-
-    monkeypatch.setattr(remote_executor, "newest_live_status", newest)
-    for trial in trials:
-        executor.start(plan_at(target, trial), AttemptRequest(), 1, 0)
-        FarAttempt(target, trial).starts()
-    written = executor.poll(NOW)
-    assert {each.trial for each in written if isinstance(each, EntryWritten)} == set(trials)
-    assert not [each for each in written if isinstance(each, LatestReport)]
-    may_read.set()
-    assert {each.trial for each in after_a_look(executor) if isinstance(each, LatestReport)} == set(trials)
-
-
-def test_journals_are_read_and_answers_are_written_side_by_side(
+def test_outboxes_are_read_and_answers_are_written_side_by_side(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an object store each takes a round trip: one after the other, 64 trials would wait for one another."""
     trials = ["00000", "00001", "00002", "00003"]
     executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
     for trial in trials:
-        executor.start(plan_at(target, trial), AttemptRequest(milestone=1), 1, absorbed=0)
+        executor.start(plan_at(target, trial), attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)
         attempt.starts()
         attempt.reports(1, asks=True)
     together = threading.Barrier(len(trials), timeout=60)
     for name in ("read", "create"):
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
-    assert step_reports(executor.poll(NOW)) == [(1, True)] * len(trials)
+    assert steps_of(executor.poll(NOW)) == [(trial, 1) for trial in trials]
     for trial in trials:
         executor.answer(trial, Proceed(milestone=3), 1)
     executor.poll(NOW)
@@ -284,12 +187,12 @@ def _after(together: threading.Barrier, call: Callable[..., object]) -> Callable
     return waits
 
 
-def test_one_journal_that_cannot_be_read_does_not_end_the_search_of_the_others(
+def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = RemoteExecutor(target, FarMachines(), NOW)
     for trial in ("00000", "00001"):
-        executor.start(plan_at(target, trial), AttemptRequest(), 1, absorbed=0)
+        executor.start(plan_at(target, trial), attempt_request(trial))
         FarAttempt(target, trial).starts()
     read = PosixStore.read
 
@@ -300,15 +203,15 @@ def test_one_journal_that_cannot_be_read_does_not_end_the_search_of_the_others(
 
     monkeypatch.setattr(PosixStore, "read", refuses_one)
     monkeypatch.setattr(remote_executor, "_UNREAD", NOW)
-    assert {each.trial for each in executor.poll(NOW) if isinstance(each, EntryWritten)} == {"00001"}
+    assert {each.trial for each in executor.poll(NOW)} == {"00001"}
 
 
-def test_the_end_of_an_attempt_is_known_once_its_journal_is_read(
+def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
-    executor.start(plan_at(target), AttemptRequest(), 1, absorbed=0)
+    executor.start(plan_at(target), attempt_request())
     attempt.starts()
     executor.poll(NOW)
     attempt.writes(Finished(trial="00000", reason="enough"))
@@ -323,21 +226,116 @@ def test_the_end_of_an_attempt_is_known_once_its_journal_is_read(
         outage.setattr(remote_executor, "_UNREAD", timedelta(hours=-1))
         with pytest.raises(StoreUnavailable):
             executor.poll(NOW)
-    written, over = executor.poll(NOW)
-    assert isinstance(written, EntryWritten)
+    received, over = executor.poll(NOW)
+    assert isinstance(received, PostReceived)
     assert over == AttemptExited("00000")
 
 
-def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(target: LocalTarget) -> None:
-    executor = RemoteExecutor(target, FarMachines(), NOW)
-    executor.start(plan_at(target), AttemptRequest(search_term=1), 1, absorbed=0)
-    FarAttempt(target).starts()
+def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
+    target: LocalTarget, executor: RemoteExecutor
+) -> None:
+    old = FarAttempt(target)
+    old.starts()
     executor.poll(NOW)
     executor.stop()
-    newer = FarAttempt(target, search_term=2)
-    newer.starts()
-    newer.reports(1, asks=True)
-    executor.poll(NOW)
-    executor.poll(NOW)
-    assert newer.answer(attempt=2) is None
-    assert newer.answer(1, attempt=2) is None
+    with target.open(timeout=MINUTE) as store:
+        close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_id())
+    newer = Outbox(target, plan_at(target).trial, attempt_request(outbox=2).trial)
+    newer.write([Started(trial=TRIAL, attempt=2, from_step=0), Reported(trial=TRIAL, report=REPORT, asks=True)])
+    assert [*executor.poll(NOW), *executor.poll(NOW)] == []
+    assert [old.answer(step, attempt=2) for step in (0, 1)] == [None, None]
+
+
+# --------------------------------------------------------------------------- what the journal has is deleted
+
+
+class Deletions:
+    """The deletions on a target, each with the trial in the experiment's journal at that moment."""
+
+    def __init__(self, target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, Trial]] = []
+        self.error: TuneError | None = None
+        delete = PosixStore.delete
+
+        def note(store: PosixStore, paths: Sequence[str]) -> None:
+            trial = read_experiment(target, first_generation("e")).trial(TRIAL)
+            self.done += [(path, trial) for path in paths]
+            if self.error is not None:
+                raise self.error
+            delete(store, paths)
+
+        monkeypatch.setattr(PosixStore, "delete", note)
+
+    def in_folder(self, name: str) -> list[tuple[str, Trial]]:
+        return [(Path(path).stem, trial) for path, trial in self.done if f"/{name}/" in path]
+
+
+@pytest.fixture
+def deletions(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> Deletions:
+    return Deletions(target, monkeypatch)
+
+
+def posts_of(target: LocalTarget) -> list[int]:
+    with target.open(timeout=MINUTE) as store:
+        return [int(Path(each.path).stem) for each in store.list(plan_at(target).trial.outboxes)]
+
+
+def received(target: LocalTarget) -> list[int]:
+    with target.open(timeout=MINUTE) as store:
+        entries = history(store, first_generation("e"), side_by_side=map)
+    return [event.post for entry in entries for event in entry.events if isinstance(event, Received)]
+
+
+def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first(
+    target: LocalTarget, deletions: Deletions
+) -> None:
+    attempt = FarAttempt(target)
+    search = FarSearch(target, period=NOW)
+    search.live(nothing, attempt.starts, lambda: attempt.reports(1, 2), nothing, lambda: attempt.reports(3), nothing)
+    until(lambda: posts_of(target) == [1])
+    assert received(target) == [1, 2, 3, 4]
+    FarSearch(target, period=NOW).live(nothing, lambda: attempt.reports(4), nothing)
+    until(lambda: posts_of(target) == [1])
+    assert received(target) == [1, 2, 3, 4, 5]
+    assert all(int(name) <= trial.post for name, trial in deletions.in_folder("outbox"))
+
+
+def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(target: LocalTarget) -> None:
+    attempt = FarAttempt(target)
+    FarSearch(target).live(nothing, attempt.starts, nothing, lambda: attempt.reports(1, 2), nothing)
+    attempt.reports(3)
+    posts = len(received(target))
+    state = FarSearch(target).live(nothing, nothing)
+    assert (posts, received(target), state.trial(TRIAL).step) == (0, [1, 2, 3, 4], 3)
+
+
+def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
+    target: LocalTarget, deletions: Deletions, tmp_path: Path
+) -> None:
+    attempt, key = FarAttempt(target), plan_at(target).trial
+    for sequence in (1, 2):
+        staged = write(tmp_path / f"{sequence}", {"weights": bytes([sequence])})
+        with target.open(timeout=MINUTE) as store:
+            committed(store, staged, CheckpointKey(trial=key, step=sequence, sequence=sequence))
+
+    def retires() -> None:
+        report = Reported(trial=TRIAL, report=StepReport(step=2, metrics={}))
+        attempt.writes(report, Committed(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retires=(1,)))
+
+    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing, retires, nothing, nothing)
+    FarSearch(target, period=NOW).live(nothing, nothing)
+    until(lambda: deletions.in_folder("0000000001-0000000001"))
+    (deleted,) = deletions.in_folder("0000000001-0000000001")
+    assert [each.sequence for each in deleted[1].checkpoints] == [2]
+    assert not deletions.in_folder("0000000002-0000000002")
+
+
+def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletions: Deletions) -> None:
+    attempt, deletions.error = FarAttempt(target), StoreRefused("s3:DeleteObject")
+
+    def tries_to_delete_the_last() -> None:
+        until(lambda: "0000000003" in dict(deletions.in_folder("outbox")))
+
+    happens = [partial(attempt.reports, step) for step in (1, 2)]
+    FarSearch(target, period=NOW).live(nothing, attempt.starts, *happens, nothing, tries_to_delete_the_last, nothing)
+    assert (received(target), posts_of(target)) == ([1, 2, 3], [1, 2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,17 +16,13 @@ import pytest
 from prefect_tune.attempt.search_link import Answer
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.journal_events import Event, Finished, Opened, Owner, Started, TrialAdded
-from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, answer
-from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
-from prefect_tune.monitoring import live_status_publisher
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.outcomes import make_leave
@@ -52,7 +47,7 @@ class Ends:
             answer(store, TRIAL, 1, step, said)
 
     def ask(self, step: int) -> None:
-        self.link.reported(StepReport(step=step, metrics={}), asks=True)
+        self.link.ask(StepReport(step=step, metrics={}))
 
 
 @pytest.fixture
@@ -123,31 +118,3 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
         with link.process(start, log, {}):
             link.close()
     assert pools[0] == pools[1] != pools[2]
-
-
-def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
-    target, key = LocalTarget(path=str(tmp_path)), JournalKey(experiment="e", generation=1, trial=TRIAL.trial)
-    link: StoreLink = pickle.loads(pickle.dumps(StoreLink(target, TRIAL, 1, timedelta(milliseconds=5))))
-    owner = Owner(name="far", host="gpu-7", pid=1)
-    state = nothing_yet(key)
-    events: list[Event] = [
-        Opened(experiment="e", generation=1, trial=TRIAL.trial, term=1, owner=owner),
-        TrialAdded(trial=TRIAL.trial, config={}),
-        Started(trial=TRIAL.trial, attempt=1, from_step=0),
-    ]
-    for number, event in enumerate(events, 1):
-        state = after_event(state, event, number)
-        link.wrote([event], state)
-    link.reported(report := StepReport(step=59, metrics={"loss": 0.5}), asks=False)
-    with target.open(timeout=timedelta(seconds=9)) as store:
-        until(lambda: (live := newest_live_status(store, key)) and live.trials[0].report == report)
-        found = newest_live_status(store, key)
-        assert found is not None
-        assert (found.trials[0].host, found.trials[0].attempt) == ("gpu-7", 1)
-        ended = Finished(trial=TRIAL.trial, reason="enough")
-        link.wrote([ended], after_event(state, ended, 4))
-        link.close()
-        until(lambda: newest_live_status(store, key) is None)

@@ -19,7 +19,7 @@ from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
 
 PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests
-WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
+WAYS = ("search", "training", "elsewhere")
 """How a trial's process starts: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""
 _STARTED = 3  # by the trial: in its session, in a session of its own, and an orphan
 
@@ -83,13 +83,12 @@ def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watch
 
 def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> None:
     os.environ.update([mark])
-    environment = {"PYTHONHASHSEED": "7"} if way.endswith("of its environment") else {}
     with ExitStack() as stack:
-        slots = {"search": 2, "training": 0}.get(way.split(maxsplit=1)[0])
+        slots = {"search": 2, "training": 0}.get(way)
         process = supervised_process if slots is None else stack.enter_context(TrialProcessPool(slots=slots)).process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)
-        with process(start, logging.getLogger(), environment) as channel:
+        with process(start, logging.getLogger()) as channel:
             messages_of(channel, seconds=10 * PATIENCE_SECONDS)
             channel.end()
             Path(folder, "ended").touch()

@@ -22,12 +22,14 @@ from prefect_tune.core.journal_events import (
     CheckpointRef,
     Finished,
     GaveUp,
+    Reported,
     Started,
 )
 from prefect_tune.core.reasons import code_of
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.testing import without_server
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
@@ -107,9 +109,8 @@ STATUSES = {"00000": "completed", "00001": "errored", "00002": "completed"}
 
 
 @pytest.fixture(scope="module")
-def recorded(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorder]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorder]:
     """Three trials: one that trains, one that raises at step 2, one that is killed there once; then a resume."""
-    assert prefect_server
     folder = tmp_path_factory.mktemp("callbacks")
     callbacks_by_name = {name: Recorder(name) for name in ("first", "second", "late")}
     callbacks_by_name |= {"same": Recorder("first"), "raises": Raises("raises")}
@@ -129,8 +130,9 @@ def recorded(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> M
             callbacks=[callbacks_by_name[name] for name in names],
         )
 
-    search("first", "raises")
-    search("same", "late")
+    with without_server():
+        search("first", "raises")
+        search("same", "late")
     return callbacks_by_name
 
 
@@ -226,6 +228,21 @@ def test_what_is_in_the_journal_is_told_once_over_all_runs(target: LocalTarget) 
     assert (first.steps, again.steps) == (2, 2)
 
 
+def test_a_report_is_delivered_once_and_a_repeated_step_again(
+    target: LocalTarget,
+) -> None:
+    recorder, state = Recorder(), state_at(target)
+    listener = Callbacks([recorder], target, pt.SearchInfo("e", target.uri, None), LOG)
+    listener.start(state)
+    again = Started(trial="trial", attempt=2, from_step=1, from_sequence=3)
+    report, end = StepReport(step=2, metrics={}), Finished(trial="trial", reason="enough")
+    listener.applied(again, state)
+    for event in (Reported(trial="trial", report=report), end):
+        listener.applied(event, state)
+    listener.end(state, PATIENCE)
+    assert hooks(recorder) == ["setup", *WHOLE, "restore", "start", "result", "complete", "end"]
+
+
 def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) -> None:
     class OnAnotherMachine(Recorder):
         def set_state(self, state: Mapping[str, Any]) -> bool:  # type: ignore[override]  # False: unusable state
@@ -240,7 +257,7 @@ def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) 
 
 def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
     deliver(target, Recorder(), Recorder())
-    assert {path.parent.name for path in Path(target.path).glob("e/1/callbacks/*/*.json")} == {"recorder", "recorder-2"}
+    assert {path.name for path in Path(target.path).glob("e/1/callbacks/*")} == {"recorder.json", "recorder-2.json"}
 
 
 def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: LocalTarget) -> None:

@@ -27,10 +27,9 @@ from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_tune as pt
-from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Owner, Started, TrialAdded
+from prefect_tune.core.journal_events import Owner, Reported, Started, TrialAdded
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring import live_report
 from prefect_tune.monitoring.live_report import (
@@ -39,7 +38,7 @@ from prefect_tune.monitoring.live_report import (
     EarlierArtifacts,
     artifact_key,
 )
-from prefect_tune.monitoring.search_observer import AttemptRecorder, ObserverGroup
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchRecorder
 from prefect_tune.reporting.page import page_of
 from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.progress_view import SearchEstimate
@@ -208,8 +207,8 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
-    recorder = AttemptRecorder(search.state)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder.attempts, SearchEstimate("endless"), LOG)
+    recorder = SearchRecorder(search.state)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
     ObserverGroup([recorder, seen]).applied(added, search.state)
@@ -222,15 +221,19 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
-    recorder = AttemptRecorder(search.state)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder.attempts, plan, LOG)
+    recorder = SearchRecorder(search.state)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
     observers = ObserverGroup([recorder, seen])
 
     def begins(name: str) -> None:
-        for event in (TrialAdded(trial=name, config={"x": 1}), Started(trial=name, attempt=1, from_step=0)):
+        report = Reported(trial=name, report=StepReport(step=3, metrics={"loss": 0.5}))
+        for event in (
+            TrialAdded(trial=name, config={"x": 1}),
+            Started(trial=name, attempt=1, from_step=0),
+            report,
+        ):
             search.record(event)
             observers.applied(event, search.state)
-        observers.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
 
     def drawn(*given: Any) -> Any:
         begins("1")
@@ -246,8 +249,8 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
 
 def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
     search = asha(5)
-    attempts = AttemptRecorder(search.state).attempts
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), attempts, SearchEstimate("rates", None, 2), LOG)
+    recorder = SearchRecorder(search.state)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("rates", None, 2), LOG)
     seen.close(PATIENCE)
     assert "· 5 of 5 trials done" in page("report-rates")
     assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"

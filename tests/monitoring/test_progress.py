@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.search_link import StepReported
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.trial import clone_for
 from prefect_tune.core.journal_events import (
-    Absorbed,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -30,22 +29,23 @@ from prefect_tune.core.journal_events import (
     Finished,
     FinishKind,
     GaveUp,
+    Launched,
     Opened,
+    OutboxClosed,
     Owner,
     Paused,
+    Received,
     Reported,
     Resumed,
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import Progress, SearchLog, progress
-from prefect_tune.monitoring.search_observer import AttemptRecorder
+from prefect_tune.monitoring.search_observer import SearchRecorder
 from prefect_tune.terminal.progress_view import SearchEstimate, head_facts, line
 from prefect_tune.tuner.search_policy import finish_of
 from tests.fakes.checkpoints import first_generation
@@ -62,10 +62,6 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=LOG.name)
 
 
-def recorded(experiment: Experiment) -> RunningAttempts:
-    return AttemptRecorder(experiment).attempts
-
-
 def running() -> tuple[Progress, Callable[[int], None]]:
     """The progress of a search of one trial, and a function that reports a step."""
     state = after(
@@ -73,7 +69,7 @@ def running() -> tuple[Progress, Callable[[int], None]]:
         [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
     )
     seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
-    return seen, lambda step: seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
+    return seen, lambda step: seen.applied(Reported(trial="0", report=StepReport(step=step, metrics={})), state)
 
 
 def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,8 +91,8 @@ def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_n
     outlook = SearchEstimate("e", None, 1, 80, is_training=True)
     tracker = TrackedProgress(state, outlook, 0.0, datetime.now(UTC))
     seen, report = Progress(tracker, LOG, log_period=timedelta(0)), StepReport(step=7, metrics={"loss": 0.5})
-    tracker.reported("0", report)
-    seen.reported(StepReported("0", report, asks=False), state)
+    tracker.happens(Reported(trial="0", report=report), state)
+    seen.applied(Reported(trial="0", report=report), state)
     (message,) = caplog.messages
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
     seen.conclude()
@@ -110,7 +106,7 @@ def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None
     state = nothing_yet(first_generation("e"))
     seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
     for step in range(1, 100):
-        seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
+        seen.applied(Reported(trial="0", report=StepReport(step=step, metrics={})), state)
     assert caplog.messages == []
 
 
@@ -125,8 +121,9 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
     with progress(
-        recorded(nothing_yet(first_generation("e"))),
+        SearchRecorder(nothing_yet(first_generation("e"))),
         SearchEstimate("e", trial_count=3),
+        (),
         LOG,
         threading.Event(),
         in_terminal=True,
@@ -134,7 +131,9 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
     shown = progress(
-        recorded(nothing_yet(first_generation("e"))), SearchEstimate("e"), LOG, threading.Event(), in_terminal=True
+        SearchRecorder(nothing_yet(first_generation("e"))),
+        *(SearchEstimate("e"), (), LOG, threading.Event()),
+        in_terminal=True,
     )
     with pytest.raises(ZeroDivisionError), shown:
         raise ZeroDivisionError
@@ -144,17 +143,17 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     errored = GaveUp(trial="0", cause=Cause.USER, reason="no")
     state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
-    with progress(recorded(state), SearchEstimate("e", trial_count=1), LOG, threading.Event(), in_terminal=True):
+    with progress(
+        SearchRecorder(state), SearchEstimate("e", trial_count=1), (), LOG, threading.Event(), in_terminal=True
+    ):
         pass
     (last,) = caplog.records
     assert last.levelname == "WARNING"
     assert last.message == "e: 1 errored of 1 after 0 s; why: results.errors, or prefect-tune show TARGET e"
 
 
-def test_a_search_that_is_not_in_a_terminal_prints_nothing(
-    prefect_server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert prefect_server
+@pytest.mark.usefixtures("no_prefect_server")
+def test_a_search_that_is_not_in_a_terminal_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pt.tune(train, {"x": 1}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
     assert capfd.readouterr().out == ""
 
@@ -218,31 +217,6 @@ def test_a_single_training_in_a_terminal_has_a_live_display_too(prefect_server: 
     assert shown.rstrip().endswith("9")
 
 
-@pytest.mark.deep  # tests/terminal/test_live_display.py shows the same without a search
-@pytest.mark.parametrize("how", ["hangs up", "takes nothing"])
-def test_whatever_becomes_of_the_terminal_the_search_ends_as_it_would(
-    prefect_server: str, tmp_path: Path, how: str
-) -> None:
-    code = _SEARCH.replace('print("best"', 'sys.stdout = open(sys.argv[1] + "/best", "w"); print("best"')
-    process, master = searching(prefect_server, tmp_path, code)
-    assert _line_of(master) == "begun"  # read the whole line: a hangup within it would make this print fail
-    if how == "hangs up":
-        os.close(master)
-    try:
-        process.wait(120)
-    finally:
-        if how == "takes nothing":
-            os.close(master)
-    assert (tmp_path / "best").read_text().startswith("best 0000")
-
-
-def _line_of(master: int) -> str:
-    said = b""
-    while not said.endswith(b"\r\n"):
-        said += os.read(master, 1)
-    return said.decode().strip()
-
-
 def _all_of(master: int) -> str:
     shown = bytearray()
     try:
@@ -282,18 +256,26 @@ class LoggedSearch:
 
     def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
         self.state = nothing_yet(first_generation("e"))
-        self.log = SearchLog(self.state, objective_of(metric, mode), "s3://bucket/runs", LOG)
+        self.objective = objective_of(metric, mode)
+        self.state = self.state.model_copy(update={"settings": {"metric": metric, "mode": mode} if metric else {}})
+        self.begins()
+
+    def begins(self) -> None:
+        """Begin a run."""
+        self.recorder = SearchRecorder(self.state)
+        self.log = SearchLog(self.recorder, self.objective, "s3://bucket/runs", LOG)
 
     def goes(self, *events: Event) -> None:
         for event in events:
             state = after_event(self.state, event, self.state.number + 1)
             self.state = state.model_copy(update={"number": state.number + 1})
+            self.recorder.applied(event, self.state)
             self.log.applied(event, self.state)
 
 
-def logged(caplog: pytest.LogCaptureFixture, *events: Event, own_journal: bool = True) -> Sequence[str]:
+def logged(caplog: pytest.LogCaptureFixture, *events: Event, of_search: bool = True) -> Sequence[str]:
     """The lines logged for these events of one trial."""
-    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, own_journal=own_journal), *events)
+    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, of_search=of_search), *events)
     return caplog.messages
 
 
@@ -303,13 +285,6 @@ def test_a_trial_begins_with_its_configuration_and_completes_with_metric_reason_
     first, last = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"))
     assert first == "trial 00003 begins: lr 0.01, net/layers 2"
     assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
-
-
-def test_entries_of_its_own_journal_are_logged_like_others(caplog: pytest.LogCaptureFixture) -> None:
-    events = (*TRAINED, Finished(trial=T, reason="step 2 of 2"))
-    first, last = logged(caplog, *(Absorbed(trial=T, number=n, events=(each,)) for n, each in enumerate(events, 1)))
-    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
-    assert last.startswith("trial 00003 completed at step 2")
 
 
 @pytest.mark.parametrize(("early", "end"), [(True, "pruned"), (False, "completed")])
@@ -339,7 +314,7 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
     for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
         reason = make_reason("rank-promoted", metric="loss", value=loss, step=2, rank=rank, ranked=3, quota=1)
         search.goes(
-            TrialAdded(trial=trial, config={}, own_journal=True),
+            TrialAdded(trial=trial, config={}, of_search=True),
             Started(trial=trial, attempt=1, from_step=0),
             Reported(trial=trial, report=StepReport(step=2, metrics={"loss": loss})),
             Committed(trial=trial, checkpoint=CheckpointRef(step=2, sequence=4)),
@@ -355,16 +330,15 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
 def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
-        search.goes(TrialAdded(trial=trial, config={}, own_journal=True), Started(trial=trial, attempt=1, from_step=0))
+        search.goes(TrialAdded(trial=trial, config={}, of_search=True), Started(trial=trial, attempt=1, from_step=0))
     for step, accuracy in ((1, 0.95), (2, 0.9)):
         search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
         search.goes(
             Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
         )
     search.goes(Finished(trial="00001", reason="asked", kind=FinishKind.STOPPED))
-    early = StepReport(step=1, metrics={"accuracy": 0.97})
-    search.log.reported(StepReported("00002", early, asks=False), search.state)
-    search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
+    for step, accuracy in ((1, 0.97), (2, 0.8)):
+        search.goes(Reported(trial="00002", report=StepReport(step=step, metrics={"accuracy": accuracy})))
     search.goes(Finished(trial="00002", reason="enough"))
     first, second = (each for each in caplog.messages if " at step 2" in each)
     assert "accuracy 0.9 (best so far): " in first
@@ -389,20 +363,18 @@ def test_a_newest_checkpoint_that_is_as_good_as_any_is_the_only_one_named(caplog
 def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial in ("00001", T, "00004"):
-        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, own_journal=True), started_of(trial))
-    search.log.reported(StepReported(T, AT_2, asks=False), search.state)
+        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, of_search=True), started_of(trial))
     search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
-    copy = SAVED.model_copy(update={"sequence": 6})
-    source = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=T), step=2, sequence=4)
-    search.goes(Cloned(trial="00001", checkpoint=copy, source=source, config={"lr": 0.6}, reason="behind"))
+    copy = clone_for(search.state.trial("00001"), SAVED, T)
+    search.goes(Cloned(trial="00001", checkpoint=copy, source=T, config={"lr": 0.6}, reason="behind"))
     others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
     search.goes(others, Paused(trial="00004", reason="turn"))
     assert "loss 0.7 (best: 0.5, trial 00003): turn" in caplog.messages[-1]
     tracker = TrackedProgress(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
     assert "best: trial 00003, loss 0.5" in line(tracker.state(1.0))
-    worse = StepReport(step=3, metrics={"loss": 0.9})
-    search.log.reported(StepReported(T, worse, asks=False), search.state)
-    tracker.reported(T, worse)
+    worse = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
+    search.goes(worse)
+    tracker.happens(worse, search.state)
     best = head_facts(tracker.state(3.0))["best"]
     assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 
@@ -411,9 +383,9 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial="00001", config={}, own_journal=True), started_of("00001"))
-    search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
-    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, Paused(trial=T, reason="rung"))
+    search.goes(TrialAdded(trial="00001", config={}, of_search=True), started_of("00001"))
+    search.goes(Reported(trial="00001", report=StepReport(step=9, metrics={"loss": 0.1})))
+    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, Paused(trial=T, reason="rung"))
     assert caplog.messages[-1].endswith("loss 0.5 (best: 0.1, trial 00001): rung")
     search.goes(
         AttemptEnded(trial="00001", cause=Cause.MACHINE, reason=make_reason("owner-vanished")), started_of("00001", 2)
@@ -433,14 +405,12 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
 
 def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True))
     owner = Owner(name="a run", host="here", pid=1)
-    search.goes(Opened(experiment="e", generation=1, term=1, owner=owner, at="2026-11-26T12:00:00+00:00"))
+    search.goes(Opened(experiment="e", generation=1, term=1, owner=owner))
+    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), Launched(trial=T, outbox=1))
+    search.goes(Opened(experiment="e", generation=1, term=2, owner=owner), Received(trial=T, post=1), started())
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
-    for number, (at, event) in enumerate(
-        (("11:59:58", started()), ("12:00:01", vanished), ("12:00:02", started(2))), 1
-    ):
-        search.goes(Absorbed(trial=T, number=number, events=(event,), at=f"2026-11-26T{at}+00:00"))
+    search.goes(OutboxClosed(trial=T), vanished, Launched(trial=T, outbox=2), Received(trial=T, post=1), started(2))
     assert caplog.messages == [
         "trial 00003 began attempt 1 in an earlier run: lr 0.01, net/layers 2",
         "trial 00003 crashed in attempt 1: the run that trained it was killed",
@@ -451,7 +421,7 @@ def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCa
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
-    search.goes(TrialAdded(trial=T, config={}, own_journal=True), *TRAINED)
+    search.goes(TrialAdded(trial=T, config={}, of_search=True), *TRAINED)
     caplog.clear()
     search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
     search.goes(vanished, started(2, SAVED), vanished)
@@ -464,7 +434,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
 
 def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config={}, own_journal=True))
+    search.goes(TrialAdded(trial=T, config={}, of_search=True))
     search.log.lost(search.state.trial(T), "KilledWorker: tcp://10.0.0.7")
     assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
 
@@ -486,9 +456,9 @@ def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
 ) -> None:
     asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, asked)
+    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, asked)
     assert notices(caplog) == []
-    search.log = SearchLog(search.state, objective_of("loss", "min"), "s3://bucket/runs", LOG)  # of the next run
+    search.begins()
     search.goes(started(2, SAVED))
     assert notices(caplog) == ["trial 00003 resumes from step 2 (attempt 2)"]
     search.goes(Paused(trial=T, reason="rung 2"), Resumed(trial=T), started(3, SAVED))
@@ -547,5 +517,5 @@ def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFi
 
 
 def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), own_journal=False)
+    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), of_search=False)
     assert first == "the trial begins: lr 0.01, net/layers 2"

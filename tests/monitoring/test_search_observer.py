@@ -1,11 +1,13 @@
-"""Observers that only show a search cannot end it."""
+"""What observers are told: one that only shows a search cannot end it; the recorder knows earlier runs too."""
 
 from __future__ import annotations
 
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.monitoring.search_observer import DisplayGroup, SearchObserver
-from tests.core.histories import opened
-from tests.fakes.stores.memory_store import MemoryStore
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Entry, Opened, Reported, Started, TrialAdded
+from prefect_tune.core.values import StepReport
+from prefect_tune.monitoring.search_observer import DisplayGroup, SearchObserver, SearchRecorder
+from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
 from tests.fakes.trial_processes import LogRecorder, log_to
 
 
@@ -22,10 +24,39 @@ class Counts(SearchObserver):
 
 
 def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are() -> None:
-    recorder, state = LogRecorder(), opened(MemoryStore())
+    recorder, state = LogRecorder(), nothing_yet(first_generation("e"))
     bad, good = Counts(fails_at=2), Counts()
     group = DisplayGroup([bad, good], log_to(recorder))
     for _ in range(4):
         group.wrote(state)
     assert (bad.calls, good.calls) == (2, 4)
     assert recorder.lines == ["Counts failed, and shows nothing from now on; the search continues"]
+
+
+def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_and_counts_no_more() -> None:
+    journal = JournalBuilder()
+    begun = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
+    report, opened = Reported(trial="a", report=StepReport(step=1, metrics={"loss": 1.0})), journal.state.owner
+    assert opened is not None
+    earlier = [Opened(experiment="rates", generation=1, term=1, owner=opened), *begun, report]
+    journal.record(*begun, report)
+    journal.opens("second", after=60)
+    lost = AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died")
+    journal.record(lost)
+    recorder = SearchRecorder(journal.state)
+    recorder.await_earlier_entries()
+    again = Started(trial="a", attempt=2, from_step=0)
+    journal.record(again)
+    recorder.applied(again, journal.state)
+    report_again = Reported(trial="a", report=StepReport(step=1, metrics={"loss": 0.5}))
+    journal.record(report_again)
+    recorder.applied(report_again, journal.state)
+    assert [each.attempt for each in recorder.read().attempts] == [2]
+    second = Opened(experiment="rates", generation=1, term=2, owner=opened)
+    events = (tuple(earlier), (second, lost))
+    recorder.prepend(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
+    found = recorder.read(["a"])
+    assert [(each.attempt, each.end) for each in found.attempts] == [(1, "lost"), (2, None)]
+    assert (found.is_whole, len(found.ownerships), found.counts.reports) == (True, 2, 1)
+    assert found.curves["a"]["loss"] == [(1.0, 0.5)]
+    assert recorder.best == ("a", (0.5,))

@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import ExitStack, closing, nullcontext
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -122,15 +121,6 @@ def test_where_a_server_is_set_up_none_is_started(prefect_server: str, tmp_path:
     pt.tune(lambda config: {"loss": config["x"]}, {"x": 1.0}, target=str(tmp_path), experiment="e", num_samples=1)
     assert dict(os.environ) == before
     assert str(get_current_settings().api.url) == prefect_server
-
-
-def test_help_begins_with_the_types_that_a_person_writes() -> None:
-    assert repr(pt.tune) == "<flow 'tune'>"
-    lines = str(signature(pt.tune)).splitlines()
-    assert lines[:3] == ["(", "    trainable: type[Trainable] | Callable[[Any], object] | str,", lines[2]]
-    assert "    nodes_per_trial: int = 1," in lines
-    assert lines[-1] == ") -> Results"
-    assert "Annotated" not in "".join(lines)
 
 
 ONLY_A_CALL_NEEDS = (

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from prefect_tune.core.experiment.trial import Status
 from prefect_tune.core.journal_events import (
-    Absorbed,
-    AttemptEnded,
-    Cause,
-    CheckpointRef,
-    Committed,
     Finished,
     FinishKind,
-    Opened,
-    Owner,
     Paused,
-    Reported,
     Requeued,
     Resumed,
     Started,
 )
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, RankEnd, RankSeconds
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.search_view import SearchView
 from prefect_tune.reporting.facts import DRAWN, ReportInput
-from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, RED, Frame, fitted
+from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, Frame, fitted
 from prefect_tune.reporting.timeline_charts import timeline
 from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
     _axes,
     learning_curves,
     parallel_coordinates,
-    rung_chart,
 )
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 Chart = Callable[[ReportInput], str | None]
-CHARTS: list[Chart] = [learning_curves, parallel_coordinates, rung_chart, timeline]
+CHARTS: list[Chart] = [learning_curves, parallel_coordinates, timeline]
 
 
 def marks(svg: str | None, kind: str) -> int:
@@ -91,20 +81,8 @@ def test_a_line_through_the_parameters_for_each_trial() -> None:
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
 
 
-def test_each_rung_shows_everybody_who_was_compared_there() -> None:
-    search = asha(50, kills=False)
-    svg = rung_chart(search.report_input())
-    judged = [each for trial in search.report_input().trials for each in trial.past if each.what == "decided"]
-    assert marks(svg, "dots") == len(judged)
-    assert f"50 compared, {sum(each.step > 1 for each in search.report_input().trials)} continued" in said(svg)
-
-
-def test_a_population_has_no_rungs() -> None:
-    assert rung_chart(population(8, 6).report_input()) is None
-
-
 def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_some_others() -> None:
-    search = JournalBuilder(settings={"metric": "loss", "mode": "min"}, metrics=["loss"])
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
     for index in range(20):
         search.adds(str(index), {"x": index})
         search.starts(str(index))
@@ -119,7 +97,7 @@ def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_
 
 
 def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted() -> None:
-    search = JournalBuilder(settings={"metric": "loss", "mode": "min"}, metrics=["loss"])
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
     search.adds("0", {"x": 0})
     search.starts("0")
     for step in range(1, 200):
@@ -185,46 +163,6 @@ def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out(
     assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
 
 
-def of_ranks(trial: str, *ends: RankEnd, count: int = 3) -> AttemptEnded:
-    none = (0.0,) * count
-    seconds = GroupSeconds(ranks=RankSeconds(writing=none, waiting=none, sending=(0.0,)))
-    use = GroupUse(seconds=seconds, ends=ends) if ends else AttemptUse(seconds=seconds)
-    return AttemptEnded(trial=trial, cause=Cause.MACHINE, reason="x", use=use)
-
-
-def test_below_an_attempt_of_several_ranks_each_rank_has_a_mark_of_how_it_ended() -> None:
-    search = JournalBuilder()
-    search.adds("a", {"x": 1})
-    search.starts("a")
-    search.record(
-        of_ranks(
-            "a", RankEnd(ranks=(1,), how="ended by SIGKILL", is_cause=True), RankEnd(ranks=(2,), how="E: peer is gone")
-        ),
-        after=60,
-    )
-    search.starts("a")
-    search.record(of_ranks("a", count=10_000), after=60)
-    search.starts("a")
-    seconds = of_ranks("a", count=4).use
-    assert seconds is not None
-    search.trains("a", 1, {"loss": 1.0})
-    search.record(Committed(trial="a", checkpoint=CheckpointRef(step=1, sequence=9), seconds=seconds.seconds))
-    svg = timeline(search.report_input())
-    assert svg is not None
-    bars = [each for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
-    titles = [each[0].text for each in bars]
-    assert titles[1] == "rank 0: like the others"
-    assert titles[2:4] == ["rank 1: ended by SIGKILL, the cause", "rank 2: E: peer is gone"]
-    assert [each.get("fill") for each in bars[1:4]] == [GREY, RED, ORANGE]
-    assert str(titles[4]).startswith("a, attempt 1, steps 0 to 0: interrupted; 3 ranks; rank 1: ended by SIGKILL")
-    assert titles[5:] == [
-        "a, attempt 2, steps 0 to 0: interrupted; 10000 ranks",  # no room for marks
-        "a, attempt 3, steps 0 to 1: running; 4 ranks",
-    ]
-    assert any(each.startswith("Below an attempt:") for each in said(svg))
-    assert not any(each.startswith("Below an attempt") for each in said(timeline(single().report_input())))
-
-
 def test_the_runs_above_the_attempts_have_none_of_the_colors_that_say_how_an_attempt_ended() -> None:
     svg = timeline(single(60, kills=(23, 41)).report_input())
     assert svg is not None
@@ -257,24 +195,6 @@ def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_foun
     assert attempts[0].ended == ownerships[0].last
     assert attempts[0].end == "lost"
     assert (attempts[1].attempt, attempts[1].from_step) == (2, 20)
-
-
-def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
-    search, at = JournalBuilder(), "2026-11-21T08:00:30+00:00"
-    search.adds("0", {})
-    owner = Owner(name="n", host="h", pid=1, flow_run="f")
-    opened = Opened(experiment=search.name, generation=1, trial="0", term=1, owner=owner)
-    search.record(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
-    search.record(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
-    search.opens("later", after=3600)
-    report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
-    search.record(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
-    lost = AttemptEnded(trial="0", cause=Cause.MACHINE, reason="its owner died")
-    again = Opened(experiment=search.name, generation=1, trial="0", term=2, owner=owner)
-    search.record(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
-    history = search.report_input().history
-    assert history.attempts[0].ended == datetime.fromisoformat(at)
-    assert history.ownerships[0].last == datetime.fromisoformat(at)
 
 
 def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -> None:
@@ -328,7 +248,7 @@ def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once()
 @pytest.mark.parametrize("chart", CHARTS)
 def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
     nothing = JournalBuilder()
-    nothing.history = type(nothing.history)(("loss",))
+    nothing.view = SearchView(nothing.state)
     assert chart(nothing.report_input()) is None
 
 
@@ -348,7 +268,7 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
 
 @pytest.mark.parametrize("chart", CHARTS)
 def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
-    search = JournalBuilder(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
+    search = JournalBuilder(settings={"metric": '<b>&"\x00', "mode": "min"})
     for index in range(12):
         search.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
         search.starts(str(index))

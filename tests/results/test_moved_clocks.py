@@ -18,7 +18,7 @@ def train(config: dict[str, Any]) -> None:
     Path(config["moves_clock"]).touch()
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("jump", [timedelta(hours=8), timedelta(hours=-1)])
 def test_a_clock_that_is_moved_between_two_trials_adds_and_hides_no_second(
     jump: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

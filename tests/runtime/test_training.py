@@ -317,7 +317,6 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
         lambda: pt.report({"loss": 1.0}),
         lambda: pt.report_step({"loss": 1.0}, _write),
         lambda: save_last_step(_write),
-        lambda: pt.ask("Continue?"),
         pt.get_checkpoint,
         pt.get_trial,
     ],

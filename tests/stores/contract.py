@@ -86,6 +86,30 @@ class StoreContract:
         store.put("blobs/a", b"bytes")
         assert bytes(store.read("blobs/a")) == b"bytes"
 
+    def test_a_copy_has_the_bytes_of_its_source_and_does_not_need_it(self, store: ObjectStore) -> None:
+        data = bytes(range(256)) * (17 << 12)  # 17 MiB: more than any blob, and than a file store copies at once
+        store.put("from/big", data)
+        store.put("from/empty?*", b"")
+        store.put("to/torn", data[:100])
+        for source, path in (("from/big", "to/a/big"), ("from/big", "to/torn"), ("from/empty?*", "to/empty?*")):
+            store.copy(source, path)
+            store.copy(source, path)
+        assert list(store.list("to")) == [
+            Listed("to/a/big", len(data)),
+            Listed("to/empty?*", 0),
+            Listed("to/torn", len(data)),
+        ]
+        store.delete(["from/big", "from/empty?*"])
+        assert bytes(store.read("to/a/big")) == bytes(store.read("to/torn")) == data
+        assert [listed.path.partition("/")[0] for listed in store.list("")] == ["to"] * 3
+
+    def test_a_copy_of_what_is_not_there_is_told_as_such(self, store: ObjectStore) -> None:
+        store.put("a/b", b"")
+        for source in ("x", "a/x", "a"):
+            with pytest.raises(ObjectNotFound):
+                store.copy(source, "copied")
+        assert [listed.path for listed in store.list("")] == ["a/b"]
+
     def test_a_replace_leaves_its_own_bytes_whatever_was_there(self, store: ObjectStore) -> None:
         for pieces in ([b"first"], [b"other"], [], [b"in ", b"", bytearray(b"2 "), memoryview(b"pieces")], [b"first"]):
             store.replace("logs/a", pieces)
@@ -165,6 +189,8 @@ class StoreContract:
         for act in (
             lambda: store.create(path, b""),
             lambda: store.put(path, b""),
+            lambda: store.copy(path, "a"),
+            lambda: store.copy("a", path),
             lambda: store.replace(path, [b""]),
             lambda: store.read(path),
             lambda: store.size(path),

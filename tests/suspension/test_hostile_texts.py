@@ -1,10 +1,9 @@
-"""Forms, questions, states, events, artifacts, log lines and errors with texts that other users may have written."""
+"""Forms, states, events, artifacts, log lines and errors with texts that other users may have written."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,73 +21,24 @@ from prefect_tune.core.journal_events import (
     Outcome,
     Paused,
     QuarantinedCheckpoint,
-    Question,
 )
 from prefect_tune.core.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
-from prefect_tune.suspension import suspend_and_resume
-from prefect_tune.suspension.resume_forms import form_of_question, page_of
-from prefect_tune.suspension.suspend_and_resume import asked_in_terminal
-from prefect_tune.tuner import run_training, search_checks
+from prefect_tune.suspension.resume_forms import page_of
+from prefect_tune.tuner import run_training, search_failure
 from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
 
 _MARKUP = "![x](http://theirs) <img src=x>"
-_ASKED = Question(key="k", question=f"Continue?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5})
-
-
-def test_a_question_is_text_in_the_form_and_no_markup() -> None:
-    form = form_of_question("00000", _ASKED, "e", why=_MARKUP)
-    said = str(getattr(form, "_description", None))
-    assert "Continue?\n\\!\\[x\\]" in said
-    assert "![" not in said
-    assert said.count("\\<img") == 2
 
 
 def test_what_a_journal_says_of_the_code_is_text_on_the_page() -> None:
     page = page_of(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
     assert "![" not in page
     assert "\\!\\[x\\]" in page
-
-
-def test_a_question_gives_the_terminal_no_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts: list[str] = []
-
-    def typed(prompt: str) -> str:
-        prompts.append(prompt)
-        return ""
-
-    monkeypatch.setattr("builtins.input", typed)
-    asked_in_terminal("00000", _ASKED.model_copy(update={"fields": {"go\x1b[2J": True}}))
-    assert "\\x1b]0;title\\x07" in (said := capsys.readouterr().out)
-    assert "\x1b" not in said + "".join(prompts)
-
-
-def test_the_log_of_a_question_gives_the_terminal_no_commands(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Answered(Exception):
-        """The answer of a person ends the wait."""
-
-    def answers(*_: object) -> None:
-        raise Answered
-
-    asking = Experiment(key=JournalKey(experiment="e", generation=1), questions={"00000": _ASKED})
-    monkeypatch.setattr(suspend_and_resume, "get_run_logger", lambda: logging.getLogger("a run"))
-    monkeypatch.setattr(suspend_and_resume, "is_suspended", lambda: False)
-    monkeypatch.setattr(sys, "stdin", None)
-    for way, is_deployed in (("leave_with", True), ("pause_with", False)):
-        monkeypatch.setattr(suspend_and_resume, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
-        monkeypatch.setattr(suspend_and_resume, way, answers)
-        with pytest.raises(Answered):
-            suspend_and_resume._answers_of_persons(asking, lambda: form_of_question("00000", _ASKED, "e"))
-    assert caplog.text.count("\\x1b]0;title\\x07") == 2
-    assert "\x1b" not in caplog.text
 
 
 def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
@@ -108,7 +58,7 @@ def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b", settings={})
     found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
-    said = search_checks._all_errored(found, 0)
+    said = search_failure._all_errored(found, 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 
@@ -141,7 +91,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
     damaged = DamagedCheckpoint("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
-    upkeep = Upkeep("e", damaged=(damaged,), not_looked_at=(NotLookedAt("e", HOSTILE, HOSTILE),))
+    upkeep = Upkeep("e", damaged=[damaged], not_looked_at=[NotLookedAt("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
     for shown in (markdown(report), str(DamageFound(report.alarm, report)), *errors, short(HOSTILE)):

@@ -18,7 +18,7 @@ from prefect_tune.core.errors import ResumeFailed
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Started, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, Shown
+from prefect_tune.suspension.resume_forms import Shown
 from prefect_tune.suspension.suspend_and_resume import SEARCH_QUESTION, TRAINING_QUESTION, Turn, first_turn, resumable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
@@ -90,6 +90,6 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
     plan = SearchPlan(
         trainable="tests.trainables.counting:Counting", target=LocalTarget(path=str(tmp_path)), experiment="e"
     )
-    shown = Shown(key="prefect-tune-how-1", about=HOW_TO_CONTINUE, answer={})
+    shown = Shown(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
         first_turn(Turn(plan), TRAINING_QUESTION, shown)

@@ -102,7 +102,7 @@ def test_a_trial_whose_folders_are_not_utf8_trains_and_saves(tmp_path: Path) -> 
     assert Path(done.checkpoint).is_relative_to(folder)
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.timeout(900)
 def test_the_failure_of_a_training_is_in_its_journal_and_it_goes_on(tmp_path: Path) -> None:
     target, marker = LocalTarget(path=tmp_path / "target"), tmp_path / "mended"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,14 +10,12 @@ from rich.console import Console
 
 from prefect_tune.arrow_tables import attempts_as_arrow
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, cost_sentence
-from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
-from prefect_tune.reporting.timeline_charts import cost_bar
+from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.terminal.cost_view import (
     attempt_fields,
     attempts_table,
     cost_fields,
     cost_table,
-    ranks_table,
 )
 
 BEGAN = datetime(2026, 11, 26, 3, tzinfo=UTC)
@@ -102,17 +99,6 @@ def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not
     assert table.schema.field("began_at").type == pa.timestamp("ms", "UTC")
     assert table.column("training_seconds").to_pylist() == [2, 0]
     assert table.column("peak_memory_bytes").to_pylist() == [3 << 30, None]
-    assert table.column("ranks").to_pylist() == [None, None]
-    of_ranks = replace(attempt(1, USE, training=2), ranks=RANKS)
-    with_ranks = attempts_as_arrow(ExperimentCost([], [of_ranks], dict.fromkeys(Category, 0.0)))
-    assert with_ranks.column("ranks").to_pylist() == [4]
-    assert with_ranks.column("waited_for_ranks_seconds").to_pylist() == [40]
-
-
-def test_the_bar_has_a_part_for_each_category_that_took_a_share() -> None:
-    svg = cost_bar(cost(training=50, start=20, idle=29.99, saving=0.01))
-    assert svg.count('class="bar"') == svg.count('class="swatch"') == 3
-    assert "start and import 20 %" in svg
 
 
 def test_the_page_on_the_cost_says_what_each_category_means() -> None:
@@ -120,36 +106,12 @@ def test_the_page_on_the_cost_says_what_each_category_means() -> None:
     assert all(f"| {each} | {each.meaning} |" in page for each in Category)
 
 
-RANKS = RankSeconds(writing=(1, 2, 1, 1), waiting=(30, 0, 40, 40), sending=(5, 12))
-
-
-def test_the_table_of_ranks_names_the_slowest_rank_and_node_and_the_ends_unlike_the_others() -> None:
+def test_the_table_of_attempts_names_the_ends_of_ranks_unlike_the_others() -> None:
     ends = (
         RankEnd(ranks=(1,), how="ValueError: x", is_cause=True),
         RankEnd(ranks=tuple(range(2, 12)), how="RuntimeError: Connection closed"),
     )
-    failed = replace(attempt(1, GroupUse(seconds=PhaseSeconds(), ends=ends)), ranks=RANKS)
-    lost = replace(attempt(2), ranks=RankSeconds(writing=(0, 0), waiting=(0, 0), sending=(0,)))
-    table = ranks_table([failed, lost, attempt(3)])
-    _, first, second = text_of(table).splitlines()
-    assert first.split("  ", 1)[0] == "1"
-    assert "4 on 2 nodes" in first
-    assert "2 s (rank 1)" in first
-    assert "40 s (rank 2) for rank 1" in first
-    assert "12 s (node 1)" in first
+    table = attempts_table([attempt(1, GroupUse(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
     said = "rank 1: ValueError: x, the cause; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more: RuntimeError: Connection closed"
-    assert first.rstrip().endswith(said)
-    assert second.split() == ["2", "2", "0", "s"]
-    assert ranks_table([attempt(3)]) is None
-
-
-def test_the_json_of_an_attempt_has_its_ranks_only_if_it_has_several() -> None:
-    assert "ranks" not in attempt_fields(attempt(1, USE))
-    assert attempt_fields(replace(attempt(1, USE), ranks=RANKS))["ranks"] == {
-        "count": 4,
-        "nodes": 2,
-        "slowest": 1,
-        "writing_seconds": [1, 2, 1, 1],
-        "waiting_seconds": [30, 0, 40, 40],
-        "sending_seconds": [5, 12],
-    }
+    assert text_of(table).splitlines()[1].rstrip().endswith(said)
+    assert "ended otherwise" not in text_of(attempts_table([attempt(2)]))

@@ -323,20 +323,6 @@ class Witnessed(Sharded):
         return super().step()
 
 
-class SlowToWrite(Sharded):
-    """Rank 0 writes more slowly than the others, also what it saves before a question."""
-
-    def step(self) -> Mapping[str, object]:
-        if self.at == 3:
-            pt.ask("go on?", save=self.save_checkpoint)
-        return super().step()
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        if self.rank == 0:
-            time.sleep(0.5)
-        super().save_checkpoint(checkpoint_dir)
-
-
 class SlowSetup(Sharded):
     """Rank 0 prepares something before it begins."""
 

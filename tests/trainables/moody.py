@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,3 @@ def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def silent(_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Report another metric than the search's."""
     return {"accuracy": 1.0}
-
-
-def differently(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Report another metric than the others, which wait until this trial has ended."""
-    if config["x"] == 0:
-        return {"val_loss": 1.0}
-    while not Path(config["ended"]).exists():
-        time.sleep(0.05)
-    return {"loss": float(config["x"])}

@@ -6,7 +6,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -18,7 +17,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal_events import Absorbed, Cause, Decided, Entry, Opened, Owner, TrialAdded
+from prefect_tune.core.journal_events import Cause, Decided, Entry, Opened, TrialAdded
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Stamp, StepReport
@@ -88,16 +87,10 @@ def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived
     assert report.not_derived == {}
     total = sum(report.derived.values())
     assert report.summary == f"{total:,} of {total:,} proposals and decisions derived again"
-    events = [event for entry in entries_of(Path(targets(name).path), KEY) for event in _flat(entry)]
+    events = [event for entry in entries_of(Path(targets(name).path), KEY) for event in entry.events]
     assert sum(report.derived.values()) + sum(report.observed.values()) == len(events)
 
     assert "trial-added" not in report.observed, "each trial is counted once, as a proposal"
-
-
-def _flat(entry: Entry) -> Iterator[object]:
-    for event in entry.events:
-        absorbed = getattr(event, "events", None)
-        yield from [event] if absorbed is None else (each for each in absorbed if each.type != "trial-added")
 
 
 def test_results_that_arrived_in_another_order_decide_otherwise_and_audit_clean(tmp_path: Path) -> None:
@@ -141,29 +134,9 @@ def propose(untrusted: Untrusted) -> None:
     stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
         state = load(store, KEY, side_by_side=map)
-        state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, own_journal=True)], next(stamps))
+        state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, of_search=True)], next(stamps))
         decided = Decided(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
         append(store, state, [decided], next(stamps))
-
-
-@pytest.mark.parametrize(
-    ("altered", "own_journal"), [({}, True), ({"fingerprint": {"code": "another"}}, True), ({}, False)], ids=str
-)
-def test_a_trial_is_counted_once_though_its_own_journal_begins_with_it_too(
-    altered: Mapping[str, object], own_journal: bool, tmp_path: Path
-) -> None:
-    write_experiment(tmp_path, "e", [])
-    stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
-    with LocalTarget(path=str(tmp_path)).open(timeout=timedelta(seconds=9)) as store:
-        state = load(store, KEY, side_by_side=map)
-        added = TrialAdded(trial="00000", config={"x": 1.0}, own_journal=own_journal)
-        state = append(store, state, [added], next(stamps))
-        opened = Opened(experiment="e", generation=1, trial="00000", term=1, owner=Owner(name="n", host="h", pid=1))
-        copy = added.model_copy(update={"own_journal": False, **altered})
-        append(store, state, [Absorbed(trial="00000", number=1, events=(opened, copy), at="now")], next(stamps))
-    report = pt.audit("e", target=LocalTarget(path=str(tmp_path)))
-    assert report.derived.get("trial-added", 0) + report.observed.get("trial-added", 0) == 2, "`trial` and `00000`"
-    assert (report.difference is None) == (own_journal and not altered)
 
 
 class _Counting(pt.Search):
@@ -198,12 +171,13 @@ def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_
 
 
 def test_a_scheduler_and_a_stop_of_ones_own_are_audited_once_they_are_passed(tmp_path: Path) -> None:
-    search = PlannedSearch(LocalTarget(path=str(tmp_path)))
-    search.run(scheduler=_Own(), stop=lambda metrics: metrics["step"] >= STEPS)
+    executor, failures = UnreliableExecutor(fails={"00001": (Cause.USER, 9)}), pt.MaxFailures(1)
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), executor=executor)
+    search.run(scheduler=_Own(), stop=[lambda metrics: metrics["step"] >= STEPS, failures])
     without = pt.audit("e", target=search.target)
     assert without.difference is None
     assert {why.partition(":")[0] for why in without.not_derived} == {"scheduler", "stop"}
-    passed = pt.audit("e", target=search.target, scheduler=_Own(), stop={"step": STEPS})
+    passed = pt.audit("e", target=search.target, scheduler=_Own(), stop=failures)
     assert (passed.difference, passed.not_derived) == (None, {})
 
 
@@ -214,11 +188,11 @@ class _Own(pt.Scheduler):
         return pt.ASHA(STEPS, variant="promotion").begin(objective, seed)
 
 
-def test_of_a_training_outside_a_search_its_starts_are_derived(tmp_path: Path) -> None:
+def test_a_training_outside_a_search_decides_nothing(tmp_path: Path) -> None:
     write_experiment(tmp_path, "digits", [2, 4])
     report = pt.audit("digits", target=str(tmp_path))
-    assert report.derived == {"started": 1}
-    assert next(iter(report.not_derived)).startswith("outside a search")
+    assert (report.derived, report.not_derived, report.difference) == ({}, {}, None)
+    assert report.observed["committed"] == 2
 
 
 def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget], tmp_path: Path) -> None:
@@ -229,7 +203,7 @@ def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget
         pt.audit("e", target=str(tmp_path / "odd"))
     entries = entries_of(Path(targets("fifo").path), KEY)
     place = tmp_path / "damaged"
-    write_altered(place, KEY, entries, Alteration(2, "none", (0, None), entries[1].events[:1]))
+    write_altered(place, KEY, entries, Alteration(2, "none", 0, entries[1].events[:1]))
     (place / KEY.entry_path(3)).write_bytes((place / KEY.entry_path(4)).read_bytes())
     with pytest.raises(JournalCorrupt, match="0000000003"):
         pt.audit("e", target=str(place))
@@ -252,7 +226,7 @@ def chosen(targets: Callable[[str], LocalTarget], number: int) -> Iterator[tuple
     for each in found:
         ranked.append((times[each[2].kind], each))
         times[each[2].kind] += 1
-    assert len(times) >= 15, times
+    assert len(times) >= 12, times
     yield from (each for _, each in sorted(ranked, key=lambda pair: pair[0])[:number])
 
 
@@ -274,21 +248,6 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
     assert unnamed(targets, tmp_path, 40) == []
 
 
-def test_an_event_of_another_trial_in_what_a_trial_wrote_is_damage(
-    targets: Callable[[str], LocalTarget], tmp_path: Path
-) -> None:
-    entries = entries_of(Path(targets("asha").path), KEY)
-    altered = next(each for each in inconsistencies_of(entries, {}) if each.kind == "no last report")
-    (index, within), entry = altered.place, entries[altered.entry - 1]
-    absorbed = entry.events[index]
-    assert isinstance(absorbed, Absorbed)
-    other = next(name for name in ("00000", "00001") if name != absorbed.trial)
-    event = absorbed.events[within or 0].model_copy(update={"trial": other})
-    write_altered(tmp_path, KEY, entries, replace(altered, events=(event,)))
-    with pytest.raises(JournalCorrupt, match=f"trial '{absorbed.trial}': its journal has an event of trial '{other}'"):
-        pt.audit("e", target=str(tmp_path))
-
-
 def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
     target, fails = LocalTarget(path=str(tmp_path)), {f"0000{number}": (Cause.USER, 1) for number in range(2)}
     search = PlannedSearch(target, slots=1, executor=UnreliableExecutor(fails=fails))
@@ -299,27 +258,24 @@ def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tm
     assert pt.audit("e", target=str(tmp_path)).difference is None
 
 
-KINDS_OF_INCONSISTENCY = (
-    "report of a decision",
-    "decision twice",
-    "no decision",
-    "metrics of a checkpoint",
-    "step of a checkpoint",
-    "no last report",
-    "decision of an attempt",
-    "end by an attempt",
-    "configuration of a clone",
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "report of a decision",
+        "decision after another report",
+        "decision twice",
+        "decision at a later step",
+        "no decision",
+        "decision of an attempt",
+    ],
 )
-
-
-@pytest.mark.parametrize("kind", long_after(4, KINDS_OF_INCONSISTENCY))
-def test_a_value_that_differs_from_its_copy_and_an_event_of_another_writer_are_differences(
+def test_a_decision_that_is_missing_or_superfluous_or_about_another_report_is_a_difference(
     kind: str, targets: Callable[[str], LocalTarget], tmp_path: Path
 ) -> None:
     audited = 0
     for name in ("asha", "promotion", "hyperband", "turns", "pbt"):
         entries = entries_of(Path(targets(name).path), KEY)
-        found = [each for each in inconsistencies_of(entries, {"lr": 7.0}) if each.kind == kind]
+        found = [each for each in inconsistencies_of(entries) if each.kind == kind]
         for index, altered in enumerate(found[:: max(1, len(found) // 3)]):
             place = tmp_path / f"{name}-{index}"
             write_altered(place, KEY, entries, altered)

@@ -25,9 +25,9 @@ from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.stop_requests import Stopping
+from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
-from tests.flows.simulated_search import StoppableExecutor
 
 _LOG = logging.getLogger("tests")
 _TRIAL = "00000"
@@ -51,7 +51,7 @@ class FailingTrial:
         self.losses: list[str] = []
         self.page = pending_entry(WrittenEntries(), policy, _Losses(self.losses))
         self.startable: deque[str] = deque()
-        stopping = Stopping(limits, policy, StoppableExecutor(9), self.page, _LOG)
+        stopping = Stopping(limits, policy, InstantExecutor(9), self.page, lambda _: None, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
         self.page.put(Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))

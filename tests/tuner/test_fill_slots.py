@@ -16,13 +16,12 @@ from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.executors.trial_executor import Message
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
-from tests.flows.simulated_search import SimulatedSearch, StoppableExecutor
 from tests.long_cases import long_after
 
 _AT_ONCE = 8
 
 
-class _Watched(StoppableExecutor):
+class _Watched(UnreliableExecutor):
     """Records how many attempts start before each poll, and how long that poll may wait."""
 
     def __init__(self) -> None:
@@ -30,9 +29,9 @@ class _Watched(StoppableExecutor):
         self.starts = 0
         self.polls: list[tuple[int, timedelta]] = []
 
-    def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         self.starts += 1
-        super().start(spec, orders, attempt, absorbed)
+        super().start(spec, request)
 
     def poll(self, patience: timedelta) -> list[Message]:
         self.polls.append((self.starts, patience))
@@ -42,7 +41,8 @@ class _Watched(StoppableExecutor):
 
 def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
     executor = _Watched()
-    state = SimulatedSearch(LocalTarget(path=str(tmp_path)), executor, samples=20, slots=20).run()
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
+    state = search.run(num_samples=20, stop={"step": 1})
 
     assert len(state.trials) == 20
     first, second, third = executor.polls[:3]
@@ -53,7 +53,8 @@ def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(
 
 def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a_wait(tmp_path: Path) -> None:
     executor = _Watched()
-    SimulatedSearch(LocalTarget(path=str(tmp_path)), executor, samples=3, slots=20).run()
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
+    search.run(num_samples=3, stop={"step": 1})
     assert executor.polls[0][0] == 3
     assert all(patience > timedelta(0) for _, patience in executor.polls)
 

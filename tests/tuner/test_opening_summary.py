@@ -6,25 +6,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import Adopted, Event, Finished, FinishKind, Owner, Started, StopAsked, TrialAdded
+from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.core.journal_events import Event, Finished, FinishKind, Opened, Owner, Started, StopAsked, TrialAdded
 from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
-from tests.core.histories import opened, stamp
-from tests.fakes.stores.memory_store import MemoryStore
+from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.experiments import after
 from tests.fakes.trial_processes import LogRecorder, log_to
+
+ME = Owner(name="me", host="here", pid=1)
+OPENED = after(nothing_yet(first_generation("e")), [Opened(experiment="e", generation=1, term=1, owner=ME)])
+ADDED = after(OPENED, [TrialAdded(trial="t", config={})])
+STARTED = Started(trial="t", attempt=1, from_step=0)
 
 
 @pytest.mark.parametrize(("started", "lines"), [(0, 0), (1, 1)])
 def test_a_takeover_names_the_run_that_may_be_alive(started: int, lines: int) -> None:
-    store, recorder = MemoryStore(), LogRecorder()
-    events = [
-        Adopted(),
-        TrialAdded(trial="t", config={}),
-        Started(trial="t", attempt=1, from_step=0, from_sequence=None),
-    ]
-    state = append(store, opened(store), events[: 2 + started], stamp("begun"))
+    recorder = LogRecorder()
+    state = after(ADDED, [STARTED] * started)
     warn_of_takeover(state, log_to(recorder))
     assert len(recorder.lines) == lines
     for line in recorder.lines:
@@ -32,9 +32,7 @@ def test_a_takeover_names_the_run_that_may_be_alive(started: int, lines: int) ->
 
 
 def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, recorder = MemoryStore(), LogRecorder()
-    started = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
-    state = append(store, opened(store), [Adopted(), TrialAdded(trial="t", config={}), started], stamp("begun"))
+    recorder, state = LogRecorder(), after(ADDED, [STARTED])
     owner = Owner(name="grey-lynx", host="gpu-1", pid=7, flow_run="0f5c")
     monkeypatch.setattr("prefect_tune.tuner.run_search.flow_run", SimpleNamespace(id="0f5c"))
     warn_of_takeover(state.model_copy(update={"owner": owner}), log_to(recorder))
@@ -56,16 +54,9 @@ def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkey
 def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     options: dict[str, object], then: list[Event], lines: int
 ) -> None:
-    store, recorder = MemoryStore(), LogRecorder()
-    started = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
-    events = [
-        Adopted(),
-        TrialAdded(trial="t", config={}),
-        started,
-        Finished(trial="t", reason="done", kind=FinishKind.RETURNED),
-    ]
-    found = append(store, opened(store), events, stamp("done"))
-    ended = append(store, found, then, stamp("ended")) if then else found
+    recorder = LogRecorder()
+    found = after(ADDED, [STARTED, Finished(trial="t", reason="done", kind=FinishKind.RETURNED)])
+    ended = after(found, then)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
     log_finished(plan, found, ended, log_to(recorder))
     assert len(recorder.lines) == lines
@@ -84,7 +75,7 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
 def test_processes_that_share_processors_are_named(
     processes: int | tuple[int, int], cpu_count: int | None, said: str
 ) -> None:
-    store, recorder = MemoryStore(), LogRecorder()
+    recorder = LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
-    log_opening(plan, opened(store), Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    log_opening(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
     assert said in recorder.lines

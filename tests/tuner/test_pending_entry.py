@@ -1,29 +1,30 @@
-"""When the next entry of an experiment's journal is written, and which actions wait for it."""
+"""When the next entry of an experiment's journal is written, and which actions and attempts wait for it."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
 
+from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import (
-    Absorbed,
-    Event,
+    CheckpointRef,
+    Committed,
     Finished,
     FinishKind,
     Opened,
     Owner,
     Reported,
-    Requeued,
     Started,
     StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 
@@ -34,24 +35,24 @@ def written() -> WrittenEntries:
 
 
 @pytest.fixture
-def page(written: WrittenEntries) -> PendingEntry:
+def pending(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
     opened = Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
-    page = pending_entry(written, random_policy(), period=timedelta(minutes=5))
+    pending = pending_entry(written, random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
-        page.put(event)
-    page.write(may_wait=False)
+        pending.put(event)
+    pending.write(may_wait=False)
     written.entries.clear()
-    return page
+    return pending
 
 
-def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, written: WrittenEntries) -> None:
-    page.put(Finished(trial="00000", reason="done"))
-    page.write(may_wait=True)
+def test_what_nobody_waits_for_has_time_and_an_act_has_not(pending: PendingEntry, written: WrittenEntries) -> None:
+    pending.put(Finished(trial="00000", reason="done"))
+    pending.write(may_wait=True)
     assert written.entries == []
     acts: list[int] = []
-    page.then(lambda: acts.append(len(written.entries)))
-    page.write(may_wait=True)
+    pending.then(lambda: acts.append(len(written.entries)))
+    pending.write(may_wait=True)
     assert acts == [1], "the action runs once the entry is written"
 
 
@@ -63,39 +64,22 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, w
         StopAsked(reason="enough", request="w", refused=make_reason("request-repeated")),
     ],
 )
-def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: PendingEntry) -> None:
-    page.put(event)
-    assert page.write(may_wait=True).stop_requests == ("w",)
+def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, pending: PendingEntry) -> None:
+    pending.put(event)
+    assert pending.write(may_wait=True).stop_requests == ("w",)
 
 
-def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: PendingEntry, written: WrittenEntries) -> None:
-    page.put(StopAsked(reason="enough", trial="00000", request="w"))
-    page.write(may_wait=True)
-    page.put(Finished(trial="00001", reason="done"))
-    page.write(may_wait=True)
+def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(
+    pending: PendingEntry, written: WrittenEntries
+) -> None:
+    pending.put(StopAsked(reason="enough", trial="00000", request="w"))
+    pending.write(may_wait=True)
+    pending.put(Finished(trial="00001", reason="done"))
+    pending.write(may_wait=True)
     assert len(written.entries) == 1
-    page.put(Finished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
-    assert page.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
+    pending.put(Finished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
+    assert pending.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
     assert len(written.entries) == 2
-
-
-def test_observers_receive_once_what_the_experiments_journal_and_a_trials_own_record(written: WrittenEntries) -> None:
-    received: list[Event] = []
-
-    class Observer(SearchObserver):
-        def applied(self, event: Event, experiment: Experiment) -> None:
-            del experiment
-            received.append(event)
-
-    page = pending_entry(written, random_policy(), Observer())
-    opened = Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
-    started = Started(trial="00000", attempt=1, from_step=0)
-    done, more = Finished(trial="00000", reason="step 1"), Requeued(trial="00000", reason="more steps")
-    for event in (opened, TrialAdded(trial="00000", config={}, own_journal=True), started, done, more):
-        page.put(event)
-    again = started.model_copy(update={"attempt": 2})
-    page.put(Absorbed(trial="00000", number=1, events=(more, again)))
-    assert received[-2:] == [more, Absorbed(trial="00000", number=1, events=(again,))]
 
 
 class Clock:
@@ -107,33 +91,120 @@ class Clock:
 
 
 def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_sync_period(
-    page: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
+    pending: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     first, second = (Started(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
-    page.put(first)
+    pending.put(first)
     clock.now += 1.9
-    page.put(second)
-    page.write(may_wait=True)
+    pending.put(second)
+    pending.write(may_wait=True)
     assert written.entries == []
     clock.now += 0.2
-    page.write(may_wait=True)
+    pending.write(may_wait=True)
     assert written.entries == [(first, second)], "both share an entry"
     reported = Reported(trial="00000", report=StepReport(step=1, metrics={}))
-    page.put(reported)
+    pending.put(reported)
     clock.now += 290
-    page.write(may_wait=True)
+    pending.write(may_wait=True)
     assert len(written.entries) == 1
     clock.now += 11
-    page.write(may_wait=True)
+    pending.write(may_wait=True)
     assert written.entries[1:] == [(reported,)]
 
 
-def test_a_start_that_a_trials_own_journal_has_brought_counts_as_a_changed_status(
-    page: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
+# Attempts submit events, and wait for the entry that holds them.
+
+
+def submitted(pending: PendingEntry, *events: AttemptEvent) -> Future[Experiment]:
+    """Submit the events of an attempt, which waits for them unless they are reports."""
+    is_awaited = any(not isinstance(event, Reported) for event in events)
+    group = EventsSubmitted(events[0].trial, events, is_awaited=is_awaited)
+    pending.submit(group)
+    return group.written
+
+
+def started(trial: str) -> Started:
+    return Started(trial=trial, attempt=1, from_step=0)
+
+
+def reported(trial: str, step: int = 1) -> Reported:
+    return Reported(trial=trial, report=StepReport(step=step, metrics={}))
+
+
+def test_one_entry_serves_all_attempts_that_wait(pending: PendingEntry, written: WrittenEntries) -> None:
+    first, second = (submitted(pending, started(trial)) for trial in ("00000", "00001"))
+    assert not first.done()
+    state = pending.write(may_wait=True)
+    assert written.entries == [(started("00000"), started("00001"))]
+    assert first.result() is second.result() is state
+
+
+def test_a_report_alone_waits_for_the_sync_period_and_else_for_an_entry_with_another_cause(
+    pending: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    page.put(Absorbed(trial="00000", number=1, events=(Started(trial="00000", attempt=1, from_step=0),)))
-    clock.now += 2.1
-    page.write(may_wait=True)
-    assert len(written.entries) == 1
+    submitted(pending, started("00000"))
+    submitted(pending, started("00001"))
+    pending.write(may_wait=True)
+    first = submitted(pending, reported("00000"))
+    pending.write(may_wait=True)
+    assert not first.done()
+    save = Committed(trial="00001", checkpoint=CheckpointRef(step=1, sequence=1))
+    submitted(pending, reported("00001"), save)
+    pending.write(may_wait=True)
+    assert written.entries[1:] == [(reported("00000"), reported("00001"), save)]
+    second = submitted(pending, reported("00000", 2))
+    clock.now += 301
+    pending.write(may_wait=True)
+    assert (first.done(), second.done()) == (True, True)
+
+
+def test_impossible_events_are_refused_together_and_leave_the_state(
+    pending: PendingEntry, written: WrittenEntries
+) -> None:
+    before, impossible = pending.state, submitted(pending, started("00000"), reported("00000"), reported("00000"))
+    possible = submitted(pending, started("00001"))
+    assert isinstance(impossible.exception(0), IllegalTransition)
+    assert pending.state.trial("00000") == before.trial("00000")
+    pending.write(may_wait=True)
+    assert written.entries == [(started("00001"),)]
+    assert possible.done()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(StoreUnavailable("away"), StoreUnavailable), (KeyboardInterrupt(), CommitUnknown)]
+)
+def test_a_write_that_fails_fails_for_all_attempts_that_wait_and_raises(
+    error: BaseException, expected: type[Exception], pending: PendingEntry, written: WrittenEntries
+) -> None:
+    groups = [submitted(pending, started(trial)) for trial in ("00000", "00001")]
+    written.error = error
+    with pytest.raises(type(error)):
+        pending.write(may_wait=True)
+    assert [type(each.exception(0)) for each in groups] == [expected] * 2
+
+
+def test_dropped_actions_are_not_called_and_attempts_are_still_served(
+    pending: PendingEntry, written: WrittenEntries
+) -> None:
+    acts: list[str] = []
+    group = submitted(pending, started("00000"))
+    pending.then(lambda: acts.append("then"))
+    pending.after_entry(lambda: acts.append("after entry"))
+    pending.drop_actions()
+    pending.write(may_wait=True)
+    assert (acts, group.done(), len(written.entries)) == ([], True, 1)
+
+
+def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
+    pending: PendingEntry, written: WrittenEntries
+) -> None:
+    acts: list[str] = []
+    pending.put(Finished(trial="00000", reason="done"))
+    pending.after_entry(lambda: acts.append("delete"))
+    pending.write(may_wait=True)
+    assert (acts, written.entries) == ([], [])
+    pending.then(lambda: acts.append("start"))
+    pending.write(may_wait=True)
+    assert acts == ["delete", "start"]

@@ -1,9 +1,8 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-A report waits here for its entry, up to `sync_period_seconds`, unless it brings a checkpoint. One that asks for a
-decision is written at once where the search reads it here (`SearchLink.reads_journal`: attempts as deployment runs);
-elsewhere it reaches the target with the decision, before the answer (`tuner/decisions.py`). The training loop waits for
-no entry: in `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
+`attempt/trial_journal.py` says how the entries are written. Where reports wait for the next one, that is written every
+`sync_period_seconds`, and at once for a report that asks for a decision. The training loop waits for no entry: in
+`runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
 """
 
 from __future__ import annotations
@@ -12,41 +11,37 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
-from prefect_tune.attempt.attempt_tasks import AttemptTasks, SavedCheckpoint
+from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remove_directory
 from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_journal import AttemptEvent, TrialJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import Reverification
+from prefect_tune.core.checkpoints.commit import Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
     PartMissing,
-    SaveOvertaken,
     StagedFilesChanged,
     StoreRefused,
     StoreUnavailable,
     Superseded,
     TuneError,
 )
-from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_overtaken, is_quarantined, newest_key
 from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
-    Event,
     Finished,
     Outcome,
     Quarantined,
@@ -62,7 +57,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.usage_records import AttemptUse
 from prefect_tune.core.values import Stamp, StepReport, flat
-from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import format_value
@@ -72,29 +67,13 @@ from prefect_tune.terminal.formatting import format_value
 _METRICS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class CommitEntry:
-    """The events of a commit, and the checkpoints that may be deleted once they are journaled."""
-
-    committed: Committed
-    quarantined: Sequence[Quarantined]
-    """Earlier checkpoints that refer to blobs which the save found damaged."""
-    retired: Sequence[CheckpointKey]
-
-    @property
-    def events(self) -> Sequence[Committed | Quarantined]:
-        """The events, in order."""
-        return (self.committed, *self.quarantined)
-
-
 def about_checkpoint(
-    folder: TrialKey, experiment: Experiment, report: StepReport, reports: Sequence[StepReport], stamp: Stamp
+    folder: TrialKey, trial: Trial, term: int, report: StepReport, reports: Sequence[StepReport], stamp: Stamp
 ) -> About:
     """Return the metadata of the checkpoint of `report`'s step; `reports` are those that are not journaled yet."""
-    trial = experiment.trial(folder.trial)
     return About(
         attempt=trial.attempt,
-        term=experiment.term,
+        term=term,
         write_id=stamp.write_id,
         created_at=stamp.at,
         parent=parent.name if (parent := newest_key(folder, trial)) else None,
@@ -106,26 +85,21 @@ def about_checkpoint(
 
 
 def commit_entry(
-    target: StorageTarget,
-    experiment: Experiment,
-    saved: SavedCheckpoint,
-    report: StepReport,
-    policy: Retention,
-    upload_seconds: float,
-    log: Log,
-) -> CommitEntry:
-    """Return what the journal records when `saved` becomes a checkpoint of its trial, which keeps those of `policy`.
+    target: StorageTarget, trial: Trial, save: Save, policy: Retention, upload_seconds: float, log: Log
+) -> tuple[Committed, Sequence[Quarantined], Sequence[CheckpointKey]]:
+    """Return what the journal records when `save` becomes a checkpoint of its trial, which keeps those of `policy`.
 
-    If the save found damaged blobs, this reads the manifests of the trial's other checkpoints; if that fails, a
-    warning says so, since the new checkpoint is whole.
+    That is the commit, then the quarantine of earlier checkpoints that refer to blobs which the save found damaged: for
+    these, this reads the manifests of the trial's other checkpoints; if that fails, a warning says so, since the new
+    checkpoint is whole. Last are the retired checkpoints, which may be deleted once the entry is written.
     """
-    key, trial = saved.key, experiment.trial(saved.key.trial.trial)
+    key, about = save.manifest.key, save.manifest.about
     new = CheckpointRef(
         step=key.step,
         sequence=key.sequence,
-        metrics=report.metrics,
-        trained_seconds=report.trained_seconds,
-        size_bytes=saved.size_bytes,
+        metrics=about.metrics,
+        trained_seconds=about.trained_seconds,
+        size_bytes=save.manifest.size_bytes,
     )
     ending = retired_by_commit(trial, new, policy)
     retires = tuple(each.sequence for each in ending)
@@ -133,59 +107,60 @@ def commit_entry(
         trial=trial.trial,
         checkpoint=new,
         retires=retires,
-        sent_bytes=saved.sent_bytes,
+        sent_bytes=save.sent_bytes,
         upload_seconds=round(upload_seconds, 3),
     )
     stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in retires]
-    doomed = [key.trial.checkpoint_key(each) for each in ending]
-    return CommitEntry(committed, _sharing_damage(target, saved, stay, log), doomed)
+    doomed = [key.trial.checkpoint_key(each) for each in ending if each.origin is None]
+    return committed, _sharing_damage(target, save, stay, log), doomed
 
 
 def _sharing_damage(
-    target: StorageTarget, saved: SavedCheckpoint, live: Sequence[CheckpointKey], log: Log
+    target: StorageTarget, save: Save, live: Sequence[CheckpointKey], log: Log
 ) -> Sequence[Quarantined]:
     """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
-    if not saved.damaged:
+    if not save.damaged:
         return []
 
     def look(store: ObjectStore) -> Mapping[CheckpointKey, str]:
         with transfer_pool() as transfers:
-            return checkpoints_with(store, live, saved.damaged, side_by_side=transfers)
+            return checkpoints_with(store, live, save.damaged, side_by_side=transfers)
 
     try:
         found = on_target(target, look)
     except TuneError as error:  # the new checkpoint is whole, and is committed
         log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
         return []
-    trial = saved.key.trial.trial
+    trial = save.manifest.trial
     return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
 
-def log_damage(saved: SavedCheckpoint, quarantined: Sequence[Quarantined], log: Log) -> None:
+def log_damage(save: Save, quarantined: Sequence[Quarantined], log: Log) -> None:
     """Log the damaged blobs that the save found; call it once the entry of the commit is written."""
-    if saved.damaged:
+    if save.damaged:
         log.error(
             "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are quarantined: %s",
-            saved.key.step,
-            plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
+            save.manifest.step,
+            plural(len(save.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
             len(quarantined),
-            "; ".join(saved.damaged.values()),
+            "; ".join(save.damaged.values()),
         )
 
 
-def log_commit(saved: SavedCheckpoint, metrics: Mapping[str, object], log: Log, unlogged: int = 0) -> None:
+def log_commit(save: Save, log: Log, unlogged: int = 0) -> None:
     """Log a committed checkpoint with its first metrics and its size, and how many commits before it have no line."""
-    new = "" if saved.sent_bytes >= saved.size_bytes else f", {shown_size(saved.sent_bytes)} of it new"
+    size_bytes, metrics = save.manifest.size_bytes, save.manifest.about.metrics
+    new = "" if save.sent_bytes >= size_bytes else f", {shown_size(save.sent_bytes)} of it new"
     named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_METRICS])
     others = f"; {plural(unlogged, 'other', 'others')} since the last line" if unlogged else ""
-    log.info("step %d committed%s: %s%s%s", saved.key.step, visible(named), shown_size(saved.size_bytes), new, others)
+    log.info("step %d committed%s: %s%s%s", save.manifest.step, visible(named), shown_size(size_bytes), new, others)
 
 
-def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:
-    """Return what an earlier owner retired and did not delete; nothing, with a warning, if the target fails now."""
+def find_doomed(target: StorageTarget, folder: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
+    """Return what an earlier attempt retired and did not delete; nothing, with a warning, if the target fails now."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
-            return leftover(store, folder, experiment.trial(folder.trial), experiment.settled_from)
+            return leftover(store, folder, trial)
     except TuneError as error:
         log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
         return ()
@@ -221,20 +196,20 @@ class CommitWorker:
     def __init__(
         self,
         spec: TrialSpec,
-        journal_writer: JournalWriter,
+        term: int,
+        journal: TrialJournal,
         artifacts: TrialArtifacts,
         tasks: AttemptTasks,
         log: Log,
         nodes: OtherNodes | None = None,
     ) -> None:
         self._spec = spec
+        self._term = term
         self._tasks = tasks
-        self._journal_writer = journal_writer
+        self._journal = journal
         self._artifacts = artifacts
         self._nodes = nodes
         self.log = log
-        self._waiting: list[StepReport] = []
-        self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
         self.outcome: Outcome | None = None
@@ -260,14 +235,10 @@ class CommitWorker:
     def __exit__(self, *_: object) -> None:
         self._work.put(None)
 
-    @property
-    def experiment(self) -> Experiment:
-        """The experiment after the last entry that was written. Read it after `close`."""
-        return self._journal_writer.experiment
-
     def note(self, report: StepReport) -> None:
-        """Queue a report; it is journaled with the next commit, or after `sync_period`."""
-        self._waiting.append(report)
+        """Have a report journaled with the next commit, or after `sync_period`."""
+        trial = self._spec.trial.trial
+        self._journal.report(Reported(trial=trial, report=report, asks=report.step == self.asks_at))
 
     def save(
         self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None] | None = None
@@ -312,14 +283,13 @@ class CommitWorker:
     def _end_all_the_same(self) -> None:
         """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
         try:
-            with suppress(SaveOvertaken):  # a save that was not acknowledged to the trial
-                self._settle()
+            self._journal.flush()
             self._write_end()
         except TuneError as error:
             self.log.error("the attempt's end could not be journaled: %s", error)  # noqa: TRY400 - the target's error
 
     def _write_end(self) -> None:
-        if self._trial.phase is Phase.RUNNING and self.outcome is not None:
+        if self._journal.trial.phase is Phase.RUNNING and self.outcome is not None:
             self.outcome = self.outcome.model_copy(update={"use": self._use()})
             self._write([self.outcome])
 
@@ -331,25 +301,22 @@ class CommitWorker:
             self.error = error
 
     def _next(self) -> Callable[[], None] | None:
-        """Return the next queued work; a sync of the reports if none arrives within `sync_period`."""
+        """Return the next queued work; a sync of the reports if none arrives in time."""
         elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
         try:
-            return self._work.get(timeout=max(0.0, (self._spec.sync.sync_period - elapsed).total_seconds()))
+            return self._work.get(
+                timeout=max(0.0, (self._journal.flush_period(self._spec.sync) - elapsed).total_seconds())
+            )
         except queue.Empty:
             return self._sync
-
-    @property
-    def _trial(self) -> Trial:
-        return self.experiment.trial(self._spec.trial.trial)
 
     def _sync(self) -> None:
         """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
         self._synced_at = time.monotonic()
-        if self._waiting or self._unsettled:
-            try:
-                self._write(())
-            except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
-                self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
+        try:
+            self._journal.flush()
+        except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+            self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
     def _save(
@@ -358,8 +325,6 @@ class CommitWorker:
         done = save.done
         directory = Path(done.checkpoint or "")
         merge(directory, save.parts)
-        if self.meter is not None:
-            self.meter.saved(writing=save.writing, waiting=save.waiting)
         try:
             saved, doomed = self._committed(done, directory, save.nodes)
         except PartMissing as missing:
@@ -369,118 +334,83 @@ class CommitWorker:
             remove_directory(directory if done.moved else None)
             return
         committed(done.report.step)
-        self._log_commit(saved, done.report.metrics)
+        self._log_commit(saved)
         self._artifacts.after_commit()
         remove_directory(directory if done.moved else None)
         self._delete(doomed)
 
-    def _log_commit(self, saved: SavedCheckpoint, metrics: Mapping[str, object]) -> None:
+    def _log_commit(self, save: Save) -> None:
         """Log the first commit, and then one in ten seconds: a trainable may save at each of many short steps."""
         now = time.monotonic()
         if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
             self._unlogged += 1
             return
-        log_commit(saved, metrics, self.log, self._unlogged)
+        log_commit(save, self.log, self._unlogged)
         self._logged_at, self._unlogged = now, 0
 
-    def _committed(
-        self, done: StepDone, directory: Path, nodes: Sequence[int]
-    ) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time a guest quarantines one meanwhile.
+    def _committed(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
+        """Save the checkpoint, again each time another one of the trial is quarantined meanwhile.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """
         overtaken: list[CheckpointKey] = []
         while True:
-            began = time.monotonic()
+            began, name = time.monotonic(), self._spec.trial.trial
+            if is_overtaken(self._journal.trial, self._journal.trial.next_sequence):
+                self._write([Retired(trial=name, retires=())], up_to=0)
             saved = self._saved(done.report, directory, nodes)
-            try:
-                doomed = self._commit(saved, done, time.monotonic() - began)
-            except SaveOvertaken as error:
-                self.log.warning("%s", error)
-                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
-                self._write([Retired(trial=self._spec.trial.trial, retires=())], up_to=0)
-                overtaken.append(saved.key)
-            else:
+            doomed = self._commit(saved, done, time.monotonic() - began)
+            trial = self._journal.trial
+            if trial.phase is not Phase.RUNNING or not is_quarantined(trial, saved.manifest.key):
                 return saved, [*overtaken, *doomed]
+            reason = "step %d was saved while a checkpoint was quarantined, and may share its damage: it is saved again"
+            self.log.warning(reason, saved.manifest.step)
+            # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+            self._write([Retired(trial=name, retires=(saved.manifest.sequence,))], up_to=0)
+            overtaken.append(saved.manifest.key)
 
-    def _saved(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SavedCheckpoint:
-        key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=self.experiment.number)
-        about = self._about(report, [*self._unconfirmed(), *self._reports(report.step)])
+    def _saved(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
+        trial = self._journal.trial
+        key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
+        reports = self._journal.unjournaled(report.step)
+        about = about_checkpoint(self._spec.trial, trial, self._term, report, reports, new_write_id())
+        if self.code:
+            about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.code}})
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
-        began = time.monotonic()
         if self._nodes is None or not nodes:
-            saved = self._tasks.save(key, directory, about, self._trial, reverification)
-            sending: Sequence[float] = [time.monotonic() - began]
-        else:
-            with self._nodes.parts(key, self._trial, nodes) as parts:
-                saved = self._tasks.save(key, directory, about, self._trial, reverification, parts)
-            sending = self._nodes.sending
-        if self.meter is not None:
-            self.meter.saved(sending=sending)
-        return saved
+            return self._tasks.save(key, directory, about, trial, reverification)
+        with self._nodes.parts(key, trial, nodes) as parts:
+            return self._tasks.save(key, directory, about, trial, reverification, parts)
 
-    def _commit(self, saved: SavedCheckpoint, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
+    def _commit(self, save: Save, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
-        trial, report, policy = self._spec.trial.trial, done.report, self._spec.retention
-        entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self.log)
-        committed = entry.committed
+        trial, policy = self._spec.trial.trial, self._spec.retention
+        committed, quarantined, retired = commit_entry(
+            self._spec.target, self._journal.trial, save, policy, upload_seconds, self.log
+        )
         if self.meter is not None:
             committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
         reason = done.finish_reason
         ends = [] if reason is None else [Finished(trial=trial, reason=reason, use=self._use())]
-        self._write((committed, *entry.quarantined, *ends), up_to=saved.key.step)
+        self._write((committed, *quarantined, *ends), up_to=save.manifest.step)
         self._commit_count += 1
-        log_damage(saved, entry.quarantined, self.log)
-        return entry.retired
+        log_damage(save, quarantined, self.log)
+        return retired
 
     def _use(self) -> AttemptUse | None:
         return self.meter.use() if self.meter is not None else None
 
-    def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
+    def _write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
-        self._settle()
-        reports = self._reports(up_to)
-        del self._waiting[: len(reports)]  # the attempt's thread only appends
-        entry = [*(self._reported(report) for report in reports), *events]
-        if entry:
-            self._unsettled = (entry, new_write_id())
-            self._settle()
+        self._journal.write(events, up_to=up_to)
         self._synced_at = time.monotonic()
 
-    def _settle(self) -> None:
-        """Write the pending entry. If its outcome is unknown, the same entry with the same stamp is written again."""
-        if self._unsettled is not None:
-            entry, stamp = self._unsettled
-            try:
-                self._journal_writer.write(entry, stamp)
-            except SaveOvertaken:
-                self._unsettled = None  # it can never be written; its reports are queued again
-                self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
-                raise
-            self._unsettled = None
-
-    def _unconfirmed(self) -> Sequence[StepReport]:
-        """Return the reports of the pending entry: a save may be adopted by an owner that does not find that entry."""
-        events = self._unsettled[0] if self._unsettled is not None else ()
-        return [event.report for event in events if isinstance(event, Reported)]
-
-    def _reported(self, report: StepReport) -> Reported:
-        return Reported(trial=self._spec.trial.trial, report=report, asks=report.step == self.asks_at)
-
-    def _reports(self, up_to: int | None) -> Sequence[StepReport]:
-        return [report for report in self._waiting if up_to is None or report.step <= up_to]
-
-    def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
-        about = about_checkpoint(self._spec.trial, self.experiment, report, reports, new_write_id())
-        code = {"code": self.code} if self.code else {}
-        return about.model_copy(update={"fingerprint": {**about.fingerprint, **code}})
-
     def _delete_leftovers(self) -> None:
-        """Delete what an earlier owner retired and did not delete."""
-        self._delete(find_doomed(self._spec.target, self._spec.trial, self.experiment, self.log))
+        """Delete what an earlier attempt retired and did not delete."""
+        if self._journal.deletes_retired:
+            self._delete(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
-        if doomed:
-            delete_retired(lambda: self._tasks.delete(self._trial, doomed), self.log)
+        if doomed and self._journal.deletes_retired:
+            delete_retired(lambda: self._tasks.delete(self._journal.trial, doomed), self.log)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import filecmp
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,10 +40,6 @@ class GroupSave:
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
     """The other nodes that hold files of it."""
-    writing: Sequence[float] = ()
-    """How many seconds each rank wrote its part."""
-    waiting: Sequence[float] = ()
-    """How many seconds after each rank the last one had handed its part over."""
 
 
 @dataclass(slots=True)
@@ -52,8 +47,6 @@ class _Pending:
     deadline: Deadline
     done: StepDone | None = None
     parts: dict[int, Part] = field(default_factory=dict)
-    arrived: dict[int, float] = field(default_factory=dict)
-    """By rank, when its part arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +83,6 @@ class GroupSaves:
         """Take the directory of rank 0; return the checkpoint if that was its last part."""
         pending = self._at(done.report.step)
         pending.done, pending.deadline = done, Deadline.after(self._within)
-        pending.arrived[0] = time.monotonic()
         return self._whole(done.report.step)
 
     def add(self, rank: int, part: Part) -> GroupSave | None:
@@ -106,7 +98,7 @@ class GroupSaves:
             _require_no_files(rank, part)
             return None
         pending = self._at(part.step)
-        pending.parts[rank], pending.arrived[rank] = part, time.monotonic()
+        pending.parts[rank] = part
         return self._whole(part.step)
 
     def close(self, step: int) -> None:
@@ -152,11 +144,7 @@ class GroupSaves:
         del self._pending[step]
         parts = {rank: Path(each.directory) for rank, each in sorted(found.parts.items()) if each.directory is not None}
         nodes = tuple(sorted({each.node for each in found.parts.values() if each.node}))
-        if not self._others:
-            return GroupSave(found.done, parts)
-        writing = [found.done.writing_seconds, *(found.parts[rank].writing_seconds for rank in self._others)]
-        last = max(found.arrived.values())
-        return GroupSave(found.done, parts, nodes, writing, [last - found.arrived[rank] for rank in (0, *self._others)])
+        return GroupSave(found.done, parts, nodes)
 
 
 class GroupMetrics:

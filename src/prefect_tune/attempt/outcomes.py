@@ -36,8 +36,6 @@ def state_of(outcome: Outcome) -> State[Any]:
             return states.Completed(message=message)
         case Paused():
             return states.Completed(name="Paused", message=message)
-        case AttemptEnded(question=asked) if asked is not None:
-            return states.Completed(name="Paused", message=message)
         case AttemptEnded(cause=Cause.PREEMPTED):
             return states.Cancelled(name="Interrupted", message=message)
         case AttemptEnded():

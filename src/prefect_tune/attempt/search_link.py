@@ -1,9 +1,9 @@
-"""The link between an attempt and its search: sends reports and journal entries up, and answers down."""
+"""The link between an attempt and its search: sends questions and journal events up, and answers down."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -11,11 +11,11 @@ from typing import Protocol, TypeAlias
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal_events import Event
+from prefect_tune.attempt.trial_journal import EventsSubmitted, SubmittedEvents, TrialJournal
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.values import StepReport
-from prefect_tune.journal_access import utc_now
 
 Answer: TypeAlias = Proceed | Leave
 
@@ -29,8 +29,17 @@ class SearchLink(Protocol):
         ...
 
     @property
-    def reads_journal(self) -> bool:
-        """Whether the search reads reports from the attempt's journal only."""
+    def supervisor(self) -> Owner | None:
+        """This process, if it is not one of the search."""
+        ...
+
+    @property
+    def asks_by_report(self) -> bool:
+        """Whether the search sees that the trial asks by the report in the attempt's journal only."""
+        ...
+
+    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+        """Return where the attempt journals its events. Raises Superseded if its experiment was deleted."""
         ...
 
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
@@ -49,48 +58,20 @@ class SearchLink(Protocol):
         """Release the link: the attempt is over."""
         ...
 
-    def reported(self, report: StepReport, *, asks: bool) -> None:
-        """Send a step's report; if it `asks`, the trial waits for an answer. Never blocks."""
-        ...
-
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """Send the events just written to the attempt's journal, and the state after them. Never blocks."""
+    def ask(self, report: StepReport) -> None:
+        """Say that the trial waits for an answer to the report of this step. Never blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class StepReported:
-    """A step was trained; if it `asks`, the trial waits for an answer."""
+class AnswerAwaited:
+    """A trial waits for an answer to the report of a step."""
 
     trial: str
     report: StepReport
-    asks: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EntryWritten:
-    """An entry that the attempt has written to its journal: the trial's own one, or that of a single training."""
-
-    trial: str
-    number: int
-    events: tuple[Event, ...]
-    at: str | None = None
-    """When it was written, as an ISO timestamp."""
-    journal: Experiment | None = None
-    """The state of the journal after it; None if the entry was read from the target."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatestReport:
-    """The newest report of an attempt on another machine: its journal has it later, with those before it."""
-
-    trial: str
-    report: StepReport
-    at: str
-    """When the attempt reported it, as an ISO timestamp."""
-
-
-TrialMessage: TypeAlias = StepReported | EntryWritten
+TrialMessage: TypeAlias = AnswerAwaited | EventsSubmitted
 
 
 class AnsweringLink:
@@ -125,7 +106,9 @@ class InProcessLink(AnsweringLink):
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()
         self.trial = trial
-        self.reads_journal = False
+        self.asks_by_report = False
+        self.supervisor = None
+        self._journal: SubmittedEvents | None = None
         self._pool = pool
         self.stop = threading.Event()
         self._receive = receive
@@ -133,11 +116,15 @@ class InProcessLink(AnsweringLink):
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
         return self._pool.process(start, log, environment, self.stop)
 
-    def reported(self, report: StepReport, *, asks: bool) -> None:
-        self._receive(StepReported(self.trial, report, asks))
+    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+        """Return the journal of the trial; the same again where a task runs the attempt again."""
+        del spec
+        if self._journal is None:
+            self._journal = SubmittedEvents(request.trial, self._receive)
+        return self._journal
 
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._receive(EntryWritten(self.trial, experiment.number, tuple(events), utc_now(), experiment))
+    def ask(self, report: StepReport) -> None:
+        self._receive(AnswerAwaited(self.trial, report))
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -43,15 +43,14 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason, process_end_reason, rank_end_reason
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.core.usage_records import RankEnd, RankSeconds
+from prefect_tune.core.usage_records import RankEnd
 from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline
 
 _TICK = timedelta(seconds=0.1)
 _CAUSE_WITHIN = timedelta(seconds=1)
-"""How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
-_CAUSE_KNOWN_WITHIN = timedelta(minutes=1)
-"""How long the same may take where nodes write every few seconds only."""
+"""How long a failure of one rank may precede that of the rank that caused it, for each node: a killed peer breaks a
+collective."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
 """What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
 first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause, or
@@ -102,7 +101,6 @@ class _Supervisor:
         self._ends_until: Deadline | None = None
         self._rank_0_ends_until: Deadline | None = None
         """How long rank 0 may train on after the trial's own process, whose launcher has started it."""
-        self._failed_at = 0.0
         self._steps = 0
         self._handed_over = self._given_up = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
@@ -135,9 +133,6 @@ class _Supervisor:
         """Begin to collect what the ranks of the group do: their number is known, or has become known."""
         count = self._group.world_size
         self._saves, self._metrics = GroupSaves(count), GroupMetrics(count)
-        if count > 1:
-            none = (0.0,) * count
-            self._meter.ranks = RankSeconds(writing=none, waiting=none, sending=(0.0,) * self._group.node_count)
 
     def rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how ranks ended that did not end like the others, the cause of a failure first."""
@@ -180,7 +175,7 @@ class _Supervisor:
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
-                self._link.reported(report, asks=True)
+                self._link.ask(report)
             case StepDone():
                 self._take_down(message)
             case TrialEnded():
@@ -287,16 +282,11 @@ class _Supervisor:
         """Return the failure, once those that may have caused it are known; `place` is among what causes what."""
         if self._end is None:
             if self._ends_until is None:
-                self._failed_at, self._ends_until = time.monotonic(), Deadline.after(_CAUSE_KNOWN_WITHIN)
+                self._ends_until = Deadline.after(_CAUSE_WITHIN * self._group.node_count)
             self._failures.append((place, failed, rank))
         else:
             self._commit_worker.log.warning("after the end of the trial: %s", first_line(failed.reason))
         return self._waited_enough()
-
-    def _knows_cause(self) -> bool:
-        """Whether a failure that caused the first one has arrived: on other nodes, one is seen by their silence."""
-        known_from = self._failed_at + _CAUSE_WITHIN.total_seconds()
-        return time.monotonic() >= known_from and self._group.known_up_to() >= self._failed_at
 
     def _number_of(self, rank: int) -> int | None:
         """Return the rank for a reason; None where it is the only one, or the process that has started the ranks."""
@@ -309,7 +299,7 @@ class _Supervisor:
             return
         self._steps += 1
         self._warn_of_returned()
-        is_read = done.asks and self._link.reads_journal
+        is_read = done.asks and self._link.asks_by_report
         if is_read:
             self._commit_worker.asks_at = done.report.step
         self._commit_worker.note(done.report)
@@ -318,7 +308,8 @@ class _Supervisor:
         if is_read:
             self._commit_worker.flush()
         self._asks = done.asks
-        self._link.reported(done.report, asks=done.asks)
+        if done.asks:
+            self._link.ask(done.report)
 
     def _warn_of_returned(self) -> None:
         """Say once that ranks have returned and rank 0 trains on; a rank follows each step before it returns."""
@@ -380,8 +371,7 @@ class _Supervisor:
         if isinstance(self._end, Finished) and (reason := self._metrics.surplus()) is not None:
             return self._failed(Cause.USER, reason)
         if self._ends_until is not None:
-            is_over = self._ends_until.remaining_seconds <= 0 or (self._end is None and self._knows_cause())
-            if self._group.open_ranks and not is_over:
+            if self._group.open_ranks and self._ends_until.remaining_seconds:
                 return None
             self._say_who_goes_on()
             return self._end or min(self._failures, key=itemgetter(0))[1]

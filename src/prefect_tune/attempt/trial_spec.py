@@ -17,11 +17,11 @@ from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal_events import Quarantined
+from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.resources import Processes
-from prefect_tune.core.schedulers.base import Exploit
-from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.load_named import pickled
 from prefect_tune.runtime.trainable import Reuse
 
@@ -64,45 +64,37 @@ class TrialSpec:
     """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
     concurrency_limits: tuple[str, ...] = ()
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
-    own_journal: bool = False
-    """Whether the trial has a journal of its own, as in a search; a single training writes the experiment's."""
-
-    @property
-    def journal(self) -> JournalKey:
-        """The journal that an attempt writes."""
-        return self.trial.journal if self.own_journal else self.trial.of_experiment
+    required_metrics: tuple[str, ...] = ()
+    """The metrics of the search that each report has to have."""
+    of_search: bool = False
+    """Whether a search proposed the trial."""
 
 
 @dataclass(frozen=True)
 class AttemptRequest:
     """The request for one attempt of a trial."""
 
-    search_term: int = 0
+    search_term: int
     """The term in which the requesting run owns the experiment."""
+    trial: Trial
+    """The trial, which waits for the attempt; without its past."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
-    attempt: int = 0
-    """The number of the requested attempt; running the same request again makes a further attempt."""
-    config: Mapping[str, object] = field(default_factory=dict)
-    """The trial's configuration, if the attempt creates the trial's own journal."""
-    reached: int | None = None
-    """The last step that the attempt before is known to have trained, if its owner vanished."""
+    curve: tuple[StepReport, ...] = ()
+    """The reports up to its newest checkpoint, if the stopper needs them."""
     milestone: int | None = None
     """The step at which the trial asks whether to continue."""
     saves_first: bool = False
     """Whether it commits a checkpoint of that step before it asks."""
-    exploit: Exploit | None = None
-    """Resume from a clone of another trial's newest checkpoint, with another configuration."""
-    last_step: int | None = None
-    """The step with which each trial ends at the latest, from which nothing is exploited; None if it is not known."""
-    quarantines: tuple[Quarantined, ...] = ()
-    """Checkpoints to quarantine first, since the trainable fails on them."""
-    answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """People's answers to the trial's questions, by the question's key."""
     secret: str = ""
-    """With which the nodes of the attempt sign their messages; empty for one node."""
+    """With which the nodes of the attempt authenticate their connections; empty for one node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
+
+    @property
+    def attempt(self) -> int:
+        """The number of the requested attempt."""
+        return self.trial.attempt + 1
 
 
 def import_path() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, PhaseSeconds, RankEnd, RankSeconds
+from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.journal_access import run_now
 
 _LEAST_PERIOD_SECONDS = 1.0
@@ -40,8 +40,6 @@ class UsageMeter:
         self.environment: Mapping[str, str] = {}
         """Variables of the trial's process besides those of this one, such as its GPUs."""
         self.last_output: Callable[[], str] = str  # of the trial's processes; called from any thread
-        self.ranks: RankSeconds | None = None
-        """The seconds of saves by rank; None for a single process."""
         self.rank_ends: Sequence[RankEnd] = ()
         self._began = time.monotonic()
         self._restored_seconds = 0.0
@@ -76,11 +74,6 @@ class UsageMeter:
             self._trial = seconds
         if isinstance(message, StepDone) and message.finish_reason is not None and self._processes is not None:
             self._processes.sample()  # its checkpoint is journaled with the end, in another thread
-
-    def saved(self, **seconds: Sequence[float]) -> None:
-        """Add the seconds of a save on several ranks; called from the thread that commits."""
-        if self.ranks is not None:
-            self.ranks = self.ranks.plus(**seconds)
 
     def look(self, phase: str) -> None:
         """Take in what the trial does now, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -143,8 +136,7 @@ class UsageMeter:
     def _before_training(self, trial: PhaseSeconds) -> PhaseSeconds:
         """Return the trial's own seconds with those of the supervisor before it was loaded."""
         start = self._loaded_at - self._began - self._restored_seconds if self._loaded_at is not None else 0.0
-        seconds = _rounded(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
-        return seconds if self.ranks is None else GroupSeconds(**dict(seconds), ranks=self.ranks)
+        return _rounded(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
 
 
 def _rounded(seconds: PhaseSeconds) -> PhaseSeconds:

@@ -29,6 +29,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
 
+    from prefect_tune.core.values import argument_error
     from prefect_tune.prefect_api.api_client import is_missing_server
     from prefect_tune.prefect_api.flow_with_server import has_begun
 
@@ -44,8 +45,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+        raise argument_error(error) from error
     except RuntimeError as error:
         if is_missing_server(error):
             raise TuneError(f"Prefect: {_in_one_line(error)}") from error
@@ -57,10 +57,9 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
 @contextmanager
 def _without_traces() -> Iterator[None]:
     """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
-    from prefect_tune.prefect_api.flow_with_server import is_without_trace
 
     def says_more(record: logging.LogRecord) -> bool:
-        return not is_without_trace(record)
+        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(says_more)

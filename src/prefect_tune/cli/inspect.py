@@ -26,13 +26,10 @@ from prefect_tune.cli.app import (
     import_from_here,
 )
 from prefect_tune.cli.open_target import (
-    caught_up,
     chosen_trials,
     existing_place,
     looked_at,
     opened,
-    trial_key,
-    trials_today,
     viewed,
     written_at,
 )
@@ -54,12 +51,12 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import entries_beyond, history, load
 from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
+from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import metric_in, parse_time
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
-from prefect_tune.reporting.history import history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_html as html
 from prefect_tune.reporting.render import as_markdown
@@ -69,7 +66,6 @@ from prefect_tune.terminal.cost_view import (
     attempts_table,
     cost_fields,
     cost_table,
-    ranks_table,
 )
 from prefect_tune.terminal.formatting import (
     borderless_table,
@@ -99,7 +95,8 @@ def ls(target: Target, as_json: AsJson = False) -> None:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
         print_parts(_experiments_table(rows))
-        _show_stale(rows)
+        if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
+            print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
     else:
         print(f"{target}: no experiments")
 
@@ -150,12 +147,6 @@ def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]
     return row, fresh
 
 
-def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
-    stale = [row.experiment for row, fresh in rows if fresh.is_stale]
-    if stale:
-        print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
-
-
 def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
     table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
     for row, fresh in rows:
@@ -169,7 +160,6 @@ def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
 _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
 _MOST_VERIFIED = 200  # entries; each is a request
-_LAST_ENTRIES = 50  # an attempt that failed ends in one of them
 _TIMES = ("attempt_began_at", "reported_at")
 
 
@@ -180,11 +170,13 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         _warn_of_damage(store, state)
         view = viewed(store, state)
         known = chosen_trials(state, trial) if trial else []
-        today = trials_today(store, state, known)
-        cloned = [each for each, now in zip(known, today, strict=True) if now.cloned is not None]
-        exploited = [each for one in cloned for each in exploited_by(_entries_of(store, state, one), one.trial)]
+        cloned = [each for each in known if each.cloned is not None]
+        exploited = [each for one in cloned for each in exploited_by(_read_entries(store, state), one.trial)]
         trained = known or ([] if is_search(state) else [*state.trials.values()])
-        last_output = _last_output_of(store, state, trained[0]) if trained else ""
+        last_output = ""
+        if trained and trained[0].phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
+            output = _outputs_of(store, state, trained[0]).get(trained[0].attempt)
+            last_output = output.last_output if output is not None else ""
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
@@ -193,8 +185,6 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     cost = cost_of(state, parse_time(view.cost_until) or now)
     about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
-    if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
-        chosen = caught_up(chosen, today[0])
     attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
     facts = _facts(view, chosen, attempts) if chosen is not None else {}
     if exploited:
@@ -207,8 +197,6 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
         if attempts:
             print_parts("", attempts_table(attempts))
-        if (ranks := ranks_table(attempts)) is not None:
-            print_parts("", ranks)
         if chosen is not None and "\n" in (reason := with_last_output(chosen.reason, last_output)):
             print(f"\n{reason}")  # as it is: a wrapped line of code cannot be read or copied
 
@@ -239,7 +227,7 @@ def logs(
 
 
 def _warn_of_damage(store: ObjectStore, state: Experiment) -> None:
-    """Warn of a damaged entry of a short journal: its state may come from a later segment, which does not tell."""
+    """Warn of a damaged entry of a short journal: its state may come from a later snapshot, which hides it."""
     if state.number > _MOST_VERIFIED:
         return
     try:
@@ -310,12 +298,9 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
     return {name: shown.get(name, value) for name, value in left.items()}
 
 
-def _entries_of(store: ObjectStore, state: Experiment, trial: Trial, last: int | None = None) -> Sequence[Entry]:
-    """Return all or the `last` entries of the trial's own journal or, if it has none, of the experiment's."""
-    own = (trial_key(state, trial).journal, trial.absorbed)
-    journal, number = own if trial.own_journal else (state.key, state.number)
+def _read_entries(store: ObjectStore, state: Experiment) -> Sequence[Entry]:
     with transfer_pool() as transfers:
-        return entries_beyond(store, journal, max(0, number - last) if last else 0, side_by_side=transfers)
+        return entries_beyond(store, state.key, 0, side_by_side=transfers)
 
 
 @dataclass(frozen=True)
@@ -325,19 +310,11 @@ class _Output:
     last_output: str = ""
 
 
-def _last_output_of(store: ObjectStore, state: Experiment, trial: Trial) -> str:
-    """Return what the last attempt of a trial has printed last, if that attempt failed; else an empty text."""
-    if trial.phase not in (Phase.PENDING, Phase.ERRORED):
-        return ""
-    output = _outputs_of(store, state, trial, _LAST_ENTRIES).get(trial.attempt)
-    return output.last_output if output is not None else ""
-
-
-def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial, last: int | None = None) -> Mapping[int, _Output]:
-    """Return the output of each attempt of a trial in the `last` entries; default: in all."""
+def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _Output]:
+    """Return the output of each attempt of a trial."""
     outputs: dict[int, _Output] = {}
     name, number = trial.trial, trial.attempt
-    for event in (event for entry in _entries_of(store, state, trial, last) for event in entry.events):
+    for event in (event for entry in _read_entries(store, state) for event in entry.events):
         match event:
             case Started(trial=trial.trial, attempt=number):
                 outputs[number] = _Output(number)
@@ -453,9 +430,16 @@ def report(
     ending = output.suffix.lower() if output is not None else ""
     if output is not None and (as_json or ending not in {".html", ".md"}):
         raise InvalidInput(f"--output {output}: expected a file that ends in .html or .md; --json prints to stdout")
-    found = _material(target, experiment)
-    has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal, a pipe or a log
-    written = _written(*found, as_json=as_json, as_html=ending == ".html", has_pictures=has_pictures)
+    from prefect_tune.monitoring.live_report import link_to
+
+    found, fresh = _material(target, experiment)
+    if as_json:
+        facts = {**asdict(facts_of(found, link_to)), **fresh.fields()}
+        written = json.dumps(facts, indent=2, default=str) + "\n"
+    else:
+        page = page_of(found, link_to)
+        has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal or a pipe
+        written = html(page) if ending == ".html" else as_markdown(page, has_pictures=has_pictures)
     if output is None:
         print(written, end="")
         return
@@ -466,31 +450,23 @@ def report(
     print(f"the report of {experiment} is in {output}", file=sys.stderr)
 
 
-def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool, has_pictures: bool) -> str:
-    from prefect_tune.monitoring.live_report import link_to
-
-    if as_json:
-        return json.dumps({**asdict(facts_of(found, link_to)), **fresh.fields()}, indent=2, default=str) + "\n"
-    page = page_of(found, link_to)
-    return html(page) if as_html else as_markdown(page, has_pictures=has_pictures)
-
-
 def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     with opened(target, experiment) as (store, loaded), transfer_pool() as transfers:
         view = viewed(store, loaded)
         entries = history(store, loaded.key, side_by_side=transfers)
     state = view.experiment
-    objective = objective_in(state.settings)
-    metrics = objective.metrics if objective else ()
-    found = history_of((each for each in entries if each.number <= state.number), metrics)
-    for name in state.trials:
-        if (attempt := view.running(name)) and attempt.report:
-            found.add_report(name, attempt.report)
     fresh = freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
+    found = SearchView(state)
+    for entry in entries:
+        if entry.number <= state.number:
+            found.apply_entry(entry)
+    for name in state.trials:
+        if (attempt := view.running(name)) and attempt.report:
+            found.apply_report(name, attempt.report, now)
     age = fresh.words("before this page was drawn") if fresh.is_running else ""
-    uri, drawn = existing_place(target).uri, found.view(drawn_trials(state))
-    return report_input_of(state, drawn, uri=uri, now=now, age=age), fresh
+    snapshot = found.read(drawn_trials(state))
+    return report_input_of(snapshot, uri=existing_place(target).uri, now=now, age=age), fresh
 
 
 @command

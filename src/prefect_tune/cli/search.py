@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, asks, command
-from prefect_tune.cli.open_target import existing_place, opened
+from prefect_tune.cli.open_target import existing_place
 from prefect_tune.cli.search_options import (
     RESUME,
     RUN,
-    checked,
     object_from,
     parameters_from,
     resume_command,
-    resume_flag_of,
     search_in_this_process,
     space_from,
     takes,
@@ -32,7 +29,6 @@ from prefect_tune.core.shown_text import visible
 from prefect_tune.deploy.deployment_specs import (
     Collision,
     DeploymentSchedule,
-    DeploymentSpec,
     Interval,
     named,
     of_one_experiment,
@@ -40,10 +36,8 @@ from prefect_tune.deploy.deployment_specs import (
 )
 
 if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
     from prefect_tune.deploy.automations import Installed
     from prefect_tune.deploy.deployments import Deployed
-    from prefect_tune.results import Results
 
 
 @command
@@ -69,15 +63,7 @@ def run(
     space = space_from(options.pop("space"), options.pop("set") or ())
     named = {"trainable": trainable, "target": target, "experiment": experiment}
     parameters = {"space": space, **named, **parameters_from(options)}
-    again = resume_command(target, experiment, trainable)
-    search_in_this_process(lambda: _tuned(checked(parameters)), again, as_json=as_json)
-
-
-def _tuned(parameters: Mapping[str, Any]) -> Results:
-    from prefect_tune.flows.tune import tune
-
-    found: Results = tune(**parameters)
-    return found
+    search_in_this_process("tune", parameters, resume_command(target, experiment, trainable), as_json=as_json)
 
 
 @command
@@ -99,58 +85,9 @@ def resume(
     space = space_from(options.pop("space"), options.pop("set") or ())
     asked = {"fork": fork, "at": at, "space": space or None}
     given = {name: value for name, value in asked.items() if value is not None}
-    parameters = {"target": target, **given, **parameters_from(options)}
-    again = resume_command(target, parameters.get("fork", experiment), parameters.get("trainable"))
-    search_in_this_process(lambda: _resumed(experiment, parameters), again, as_json=as_json)
-
-
-def _possible(experiment: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the parameters, and that the experiment can be resumed with them, before a flow run begins."""
-    from prefect_tune.parameters.resume_compatibility import require_search
-    from prefect_tune.parameters.search_limits import require_no_fewer
-    from prefect_tune.parameters.search_plan import require_stored
-
-    if "at" in parameters and "fork" not in parameters:
-        raise InvalidInput(
-            "--at: a resume starts at the last entry; to start at another one, name the fork: --fork NAME"
-        )
-    checked({"experiment": experiment, **parameters})
-    with opened(parameters["target"], experiment) as (_, state):
-        require_search(state, existing_place(parameters["target"]).uri)
-        if not {"fork", "search"} & parameters.keys():
-            require_no_fewer(parameters.get("num_samples"), state)
-        if "fork" not in parameters:  # an existing fork has settings of its own
-            require_stored(experiment, state.settings, parameters)
-            _require_trainable(parameters, state)
-    return parameters
-
-
-def _resumed(experiment: str, parameters: Mapping[str, Any]) -> Results:
-    from prefect_tune.flows.resume import resume as flow
-    from prefect_tune.parameters.search_plan import NotInJournal
-
-    try:
-        found: Results = flow(experiment, **_possible(experiment, parameters))
-    except NotInJournal as error:
-        flags = [resume_flag_of(name) for name in error.names]
-        how = f"pass {' '.join(filter(None, flags))}" if all(flags) else "call pt.resume(...) in code, and pass it"
-        if list(error.names) == ["trainable"]:
-            how = f"{how}, of a module whose import starts no search, or run the script again: it resumes"
-        raise InvalidInput(f"{error.problem}; {how}") from error
-    return found
-
-
-def _require_trainable(parameters: Mapping[str, Any], state: Experiment) -> None:
-    """Check, before a server is used, that the trainable of the journal is trusted and can be imported."""
-    from prefect_tune.blocks import resolve_existing
-    from prefect_tune.parameters.import_check import require_importable
-    from prefect_tune.trust import require_trusted, trusted_here
-
-    require_trusted(resolve_existing(parameters["target"]), state, parameters.keys(), trusted_here(None))
-    known: Mapping[str, Any] = state.settings
-    if "trainable" not in parameters and known.get("trials") != "deployment":
-        log = logging.getLogger(__name__)
-        require_importable(known["trainable"], known.get("isolation", "process"), log)
+    parameters = {"experiment": experiment, "target": target, **given, **parameters_from(options)}
+    again = resume_command(target, fork or experiment, parameters.get("trainable"))
+    search_in_this_process("resume", parameters, again, as_json=as_json)
 
 
 @command
@@ -237,12 +174,20 @@ def deploy(
         raise InvalidInput(f"--notify {notify}: alerts are automations; leave out --no-automations")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
     asked = {**object_from(params, "--params"), **(values_from(param or (), "--param") or {})}
-    schedules = _schedules(cron or (), every_seconds, time_zone)
+    schedules = [DeploymentSchedule(when, time_zone) for when in cron or ()]
+    if every_seconds is not None:
+        if not 0 < every_seconds <= timedelta.max.total_seconds():
+            raise InvalidInput(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
+        schedules.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
+    if name is None and (asked or schedules):
+        raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
+    if name is not None and len(flows or ()) != 1:
+        raise InvalidInput(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
+    offers = named(flows or ())
     if name is None:
-        _require_nothing_of_one(asked, schedules)
-        specs = wanted(named(flows or ()), prefix)
+        specs = wanted(offers, prefix)
     else:
-        specs = [_of_one(flows or (), f"{prefix}{name}", asked, schedules, collision)]
+        specs = [of_one_experiment(offers[0], f"{prefix}{name}", asked, schedules or None, collision)]
     if notify is not None:
         require_block(notify)
     done = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
@@ -252,32 +197,6 @@ def deploy(
         _print_outcome(done, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
     _print_outcome(done, installed, work_pool, as_json=as_json)
-
-
-def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
-    if every_seconds is not None and not 0 < every_seconds <= timedelta.max.total_seconds():
-        raise InvalidInput(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
-    found = [DeploymentSchedule(when, time_zone) for when in cron]
-    if every_seconds is not None:
-        found.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
-    return found or None
-
-
-def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
-    if asked or schedules:
-        raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
-
-
-def _of_one(
-    flows: Sequence[str],
-    name: str,
-    asked: Mapping[str, Any],
-    schedules: Sequence[DeploymentSchedule] | None,
-    collision: Collision,
-) -> DeploymentSpec:
-    if len(flows) != 1:
-        raise InvalidInput(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
-    return of_one_experiment(named(flows)[0], name, asked, schedules, collision)
 
 
 def _print_outcome(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from inspect import Parameter, signature
-from math import isfinite
 from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import typer
 
+import prefect_tune
 from prefect_tune.cli.app import import_from_here, short_errors
 from prefect_tune.cli.inspect import show_search
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
+from prefect_tune.core.errors import InvalidInput, SearchFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.messages.live_status import ExperimentView
-from prefect_tune.core.resources import valid_processes
 from prefect_tune.core.shown_text import did_you_mean, visible
-from prefect_tune.core.values import valid_name
 from prefect_tune.parameters.options import Flag, Panel, flags_of
 from prefect_tune.parameters.search_plan import SearchPlan
 
@@ -155,20 +151,7 @@ def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
             return found
         case [name] if ":" in name and "=" not in name:
             return name
-    return numbers_from(criteria, "--stop", "step=100, or package.module:name")
-
-
-def numbers_from(settings: Sequence[str], option: str, expected: str = "name=number") -> dict[str, float] | None:
-    """Parse `name=number` settings into one dict; None if there are none.
-
-    Raises:
-        InvalidInput: a setting is not of this form.
-    """
-    for setting in settings:
-        found = _plain(setting.partition("=")[2])
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
-    return values_from(settings, option, expected)
+    return values_from(criteria, "--stop", "step=100, or package.module:name")
 
 
 def values_from(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
@@ -250,8 +233,6 @@ class _Setting:
         """Return the option's value; None for its default."""
         if self.flag.name in _READERS:
             return _READERS[self.flag.name](given)
-        if isinstance(given, float) and not isfinite(given):
-            raise InvalidInput(f"{self.flag.flag}: expected a finite number of seconds, found {given:g}")
         return given.value if isinstance(given, Enum) else given
 
 
@@ -275,10 +256,9 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "scheduler": lambda text: spelling_from(text, "--scheduler"),
     "search": lambda text: spelling_from(text, "--search"),
     "stop": stop_from,
-    "resource": lambda given: numbers_from(given, "--resource"),
+    "resource": lambda given: values_from(given, "--resource", "name=number"),
     "job_variable": lambda given: values_from(given, "--job-variable"),
     "checkpoint_every": lambda steps: Cadence(every_steps=steps),
-    "processes_per_trial": lambda text: valid_processes(text, "--processes-per-trial", "1-8"),
     "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
@@ -294,39 +274,6 @@ RESUME = [
     if each.flag.resume_place
 ]
 """Those of `resume`."""
-
-
-def resume_flag_of(option: str) -> str | None:
-    """Return the flag of `resume` that sets an option, with its metavar, for messages; None without any."""
-    return next((f"{each.flag.flag} {each.flag.metavar}" for _, each in RESUME if each.option == option), None)
-
-
-def with_flags(message: str) -> str:
-    """Return a message that names parameters of the flow with their flags: `num_samples=2` as `--num-samples 2`."""
-
-    def flag(found: re.Match[str]) -> str:
-        value = "" if found["value"] in (None, "True") else f" {found['value']}"
-        return _FLAGS[found["given"] or found["named"] or found["first"]] + value
-
-    return _PARAMETER.sub(flag, message.replace("fail_fast=False", "--ignore-errors"))
-
-
-def _flag_of_all() -> Mapping[str, str]:
-    """Return by parameter of a flow the one flag that sets it: of several, that of its name."""
-    found = {"fork": "--fork", "at": "--at"}
-    for option, flags in flags_of(SearchPlan).items():
-        if of_its_name := [each for each in flags if each.name == option or len(flags) == 1]:
-            found[option] = of_its_name[0].flag
-    return found
-
-
-_FLAGS = _flag_of_all()
-_SEVERAL_WORDS = "|".join(name for name in _FLAGS if "_" in name)
-_PARAMETER = re.compile(
-    # With its value; at the start of a message, before a colon; or of several words, and so a parameter anywhere.
-    rf"(?<![\w./'\"-])(?:(?P<given>{'|'.join(_FLAGS)})=(?P<value>True\b|-?\d[\d.]*\b|'[^'\s]*'|N\b)"
-    rf"|(?P<named>{_SEVERAL_WORDS})\b(?!=))|^(?P<first>{'|'.join(_FLAGS)})(?=:)"
-)
 
 
 def takes(settings: Sequence[tuple[Panel, _Setting]]) -> Callable[[_Command], _Command]:
@@ -367,31 +314,19 @@ def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
 _SOME_ERRORED = 3
 
 
-def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check, before a server is used, what can be checked without reading the target; return `parameters` unchanged.
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Check what needs neither the target nor a server, before one is started.
 
     Raises:
-        InvalidInput: one of them is not valid.
+        InvalidInput: a parameter is not valid.
     """
     from prefect_tune.blocks import LocalTarget
-    from prefect_tune.blocks.resolve_target import validate_target
-    from prefect_tune.parameters.import_check import require_importable
     from prefect_tune.parameters.search_limits import require_one_count
-    from prefect_tune.runtime.load_named import load_named
-    from prefect_tune.tuner.warm_start import source_names
 
-    validate_target(parameters["target"])
-    valid_name(parameters.get("fork", parameters["experiment"]))
     require_one_count(parameters.get("num_samples"), parameters.get("samples_per_run"))
     given = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
     # A saved block would be read from the server, and the journal's trainable from the target.
-    plan = SearchPlan(**{"trainable": print, **given, "target": LocalTarget(path=str(Path.cwd()))})
-    source_names(plan.warm_start or ())
-    for callback in plan.callbacks or ():
-        load_named(callback, "callback")
-    if plan.trials != "deployment":
-        require_importable(plan.trainable, plan.isolation, logging.getLogger(__name__))
-    return parameters
+    SearchPlan(**{"trainable": print, "experiment": "any", **given, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def resume_command(target: str, experiment: str, trainable: str | None) -> str:
@@ -400,34 +335,22 @@ def resume_command(target: str, experiment: str, trainable: str | None) -> str:
     return shlex.join(["prefect-tune", "resume", target, experiment, *named])
 
 
-def search_in_this_process(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
+def search_in_this_process(
+    flow: Literal["tune", "resume"], parameters: Mapping[str, Any], again: str, *, as_json: bool
+) -> None:
     """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
     import_from_here()
-    with short_errors(f"stopped; resume with: {again}"), _named_by_flags():
-        results, error = _results_of(search)
+    message = ""
+    with short_errors(f"stopped; resume with: {again}"):
+        check_parameters(parameters)
+        try:
+            results: Results = getattr(prefect_tune, flow)(**parameters)
+        except SearchFailed as failed:
+            results, message = cast("Results", failed.results), str(failed)
+            if len(results.errors) < len(results.trials):  # no report had the metric
+                raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
-    if error:
-        print(f"prefect-tune: {visible(error)}", file=sys.stderr)
+    if message:
+        print(f"prefect-tune: {visible(message)}", file=sys.stderr)
     if results.errors:
         raise typer.Exit(_SOME_ERRORED)
-
-
-@contextmanager
-def _named_by_flags() -> Iterator[None]:
-    """Name the options in the message of an error as the command line does."""
-    try:
-        yield
-    except TuneError as error:
-        error.args = (with_flags(str(error)), *error.args[1:])
-        raise
-
-
-def _results_of(search: Callable[[], Results]) -> tuple[Results, str]:
-    """Return the results also of a search in which every trial errored, with the error, empty for others."""
-    try:
-        return search(), ""
-    except SearchFailed as failed:
-        results = cast("Results", failed.results)
-        if len(results.errors) < len(results.trials):  # no report had the metric
-            raise
-        return results, with_flags(str(failed))

@@ -18,22 +18,18 @@ from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, comm
 from prefect_tune.cli.open_target import (
     chosen_trials,
     existing_place,
-    live_checkpoints,
     opened,
-    trial_key,
-    trials_today,
 )
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined
-from prefect_tune.core.operations.scrub import inspect_one, read_one, reinstate
-from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined, live_keys
+from prefect_tune.core.operations.scrub import Inspected, inspect_one, read_one, reinstate
+from prefect_tune.core.operations.trial_gc import Garbage, collect_experiment
 from prefect_tune.core.restore import current_trial, is_live_now, read_manifest
 from prefect_tune.core.shown_text import plural, shown_size, visible
-from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
     borderless_table,
@@ -45,14 +41,14 @@ from prefect_tune.terminal.formatting import (
 )
 
 if TYPE_CHECKING:
-    from prefect_tune.maintenance import ExperimentContents, MaintenanceReport
+    from prefect_tune.maintenance import MaintenanceReport
 
 
 @command
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List an experiment's checkpoints, or those of one of its trials."""
     with opened(target, experiment) as (store, state):
-        trials = trials_today(store, state, chosen_trials(state, trial))
+        trials = chosen_trials(state, trial)
         rows = [_row(store, *each) for known in trials for each in _keys(store, state, known)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -60,15 +56,19 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
         print_parts(_table(rows, is_search(state)))
 
 
-def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
-    """Return every checkpoint with "live" or "quarantined", oldest first; quarantined ones are listed on the target."""
-    live = [(key, "live") for key in live_checkpoints(state, trial)]
-    if not trial.quarantined:
-        return live
-    folder = trial_key(state, trial)
-    listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-    quarantined = [(key, "quarantined") for key in listed if key and key.sequence in trial.quarantined]
-    return sorted([*live, *quarantined], key=lambda each: each[0].sequence)
+def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[str, CheckpointKey, str]]:
+    """Return every checkpoint with its trial and "live" or "quarantined", oldest first.
+
+    Quarantined saves that were never committed are found on the target.
+    """
+    folder = state.trial_key(trial.trial)
+    keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
+    for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
+        keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
+    if missing := set(trial.quarantined) - set(keys):
+        listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+        keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
+    return [(trial.trial, *keys[sequence]) for sequence in sorted(keys)]
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ class _Row:
     path: str = ""
 
 
-def _row(store: ObjectStore, key: CheckpointKey, status: str) -> _Row:
-    trial = key.trial.trial
+def _row(store: ObjectStore, trial: str, key: CheckpointKey, status: str) -> _Row:
     try:
         manifest = read_manifest(store, key)
     except (CheckpointCorrupt, CheckpointNotFound):
-        return _Row(trial, key.step, _status_of_unreadable(store, key, status), path=key.folder)
+        if status == "live":  # a running trial may have retired it after the journal was read
+            status = "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
+        return _Row(trial, key.step, status, path=key.folder)
     return _Row(
         trial,
         key.step,
@@ -103,13 +104,6 @@ def _row(store: ObjectStore, key: CheckpointKey, status: str) -> _Row:
         metrics=manifest.about.metrics,
         path=key.folder,
     )
-
-
-def _status_of_unreadable(store: ObjectStore, key: CheckpointKey, status: str) -> str:
-    """Return "damaged", or "retired" if a running trial retired it after the journal was read."""
-    if status != "live":
-        return status
-    return "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
@@ -135,35 +129,30 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every live checkpoint, and verify every byte."""
-    found: list[_Verified] = []
+    found: list[tuple[str, Inspected]] = []
     with opened(target, experiment) as (store, state):
-        trials = trials_today(store, state, chosen_trials(state, trial))
+        trials = chosen_trials(state, trial)
         checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
-        for name, of_trial in groupby(checks, key=lambda each: each.trial):
+        for name, of_trial in groupby(checks, key=lambda check: check[0]):
             named = f"{name} " if is_search(state) else ""
-            found += (verified := _with_progress(name, of_trial, damaged=None if as_json else f"{named}step"))
-            if not as_json:
-                _print_whole(named, verified)
+            checked = (check for _, check in of_trial)
+            verified = _with_progress(name, checked, damaged=None if as_json else f"{named}step")
+            found += [(name, each) for each in verified]
+            if not as_json and (whole := [each for each in verified if not each.damage]):
+                steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.key.step for each in whole])}"
+                size = shown_size(sum(each.size_bytes for each in whole))
+                files = plural(sum(each.file_count for each in whole), "file", "files")
+                print(f"{named}{steps}: {size} in {files}, whole")
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        rows = [{"trial": name, "step": each.key.step, **asdict(each)} for name, each in found]
+        print(json.dumps([{name: row[name] for name in row if name != "key"} for row in rows], indent=2))
     elif not found:
         print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
-    if any(each.damage for each in found):
+    if any(each.damage for _, each in found):
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """The result of verifying one checkpoint."""
-
-    trial: str
-    step: int
-    size_bytes: int = 0
-    file_count: int = 0
-    damage: str | None = None
-
-
-def _with_progress(trial: str, checks: Iterable[_Verified], *, damaged: str | None) -> Sequence[_Verified]:
+def _with_progress(trial: str, checks: Iterable[Inspected], *, damaged: str | None) -> Sequence[Inspected]:
     """Return the checks of a trial; while they run, a terminal shows which step was read last.
 
     Args:
@@ -174,59 +163,55 @@ def _with_progress(trial: str, checks: Iterable[_Verified], *, damaged: str | No
     with Console(stderr=True).status(f"{trial}: reading") as status:
         for each in checks:
             done.append(each)
-            status.update(f"{trial}: step {each.step} is read")
+            status.update(f"{trial}: step {each.key.step} is read")
             if each.damage and damaged:
-                print(f"{damaged} {each.step}: DAMAGED: {visible(each.damage)}", file=sys.stderr)
+                print(f"{damaged} {each.key.step}: DAMAGED: {visible(each.damage)}", file=sys.stderr)
     return done
 
 
-def _print_whole(trial: str, verified: Sequence[_Verified]) -> None:
-    """Print one line for all checkpoints of a trial that are whole."""
-    if whole := [each for each in verified if not each.damage]:
-        steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.step for each in whole])}"
-        size = shown_size(sum(each.size_bytes for each in whole))
-        files = plural(sum(each.file_count for each in whole), "file", "files")
-        print(f"{trial}{steps}: {size} in {files}, whole")
-
-
-def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
+def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
     with transfer_pool() as transfers:
-        for key in (key for trial in trials for key in live_checkpoints(state, trial)):
-            for each in inspect_one(store, key, side_by_side=transfers):
-                yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
+        for name, key in (
+            (trial.trial, key) for trial in trials for key in live_keys(state.trial_key(trial.trial), trial)
+        ):
+            yield from ((name, each) for each in inspect_one(store, key, side_by_side=transfers))
 
 
-def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
+def _released(
+    store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
+) -> Iterator[tuple[str, Inspected]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
     from prefect_tune.journal_access import new_write_id
 
-    key = _quarantined_key(state, trials, step)
+    trial, key = _quarantined_key(state, trials, step)
     with transfer_pool() as transfers:
         found = read_one(store, key, side_by_side=transfers)
         if found.damage is None:
-            is_there = bool(reinstate(store, key.trial, [key], new_write_id(), side_by_side=transfers))
+            is_there = bool(reinstate(store, state.key, [key], new_write_id(), side_by_side=transfers))
         else:
-            is_there = is_quarantined(current_trial(store, key.trial, side_by_side=transfers), key)
+            current = current_trial(store, state.trial_key(trial), side_by_side=transfers)
+            is_there = is_quarantined(current, key)
         if not is_there:
             raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
-    yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
+    yield trial, found
 
 
-def _quarantined_key(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
-    found = [
-        trial_key(state, trial).checkpoint_key(each.checkpoint)
+def _quarantined_key(state: Experiment, trials: Sequence[Trial], step: int) -> tuple[str, CheckpointKey]:
+    """Return the key of the quarantined checkpoint of `step`, and a trial that has it."""
+    found = {
+        trial.trial: state.trial_key(trial.trial).checkpoint_key(each.checkpoint)
         for trial in trials
         for each in trial.quarantined_checkpoints
         if each.checkpoint.step == step
-    ]
+    }
     if not found:
         steps = {each.checkpoint.step for trial in trials for each in trial.quarantined_checkpoints}
         there = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
-    if len({key.trial for key in found}) > 1:
-        names = ", ".join(key.trial.trial for key in found)
+    if len(set(found.values())) > 1:
+        names = ", ".join(found)
         raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
-    return found[-1]
+    return next(iter(found.items()))
 
 
 @command
@@ -263,8 +248,13 @@ def export(
     from prefect_tune.blocks import resolve_existing
     from prefect_tune.checkpoint_export import export_checkpoint
 
-    with opened(target, experiment) as (store, state):
-        (chosen,) = trials_today(store, state, [_trial(state, trial)])
+    with opened(target, experiment) as (_, state):
+        trials = chosen_trials(state, trial)
+        chosen = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
+        if chosen is None:
+            raise InvalidInput(
+                f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
+            )
         key = _checkpoint(state, chosen, step)
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
     for usual, name in names.items():
@@ -277,18 +267,8 @@ def export(
     print(f"{named}step {key.step} is in {directory}")
 
 
-def _trial(state: Experiment, trial: str | None) -> Trial:
-    trials = chosen_trials(state, trial)
-    best = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
-    if best is None:
-        raise InvalidInput(
-            f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
-        )
-    return best
-
-
 def _checkpoint(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
-    live = live_checkpoints(state, trial)
+    live = live_keys(state.trial_key(trial.trial), trial)
     fitting = [key for key in live if step in (None, key.step)]
     if not fitting:
         steps = ", ".join(str(key.step) for key in live) or "none"
@@ -316,56 +296,39 @@ def gc(
     running save may use: it is safe beside a running search.
     Quarantined checkpoints are kept until the trial retires them: they can be released.
     """
-    with opened(target, experiment) as (store, state):
-        found = list(_found(store, state, chosen_trials(state, trial), deletes=delete))
-        of_earlier = delete_objects_before if delete else objects_before
-        earlier = of_earlier(store, state.name, state.key.generation) if trial is None else ()
+    from prefect_tune.journal_access import new_write_id
+
+    with opened(target, experiment) as (store, state), transfer_pool() as transfers:
+        only = None if trial is None else [each.trial for each in chosen_trials(state, trial)]
+        garbage = collect_experiment(
+            store, state, new_write_id(), only=only, side_by_side=transfers, dry_run=not delete
+        )
     if as_json:
-        left = {"object_count": len(earlier), "size_bytes": sum(each.size_bytes for each in earlier)}
-        trials = [asdict(each) for each in found]
+        left = {"object_count": len(garbage.dead), "size_bytes": sum(each.size_bytes for each in garbage.dead)}
+        trials = [asdict(each) for each in garbage.trials]
         print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": left}, indent=2))
     else:
-        _print(found, earlier, deleted=delete)
-    if any(each.damage for each in found):
+        _print_garbage(garbage, deleted=delete)
+    if any(each.damage for each in garbage.trials):
         raise typer.Exit(1)
 
 
-def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, deletes: bool) -> Iterator[Collected]:
-    with transfer_pool() as transfers:
-        for known in trials:
-            key = trial_key(state, known)
-            if deletes:
-                from prefect_tune.journal_access import new_write_id
-
-                yield collect_from(store, key, new_write_id(), side_by_side=transfers, known=known)
-            else:
-                yield look_for_garbage(store, key, side_by_side=transfers, known=known)
-
-
-def _print(found: Sequence[Collected], earlier: Sequence[Listed], *, deleted: bool) -> None:
+def _print_garbage(garbage: Garbage, *, deleted: bool) -> None:
     table = borderless_table("trial", "checkpoints", "objects", "size", "")
-    for garbage in found:
-        note = garbage.damage or garbage.kept
-        if note or _object_count(garbage):
-            counts = (format_steps(garbage.checkpoints), str(_object_count(garbage)), shown_size(garbage.orphan_bytes))
-            table.add_row(*plain_cells((garbage.trial, *counts, note or "")), style="red" if garbage.damage else "")
+    for each in garbage.trials:
+        note = each.damage or each.kept or ""
+        if note or each.object_count:
+            counts = (format_steps(each.checkpoints), str(each.object_count), shown_size(each.orphan_bytes))
+            table.add_row(*plain_cells((each.trial, *counts, note)), style="red" if each.damage else "")
     if table.rows:
         print_parts(table, "")
-    if earlier:
-        print_parts(f"{plural(len(earlier), 'object', 'objects')} of deleted experiments of this name", "")
-    size = shown_size(sum(each.orphan_bytes for each in found) + sum(each.size_bytes for each in earlier))
-    count = len(earlier) + sum(map(_object_count, found))
-    objects = plural(count, "object", "objects")
-    if not count:
-        print_parts(f"nothing to collect in {plural(len(found), 'trial', 'trials')}")
-    elif deleted:
-        print_parts(f"deleted: {objects}, {size}")
+    if garbage.dead:
+        print_parts(f"{plural(len(garbage.dead), 'object', 'objects')} of deleted experiments of this name", "")
+    total = f"{plural(garbage.object_count, 'object', 'objects')}, {shown_size(garbage.size_bytes)}"
+    if not garbage.object_count:
+        print_parts(f"nothing to collect in {plural(len(garbage.trials), 'trial', 'trials')}")
     else:
-        print_parts(f"{objects}, {size}; to delete them: --delete")
-
-
-def _object_count(garbage: Collected) -> int:
-    return garbage.orphan_count + garbage.answer_count + len(garbage.checkpoints)
+        print_parts(f"deleted: {total}" if deleted else f"{total}; to delete them: --delete")
 
 
 _DAMAGE = 4
@@ -432,45 +395,21 @@ def delete(
 
     A marker of some 300 bytes stays; the name can be used again.
 
-    It asks first, and says what would be deleted. It refuses while a run owns it,
-    and while another experiment, such as a fork, needs its checkpoints.
+    It asks first, and says what would be deleted. It refuses while a run owns it.
     """
-    from rich.console import Console
-
-    from prefect_tune.maintenance import contents_of, delete_experiment
+    from prefect_tune.maintenance import delete_experiment
 
     if not yes and not sys.stdin.isatty():
         raise InvalidInput(
             f"delete {experiment}: there is no terminal to confirm it on: add --yes; nothing was deleted"
         )
     existing_place(target)
-    found = contents_of(experiment, target=target, even_if_running=even_if_running)
+    contents = delete_experiment(experiment, target=target, even_if_running=even_if_running, dry_run=True)
     if not yes:
-        question = f"Delete experiment {experiment!r} at {target} for good: {_said(found)}?"
+        question = f"Delete experiment {experiment!r} at {target} for good: {contents}?"
         if not typer.confirm(question, err=as_json):
             print("nothing was deleted", file=sys.stderr)
             raise typer.Exit(1)
-    with Console(stderr=True).status(f"{experiment}: deleting {found.object_count:,} objects"):
-        count = delete_experiment(experiment, target=target, even_if_running=even_if_running)
-    if as_json:
-        print(json.dumps(_as_json(found, count), indent=2))
-    else:
-        print(f"deleted: {experiment}: {_said(found)}")
-
-
-def _said(found: ExperimentContents) -> str:
-    trials = plural(found.trial_count, "trial", "trials")
-    checkpoints = plural(found.checkpoint_count, "checkpoint", "checkpoints")
-    return (
-        f"{trials}, {checkpoints}, {shown_size(found.size_bytes)} in {plural(found.object_count, 'object', 'objects')}"
-    )
-
-
-def _as_json(found: ExperimentContents, deleted_count: int) -> dict[str, object]:
-    return {
-        "experiment": found.experiment,
-        "trial_count": found.trial_count,
-        "checkpoint_count": found.checkpoint_count,
-        "size_bytes": found.size_bytes,
-        "deleted_count": deleted_count,
-    }
+    with Console(stderr=True).status(f"{experiment}: deleting {contents.object_count:,} objects"):
+        delete_experiment(experiment, target=target, even_if_running=even_if_running)
+    print(json.dumps(asdict(contents), indent=2) if as_json else f"deleted: {experiment}: {contents}")

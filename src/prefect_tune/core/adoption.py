@@ -4,16 +4,15 @@ A save ends with two writes: the manifest, which is the commit, and the journal 
 that dies between them leaves a whole checkpoint that no entry names. The next owner looks for it before it starts the
 trial again, and journals it as adopted.
 
-A save's sequence is the number of the journal's last entry when it began. So the saves of the last owner are those
-with a sequence from `settled_from` (the entry up to which an earlier owner has looked) to below `opened_at` (the
-entry by which the present owner opened the journal): no save of the present owner, now or later, can be taken for one
-of them. Of these, saves of earlier attempts and manifests of clones are not adopted: their owner had decided against
-the former, and a clone counts only once its own entry is written.
+Each save of a trial has a higher sequence than the one before it, and each attempt begins with a higher one than the
+attempt before it. So the unjournaled save of the last attempt is one from the trial's `settled_from` on, and after the
+entry that adopts it, or none, no such save becomes a checkpoint any more. Saves of earlier attempts are not adopted:
+their owner had decided against them. An attempt with an open outbox hands its saves over itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.core.checkpoints.manifest import Manifest
@@ -41,24 +40,23 @@ def adopt(
     store: ObjectStore,
     experiment: Experiment,
     *,
-    reached: Mapping[str, int] | None = None,
+    trials: Collection[str] | None = None,
     last: LastKnown = NOTHING_KNOWN,
     side_by_side: ParallelMap = map,
 ) -> Sequence[Event]:
-    """Return the events that the owner which has just opened `experiment` journals before any others.
+    """Return the events that end attempts which have ended without journaling that, and adopt what they had saved.
 
-    For each trial that is still running, and has no journal of its own: the newest save of its present attempt
-    that has a manifest and no entry becomes a checkpoint, the reports in its manifest count, and the attempt ends as a
-    failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
-    is not adopted here never becomes one. Writes nothing: a crash before the entry changes nothing.
-
-    `reached` has the last steps that running trials are known to have trained, also those with journals of their own;
-    `last` is what the live status of the last owner says.
+    They are the attempts of `trials`, or all that run without an outbox, for an owner that has just opened the
+    experiment. For each of them: the newest save of the attempt that has a manifest and no entry becomes a checkpoint,
+    the reports in its manifest count, and the attempt ends as a failure of the machine. A save with a damaged manifest
+    is quarantined, and the one before it tried. A save that is not adopted here never becomes a checkpoint. Writes
+    nothing: a crash before the entry changes nothing. `last` is what the live status of the last owner says.
     """
-    running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.own_journal]
+    chosen = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
+    running = [trial for trial in chosen if trial.status is Status.RUNNING and trial.outbox is None]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
     adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
-    known = {each.trial: 0 for each in running} | dict(reached or {})
+    known = {trial.trial: 0 for trial in running}
     known |= {name: max(each.step, known.get(name, 0)) for name, each in last.reports.items()}
     trained = {name: each.trained_seconds for name, each in last.reports.items()}
     first = Adopted(checkpoints=adopted, reached=known, trained_seconds=trained, seen_at=last.at)
@@ -77,8 +75,6 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Orphaned
         except CheckpointCorrupt as corrupt:
             damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
-        if manifest.origin is not None:
-            continue  # a clone is a checkpoint only once its owner has journaled it
         if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
             return _OrphanedSaves(trial, manifest, tuple(damaged))
     return _OrphanedSaves(trial, None, tuple(damaged))
@@ -89,9 +85,7 @@ def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> lis
     folder = experiment.trial_key(trial.trial)
     keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
     unsettled = [
-        key
-        for key in keys
-        if key and experiment.settled_from <= key.sequence < experiment.opened_at and is_acceptable(trial, key.sequence)
+        key for key in keys if key and key.sequence >= trial.settled_from and is_acceptable(trial, key.sequence)
     ]
     return sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True)
 

@@ -32,13 +32,9 @@ border-bottom:1px solid rgba(128,128,128,.3)}
 .prefect-tune.prefect-tune table.pt-facts td{overflow-wrap:anywhere}
 .prefect-tune.prefect-tune table.pt-facts table{margin:0}
 .prefect-tune.prefect-tune table.pt-facts table tr:first-child>*{padding-top:0}
-.prefect-tune.prefect-tune tr.pt-best td{font-weight:600}
 .prefect-tune.prefect-tune code,.prefect-tune.prefect-tune pre{font-family:ui-monospace,"SF Mono",Menlo,Consolas,
 monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
-.prefect-tune pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;max-height:24em;overflow-y:auto}
-.prefect-tune .pt-bar{display:flex;height:6px;max-width:640px;border-radius:3px;overflow:hidden;margin:.5em 0;
-background:rgba(128,128,128,.25)}
-.prefect-tune .pt-dot{display:inline-block;width:8px;height:8px;border-radius:4px;margin-right:6px}
+.prefect-tune pre{white-space:pre;margin:0;max-height:40em;overflow:auto}
 .prefect-tune svg{max-width:min(100%,760px);height:auto;display:block}
 """
 
@@ -77,13 +73,10 @@ def facts_table(facts: Mapping[str, Html]) -> Html:
     return Html(f'<table class="pt-facts">{rows}{more}</table>')
 
 
-def rows_table(names: Sequence[str], rows: Iterable[Sequence[Html]], *, marked: int | None = None) -> Html:
-    """Return a table of markup with a header; the row `marked` is set off."""
+def rows_table(names: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
+    """Return a table of markup with a header."""
     head = "".join(f"<th>{escaped(name, 60)}</th>" for name in names)
-    body = "".join(
-        f"<tr{' class=pt-best' if index == marked else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
-        for index, row in enumerate(rows)
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return Html(f'<table class="pt-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
 
 

@@ -6,25 +6,21 @@ one of them, its supervisor completes and returns it, the journal holds it, and 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
 from prefect_tune.core.attempt_causes import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
 from prefect_tune.core.attempt_causes import FinishKind as FinishKind  # noqa: PLC0414 - the same
-from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.schedulers.base import Decision
-from prefect_tune.core.shown_text import is_unicode
 from prefect_tune.core.storage.documents import Document
-from prefect_tune.core.storage.layout import CheckpointKey, Generation, JournalKey
-from prefect_tune.core.usage_records import Phases, Seconds, Use
+from prefect_tune.core.storage.layout import Generation, JournalKey
+from prefect_tune.core.usage_records import PhaseSeconds, Seconds, Use
 from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
 
-# Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
+# Values that events hold: owners, checkpoint references, causes, fork origins, warm-start trials.
 
 
 class Owner(Value):
@@ -38,26 +34,27 @@ class Owner(Value):
     """The id of the task run, for an attempt that is one."""
     by_hand: bool = False
     """Whether a person resumed this run, so that it does not count as a restart after a crash."""
-    search_term: int = 0
-    """For a trial's own journal: the experiment's term in which the search started this attempt."""
     attempt: int = 0
-    """For a trial's own journal: the number of the attempt that the search started."""
+    """For a flow of one's own: how often its run was started."""
     slots: int | None = None
-    """For an experiment's journal: how many trials this run trains at a time; None if nothing limits them."""
+    """How many trials this run trains at a time; None if nothing limits them."""
 
     @property
     def identity(self) -> str:
         """The same for all tasks of one run of a flow, or, without a flow, for all owners of this name."""
         return f"{self.flow_run}/{self.attempt}" if self.flow_run else self.name
 
-    def is_behind(self, other: Owner) -> bool:
-        """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
-        mine, theirs = (self.search_term, self.attempt), (other.search_term, other.attempt)
-        return self.search_term > 0 and mine < theirs
-
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""
         return f"{self.name} (pid {self.pid} on {self.host}{run})"
+
+
+class CheckpointOrigin(Value):
+    """The checkpoint of another trial of the experiment whose manifest and bytes a clone uses."""
+
+    trial: TrialId
+    step: int
+    sequence: int
 
 
 class CheckpointRef(Value):
@@ -72,6 +69,8 @@ class CheckpointRef(Value):
     trained_seconds: float = 0.0
     size_bytes: int = 0
     pinned: bool = False
+    origin: CheckpointOrigin | None = None
+    """For a clone, the checkpoint that it is a clone of; None for a checkpoint with a manifest of its own."""
 
 
 class QuarantinedCheckpoint(Value):
@@ -79,21 +78,8 @@ class QuarantinedCheckpoint(Value):
 
     checkpoint: CheckpointRef
     since: int
-    """The number of the entry that quarantined it."""
+    """The first sequence of a save that began after that: those before may share the damage."""
     reason: AnyReason
-
-
-class Claim(Value):
-    """A clone's claim to the bytes of one of the trial's checkpoints: they stay, retired or not, until its release."""
-
-    step: int
-    sequence: int
-    clone: CheckpointKey
-    """The checkpoint whose manifest refers to the bytes."""
-    journal: JournalKey
-    """The journal that records the clone as a checkpoint; see `Cloned`."""
-    term: int
-    """That journal's term when the clone was begun: only the owner of that term can make it a checkpoint."""
 
 
 class ForkOrigin(Value):
@@ -134,86 +120,6 @@ class WarmStart(Value):
     trials: tuple[PriorTrial, ...]
 
 
-# Questions to a person: a form of simple fields, each with a default or with choices, and its validation.
-
-
-class Question(Value):
-    """A question of a trial to a person; the trial continues after the answer."""
-
-    key: Message
-    question: Message
-    fields: Mapping[str, object]
-    """The fields of the form by name: each with its default, or its choices, of which the first is the default."""
-
-
-Scalar: TypeAlias = bool | int | float | str
-PROCEED: Mapping[str, object] = {"proceed": True}
-"""The fields of a question that has none of its own."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-
-
-def valid_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of a question as JSON, after validating them.
-
-    Raises:
-        InvalidInput: there is no field, or a field's default is no truth value, number, text or list of texts.
-    """
-    if not fields:
-        raise InvalidInput("fields: a question needs one, such as {'proceed': True}")
-    return {name: _valid(name, value) for name, value in fields.items()}
-
-
-def _valid(name: object, value: object) -> object:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidInput(f"fields: {name!r}: expected a name made of letters, digits and underscores")
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(each, str) and is_unicode(each) for each in value):
-            return list(value)
-    elif isinstance(value, Scalar) and (is_unicode(value) if isinstance(value, str) else is_finite(value)):
-        return value
-    raise InvalidInput(
-        f"fields: {name!r}: expected its default (a truth value, a number, a text) or a list of texts to choose from, "
-        f"found {shown(value)}"
-    )
-
-
-def default_of(field: object) -> Scalar:
-    """Return the value of a field that is left unanswered."""
-    if isinstance(field, Sequence) and not isinstance(field, str):
-        return str(field[0])
-    return field if isinstance(field, Scalar) else str(field)
-
-
-def answer_to(fields: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Scalar]:
-    """Return an answer whose every field has a value.
-
-    Raises:
-        InvalidInput: `given` has a field that the question lacks, or a value that its field cannot have.
-    """
-    if unknown := sorted(set(given) - set(fields)):
-        raise InvalidInput(f"{', '.join(unknown)}: unknown field; the fields are {', '.join(fields)}")
-    return {name: _answered(name, field, given.get(name)) for name, field in fields.items()}
-
-
-def _answered(name: str, field: object, given: object) -> Scalar:
-    default = default_of(field)
-    if given is None:
-        return default
-    if isinstance(field, Sequence) and not isinstance(field, str):
-        if given in field:
-            return str(given)
-        raise InvalidInput(f"{name}: expected one of {', '.join(map(str, field))}, found {given!r}")
-    kind = type(default)
-    if kind is float and is_number(given):
-        return float(given)
-    if isinstance(given, Scalar) and type(given) is kind and (isinstance(given, str) or is_finite(given)):
-        return given
-    raise InvalidInput(f"{name}: expected {_KINDS[kind]}, found {shown(given)}")
-
-
-_KINDS: Mapping[type, str] = {bool: "yes or no", int: "a whole number", float: "a number", str: "a text"}
-
-
 class TrialEvent(Value):
     """Something that happened to one trial."""
 
@@ -226,8 +132,8 @@ class TrialAdded(TrialEvent):
     type: Literal["trial-added"] = "trial-added"
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    own_journal: bool = False
-    """Whether the trial has its own journal, whose entries the experiment's journal absorbs."""
+    of_search: bool = False
+    """Whether a search proposed it; False for a single training, and in a flow of one's own."""
 
 
 class Started(TrialEvent):
@@ -239,6 +145,10 @@ class Started(TrialEvent):
     from_sequence: int | None = None
     at: str | None = None
     """When the attempt began, by the clock of its machine; for the cost only."""
+    supervisor: Owner | None = None
+    """The process that supervises the attempt, on another machine; None where that is the journal's owner."""
+    task_run: str | None = None
+    """The task run of an attempt that the journal's owner supervises, for people."""
 
 
 class Reported(TrialEvent):
@@ -263,7 +173,7 @@ class Committed(TrialEvent):
     """The bytes that were not on the target yet; None where that is not known."""
     upload_seconds: float | None = None
     """How long publishing it took; None where that is not known."""
-    seconds: Phases | None = None
+    seconds: PhaseSeconds | None = None
     """The seconds of its attempt up to its step; None where they are not known."""
 
 
@@ -283,7 +193,7 @@ class Quarantined(TrialEvent):
     """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
 
     `quarantined=False`: it is used again. The owner's quarantine is a limit for running saves as `Retired` is; a
-    guest's is none: a save that began before it is refused by `SaveOvertaken`.
+    guest's is none: a save that began before it is quarantined too, since it may share the damage.
     """
 
     type: Literal["quarantined"] = "quarantined"
@@ -292,6 +202,8 @@ class Quarantined(TrialEvent):
     kills: bool = False
     """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
     quarantined: bool = True
+    by_guest: bool = False
+    """In a fork, whose entry holds the origin's events: whether a guest of the origin has written this one."""
 
 
 class Pinned(TrialEvent):
@@ -305,28 +217,38 @@ class Pinned(TrialEvent):
 class Cloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint, with `config` where that is given.
 
-    The clone is its newest checkpoint from now on; its manifest was created before this entry, and refers to
-    the blobs of the other trial. `inherited`: in a fork it is the clone of a checkpoint that the trial had in the
-    origin, and the trial's step and metrics stay.
+    The clone is its newest checkpoint from now on. It is this entry, and no object on the target: it uses the manifest
+    of its origin, whose bytes stay, retired or not, as long as a trial has a clone of it.
     """
 
     type: Literal["cloned"] = "cloned"
     checkpoint: CheckpointRef
-    source: CheckpointKey
+    source: TrialId
+    """The trial that it exploits; it may have the checkpoint as a clone itself."""
     config: Mapping[str, object] | None = None
     reason: AnyReason = ""
-    inherited: bool = False
 
 
-class Claimed(TrialEvent):
-    """A clone of one of the trial's checkpoints is about to be made, and needs its bytes; written by a guest.
+class Launched(TrialEvent):
+    """An attempt was requested on another machine: it posts its events to an outbox (see `core/journal/outbox`)."""
 
-    `released`: the clone is no longer a checkpoint, or can never become one.
-    """
+    type: Literal["launched"] = "launched"
+    outbox: int
+    """The number of the outbox, from 1: each is used once."""
 
-    type: Literal["claimed"] = "claimed"
-    claim: Claim
-    released: bool = False
+
+class Received(TrialEvent):
+    """The entry holds the events of a post from the trial's outbox; they follow this event."""
+
+    type: Literal["received"] = "received"
+    post: int
+    """The number of the post. Posts are received in order, without gaps."""
+
+
+class OutboxClosed(TrialEvent):
+    """The trial's outbox accepts no more posts, and every post is received: the attempt was fenced off."""
+
+    type: Literal["outbox-closed"] = "outbox-closed"
 
 
 class AttemptEnded(TrialEvent):
@@ -337,8 +259,6 @@ class AttemptEnded(TrialEvent):
     reason: AnyReason
     at_start: bool = False
     """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
-    question: Question | None = None
-    """The question that the trial asks a person, and for whose answer it waits."""
     use: Use | None = None
     """What the attempt used; None where that is not known."""
 
@@ -405,7 +325,7 @@ class SlotFreed(TrialEvent):
 
 Outcome: TypeAlias = Finished | Paused | AttemptEnded
 """How an attempt ended."""
-GuestEvent: TypeAlias = Claimed | Quarantined | Retired
+GuestEvent: TypeAlias = Quarantined | Retired
 """What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
 OneTrialsEvent: TypeAlias = (
     Started
@@ -415,7 +335,6 @@ OneTrialsEvent: TypeAlias = (
     | Quarantined
     | Pinned
     | Cloned
-    | Claimed
     | AttemptEnded
     | GaveUp
     | Finished
@@ -424,6 +343,9 @@ OneTrialsEvent: TypeAlias = (
     | Resumed
     | Decided
     | SlotFreed
+    | Launched
+    | Received
+    | OutboxClosed
 )
 
 
@@ -439,8 +361,6 @@ class Opened(Value):
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
     generation: Generation
-    trial: TrialId | None = None
-    """The trial whose own journal is opened; None for the experiment's journal."""
     term: int
     owner: Owner
     at: str | None = None
@@ -495,14 +415,12 @@ class StopAsked(Value):
 
 
 class Answered(Value):
-    """A person has answered a question; the same entry holds what follows from that for the experiment."""
+    """A person has said how a suspended run continues; the same entry holds what follows from that."""
 
     type: Literal["answered"] = "answered"
     key: Message
-    """The key of the question, which is answered once."""
+    """The key of the form, which is answered once."""
     answer: Mapping[str, object]
-    trial: TrialId | None = None
-    """The trial that asked; None for a suspended run that asked how to continue."""
     flow_run: str | None = None
     """The id of that suspended run: the answer holds for it from then on, however often it is restarted."""
 
@@ -511,15 +429,13 @@ class ForkedTrial(Value):
     """A trial of a fork: all its earlier events happened in the origin; it continues from here, and is not running."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
-    absorbed: int = 0
-    """The last entry of the trial's own journal that those events include."""
+    """Those that were copied, and clones of them, with the steps and sequences that they have in the origin."""
 
 
 class Forked(Value):
     """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
 
-    That entry, which completes the fork, also holds all events of the origin up to the forked one. In a trial's own
-    journal, `trials` has that trial.
+    That entry, which completes the fork, also holds all events of the origin up to the forked one.
     """
 
     type: Literal["forked"] = "forked"
@@ -528,43 +444,15 @@ class Forked(Value):
 
 
 class Deletion(Value):
-    """The whole experiment is about to be deleted: it cannot be resumed, and its checkpoints cannot be cloned.
-
-    Written to the experiment's journal, and to its trials' own journals. `cancelled`: a fork needs the experiment;
-    nothing was deleted, and it can be resumed.
-    """
+    """The whole experiment is about to be deleted: it cannot be opened any more, but for its deletion."""
 
     type: Literal["deletion"] = "deletion"
-    cancelled: bool = False
-
-
-_OwnEvent: TypeAlias = Annotated[
-    Opened | Adopted | TrialAdded | Deletion | OneTrialsEvent,
-    Field(discriminator="type"),
-]
-
-
-class Absorbed(TrialEvent):
-    """An entry of the trial's own journal, copied unchanged into the experiment's journal."""
-
-    type: Literal["absorbed"] = "absorbed"
-    number: int
-    """The entry's number in the trial's journal. Entries are absorbed in order, without gaps."""
-    events: tuple[_OwnEvent, ...]
-    at: str | None = None
-    """When the entry was written, by its writer's clock; for people only."""
-    writer: Writer = "owner"
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Configured | StopAsked | Answered | Forked | Deletion | TrialAdded | OneTrialsEvent | Absorbed,
+    Opened | Adopted | Configured | StopAsked | Answered | Forked | Deletion | TrialAdded | OneTrialsEvent,
     Field(discriminator="type"),
 ]
-
-
-def events_in(event: Event) -> Sequence[Event]:
-    """Return the events of a trial's own entry that `event` copies; for any other event, the event itself."""
-    return event.events if isinstance(event, Absorbed) else (event,)
 
 
 # `Entry`: the document that a journal stores for each group of events; `core/journal` writes and reads it.
@@ -574,7 +462,7 @@ class Entry(Document):
     """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
 
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
-    version: Literal[2] = 2
+    version: Literal[4] = 4
     number: int
     term: int
     write_id: str

@@ -1,4 +1,4 @@
-"""The Prefect events of an experiment: the events of its journal by their types, and six with names of their own.
+"""The Prefect events of an experiment: the events of its journal by their types, and four with names of their own.
 
 The journal is the truth: these events may get lost, and no decision depends on them. An event of the journal becomes
 the Prefect event `prefect-tune.<its type>` with its fields as payload; `NOT_EMITTED` has the exceptions. What no
@@ -8,10 +8,10 @@ journal records is a class of this module: `name` is the event's name, the docst
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Losses, best_saved, losses_in
@@ -23,9 +23,7 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Paused,
     Quarantined,
-    Question,
     StopAsked,
-    events_in,
 )
 from prefect_tune.core.reasons import code_of
 from prefect_tune.core.search.objective import Objective
@@ -103,13 +101,13 @@ VERSION = 2
 """The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field."""
 NOT_EMITTED = frozenset(
     (
-        *("absorbed", "decided", "opened", "reported", "trial-added"),
-        *("claimed", "retired", "slot-freed"),
+        *("decided", "opened", "reported", "trial-added"),
+        *("retired", "slot-freed", "launched", "received", "outbox-closed"),
         *("adopted", "configured", "forked", "deletion"),
     )
 )
 """Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
-LABELS = ("trial", "status", "cause", "reason_code", "kind", "kills", "what", "end")
+LABELS = ("trial", "status", "cause", "reason_code", "kind", "kills", "end")
 """Fields of a payload that are also labels of the event's resource: automations match labels, and no payload."""
 _TEXT = 500
 _ITEMS = 20
@@ -131,15 +129,6 @@ class ExperimentStarted(ExperimentEvent):
     """The number of trials by status."""
 
 
-class SyncLagged(ExperimentEvent):
-    """Training is ahead of what is stored: the `journal`, or a trial's saves (`checkpoint`), lag behind."""
-
-    name: ClassVar[str] = "prefect-tune.experiment.lag"
-    what: str
-    seconds: float
-    trial: str | None
-
-
 class TrialStalled(ExperimentEvent):
     """A trial is training, and has not reported for an unusually long time."""
 
@@ -159,16 +148,6 @@ class BestImproved(ExperimentEvent):
     """The path of the checkpoint's manifest; None where that step was not saved."""
 
 
-class BudgetNearlySpent(ExperimentEvent):
-    """80 % of a budget is spent: of `time` of this run, of `training-time` of all trials, or of `trials`."""
-
-    name: ClassVar[str] = "prefect-tune.experiment.budget"
-    what: str
-    spent: float
-    """Seconds, or the number of trials that have ended."""
-    budget: float
-
-
 class ExperimentEnded(ExperimentEvent):
     """This run has ended: `finished` with no trial left, `stopped`, `superseded` by another run, or `failed`."""
 
@@ -184,19 +163,12 @@ class ExperimentEnded(ExperimentEvent):
 
 
 def event_name(event: Event) -> str:
-    """Return the name of the Prefect event of a journal event: its type, but for reinstatements and questions."""
+    """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
     match event:
         case Quarantined(quarantined=False):
             return "prefect-tune.reinstated"
-        case AttemptEnded(question=Question()):
-            return "prefect-tune.questioned"
         case _:
             return f"prefect-tune.{event.type}"
-
-
-def emitted_in(event: Event) -> Iterator[Event]:
-    """Yield the events to emit for an event of the journal, and for those that it absorbs."""
-    return (each for each in events_in(event) if each.type not in NOT_EMITTED)
 
 
 def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
@@ -244,155 +216,7 @@ def abbreviated(value: Json) -> Json:
             return value
 
 
-# Health warnings of a running experiment: silent trials, lagging saves or journals, budgets nearly spent.
-#
-# No decision depends on them. The caller passes times, in seconds of a monotonic clock.
-
-_NEARLY = 0.8
-Spent: TypeAlias = Literal["time", "training-time", "trials"]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A limit of seconds or trials."""
-
-    what: Spent
-    most: float
-
-    def is_nearly(self, spent: float) -> bool:
-        """Return whether 80 % are spent. Not for a trial budget that is spent: then the search has ended."""
-        return spent >= _NEARLY * self.most and (self.what != "trials" or spent < self.most)
-
-
-@dataclass(frozen=True)
-class HealthThresholds:
-    """Thresholds: something is overdue after `times` its longest duration so far, and at least `at_least` seconds."""
-
-    at_least: float = 300.0
-    times: float = 5.0
-    for_the_first: float = 1800.0
-    """Seconds for a first report, when no duration is known yet."""
-    for_the_journal: float = 420.0
-    """Seconds, more than `sync_period`: reports not journaled by then mean that the target does not accept writes."""
-
-    def limit(self, longest: float | None) -> float:
-        """Return the threshold in seconds, given the longest duration so far; None for the first."""
-        return self.for_the_first if longest is None else max(self.at_least, self.times * longest)
-
-
-@dataclass
-class _Wait:
-    """Since when something is awaited, and how long it took at most; each wait is overdue once."""
-
-    since: float | None = None
-    """None: nothing is awaited."""
-    longest: float | None = None
-    is_reported: bool = False
-
-    def begin(self, now: float) -> None:
-        if self.since is None:
-            self.since, self.is_reported = now, False
-
-    def end(self) -> None:
-        self.since = None
-
-    def renew(self, now: float) -> None:
-        """End a wait, note how long it was, and begin the next one."""
-        if self.since is not None:
-            self.longest = max(self.longest or 0.0, now - self.since)
-        self.since, self.is_reported = now, False
-
-    def overdue(self, now: float, limit: float) -> float | None:
-        """Return the waiting time in seconds if it exceeds `limit`; else None."""
-        if self.since is None or self.is_reported or now - self.since <= limit:
-            return None
-        self.is_reported = True
-        return round(now - self.since, 1)
-
-
-@dataclass
-class _AttemptHealth:
-    reports: _Wait
-    saves: _Wait = field(default_factory=_Wait)
-    unwritten: _Wait = field(default_factory=_Wait)
-    journaled: int = 0
-
-    @property
-    def may_lag(self) -> bool:
-        """Whether the trial has reported since its last save, and the time between saves is known."""
-        return self.saves.longest is not None and (self.reports.since or 0.0) > (self.saves.since or 0.0)
-
-
-@dataclass
-class HealthMonitor:
-    """Records what happens in an experiment, and emits each warning once.
-
-    `reported` may be called in another thread than the other methods.
-    """
-
-    began: float
-    budgets: Sequence[Budget] = ()
-    patience: HealthThresholds = field(default_factory=HealthThresholds)
-
-    def __post_init__(self) -> None:
-        self._attempts: dict[str, _AttemptHealth] = {}
-        self._unwritten = _Wait()
-        self._nearly_spent: set[Spent] = set()
-
-    def started(self, trial: str, step: int, now: float) -> None:
-        """Record that an attempt begins after `step`."""
-        self._attempts[trial] = _AttemptHealth(_Wait(now), journaled=step)
-
-    def ended(self, trial: str) -> None:
-        """Record that an attempt is over."""
-        self._attempts.pop(trial, None)
-
-    def reported(self, trial: str, step: int, now: float) -> None:
-        """Record the report of a step."""
-        if (attempt := self._attempts.get(trial)) is not None:
-            attempt.reports.renew(now)
-            if step > attempt.journaled:
-                attempt.unwritten.begin(now)
-
-    def journaled(self, trial: str, step: int) -> None:
-        """Record that a trial's steps up to this one are in its journal."""
-        if (attempt := self._attempts.get(trial)) is not None:
-            attempt.journaled = step
-            attempt.unwritten.end()
-
-    def committed(self, trial: str, now: float) -> None:
-        """Record a commit; from the second one on, the interval is known."""
-        if (attempt := self._attempts.get(trial)) is not None:
-            attempt.saves.renew(now)
-
-    def queued(self, now: float) -> None:
-        """Record that events wait for the experiment's journal."""
-        self._unwritten.begin(now)
-
-    def wrote(self) -> None:
-        """Record that the experiment's journal has them."""
-        self._unwritten.end()
-
-    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[ExperimentEvent]:
-        """Yield the warnings that are due by now and were not emitted before."""
-        for trial, attempt in self._attempts.items():
-            reports, saves, unwritten = attempt.reports, attempt.saves, attempt.unwritten
-            if (silent := reports.overdue(now, self.patience.limit(reports.longest))) is not None:
-                yield TrialStalled(trial=trial, silent_seconds=silent)
-            if attempt.may_lag and (late := saves.overdue(now, self.patience.limit(saves.longest))) is not None:
-                yield SyncLagged(what="checkpoint", seconds=late, trial=trial)
-            if (late := unwritten.overdue(now, self.patience.for_the_journal)) is not None:
-                yield SyncLagged(what="journal", seconds=late, trial=trial)
-        if (late := self._unwritten.overdue(now, self.patience.for_the_journal)) is not None:
-            yield SyncLagged(what="journal", seconds=late, trial=None)
-        yield from self._nearly_spent_budgets(now, trained_seconds, ended_trials)
-
-    def _nearly_spent_budgets(self, now: float, trained_seconds: float, ended_trials: int) -> Iterator[ExperimentEvent]:
-        spent = {"time": now - self.began, "training-time": trained_seconds, "trials": float(ended_trials)}
-        for budget in self.budgets:
-            if budget.what not in self._nearly_spent and budget.is_nearly(spent[budget.what]):
-                self._nearly_spent.add(budget.what)
-                yield BudgetNearlySpent(what=budget.what, spent=round(spent[budget.what], 1), budget=budget.most)
+# The limit on events of trials.
 
 
 @dataclass

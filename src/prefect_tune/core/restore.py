@@ -1,7 +1,7 @@
 """Read a checkpoint back, every byte verified, and distinguish damage from a stale read or a deletion.
 
-The owner may have retired and deleted the missing objects. Each deletion follows an entry of the trial's journal, and a
-reader may know an older state of that journal. So a missing or altered manifest or blob is damage only if the journal,
+The owner may have retired and deleted the missing objects. Each deletion follows an entry of the journal, and a reader
+may know an older state of it. So a missing or altered manifest or blob is damage only if the journal,
 read again after that, still needs it.
 """
 
@@ -21,13 +21,12 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_held, is_live
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import is_deleted
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 
@@ -39,36 +38,23 @@ class OutdatedStateError(TuneError):
         self.current = current
 
 
-def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
-    """Return the key of the trial's own journal if that exists, else of its experiment's."""
-    has_own = store.size(trial.journal.entry_path(1)) is not None
-    return trial.journal if has_own else trial.of_experiment
-
-
-def trial_in(state: Experiment, trial: TrialKey) -> Trial | None:
-    """Return the trial if `state` is of the journal that records its checkpoints; else None."""
-    found = state.trials.get(trial.trial)
-    elsewhere = found is not None and found.own_journal and state.key.trial is None
-    return None if elsewhere else found
-
-
 def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> Trial:
-    """Read the trial's journal, and return the trial's present state.
+    """Read the experiment's journal, and return the trial's present state.
 
     Raises:
         Superseded: its experiment is being deleted, or was deleted.
         JournalCorrupt, UnknownVersion: as `load`.
     """
-    state = load(store, journal_of(store, trial), side_by_side=side_by_side)
-    if (found := None if state.is_removed else trial_in(state, trial)) is None:
+    state = load(store, trial.of_experiment, side_by_side=side_by_side)
+    if state.is_removed or trial.trial not in state.trials:
         raise Superseded(f"{trial.folder}: its experiment is being deleted, or was deleted. Stop here")
-    return found
+    return state.trial(trial.trial)
 
 
 def require_still_needed(
     store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt], *, side_by_side: ParallelMap
 ) -> None:
-    """Raise the damage of the first of the `bad` manifests that the trial's journal still needs.
+    """Raise the damage of the first of the `bad` manifests of the trial that the journal still needs.
 
     Raises:
         CheckpointCorrupt: that checkpoint is live, or a clone needs its bytes.
@@ -83,11 +69,12 @@ def require_still_needed(
 
 
 def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> bool:
-    """Return whether `key` is live in its trial's journal, read now. Raises `JournalCorrupt` as `load`."""
+    """Return whether `key` is live in a trial by the journal, read now. Raises `JournalCorrupt` as `load`."""
     try:
-        return is_live(current_trial(store, key.trial, side_by_side=side_by_side), key)
+        state = load(store, key.trial.of_experiment, side_by_side=side_by_side)
     except Superseded:
         return False
+    return not state.is_removed and any(is_live(trial, key) for trial in state.trials.values())
 
 
 @contextmanager
@@ -117,15 +104,14 @@ def _was_retired(store: ObjectStore, key: CheckpointKey) -> bool:
 
 
 def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
-    journal = journal_of(store, key.trial)
     try:
-        state = load(store, journal, side_by_side=map)
+        state = load(store, key.trial.of_experiment, side_by_side=map)
     except Superseded:  # its experiment was deleted
         return True
     if not state.number:  # a copy without a journal, or a deleted experiment
         return store.size(key.manifest_path) is None or is_deleted(store, key.trial.of_experiment)
-    found = trial_in(state, key.trial)
-    return state.is_removed or (found is not None and is_collectable(found, key))
+    trial = state.trials.get(key.trial.trial)
+    return state.is_removed or (trial is not None and is_collectable(trial, key))
 
 
 # Read a checkpoint back, verifying every byte while it streams; unverified bytes are never returned.

@@ -6,9 +6,7 @@ uses any of these values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime, timedelta
-from itertools import zip_longest
 from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field
@@ -22,7 +20,7 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MOST_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, by phase; each second is in one of them."""
+    """The seconds of an attempt so far, by phase; each second is in one of them. Of several ranks, those of rank 0."""
 
     start: Seconds = 0.0
     """Until the trainable is loaded, without the restore: the journal, the process, the import, `setup`."""
@@ -46,39 +44,6 @@ class PhaseSeconds(Value):
         return self.model_copy(update={phase: min(_MOST_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
 
-class RankSeconds(Value):
-    """The seconds of an attempt's saves so far, by rank: as many as the attempt has ranks."""
-
-    writing: Annotated[tuple[Seconds, ...], Field(min_length=1)]
-    """`save_checkpoint` on the rank, or the copy of the directory that it reported."""
-    waiting: Annotated[tuple[Seconds, ...], Field(min_length=1)]
-    """From when the rank handed its part over until the last rank had; the slowest rank has the least."""
-    sending: Annotated[tuple[Seconds, ...], Field(min_length=1)]
-    """By node: from when the last rank had handed over until the files of this node were on the target."""
-
-    @property
-    def slowest(self) -> int:
-        """The rank for which the others waited longest."""
-        return self.waiting.index(min(self.waiting))
-
-    def plus(self, **seconds: Sequence[float]) -> RankSeconds:
-        """Return a copy with the seconds of another save; the last nodes may be left out if they sent nothing."""
-        pairs = {name: zip_longest(getattr(self, name), more, fillvalue=0.0) for name, more in seconds.items()}
-        return self.model_copy(
-            update={name: tuple(round(sum(pair), 3) for pair in found) for name, found in pairs.items()}
-        )
-
-
-class GroupSeconds(PhaseSeconds):
-    """The phases of rank 0 in an attempt of several ranks, with the seconds of saves on all of them."""
-
-    ranks: RankSeconds
-
-
-Phases: TypeAlias = GroupSeconds | PhaseSeconds
-"""An attempt of a single process stores no field more."""
-
-
 class RankEnd(Value):
     """How ranks ended that did not end like the others of their attempt."""
 
@@ -91,7 +56,7 @@ class RankEnd(Value):
 class AttemptUse(Value):
     """What an attempt used, measured by its supervisor; None where it was not measured."""
 
-    seconds: Phases
+    seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
     """Processor time of its processes since the trainable was loaded; None if it ended before a second sample."""
     peak_memory_bytes: int | None = None
@@ -128,7 +93,7 @@ class AttemptRecord(Value):
     """When the search gave it a slot, by the clock of the run; None until the slot was freed."""
     slot_seconds: Seconds = 0.0
     """How long it held the slot."""
-    seconds: Phases = PhaseSeconds()
+    seconds: PhaseSeconds = PhaseSeconds()
     """At its end; of an attempt that did not journal them there, up to its last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of this attempt up to its last commit."""
@@ -137,11 +102,6 @@ class AttemptRecord(Value):
     is_over: bool = False
     is_lost: bool = False
     """Whether its training after the last commit has no successor but the same steps, trained again."""
-
-    @property
-    def ranks(self) -> RankSeconds | None:
-        """The seconds of its saves by rank; None for a single process, and where they are not known."""
-        return self.seconds.ranks if isinstance(self.seconds, GroupSeconds) else None
 
     def saved(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
         """Return it after a commit.

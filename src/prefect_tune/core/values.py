@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, ClassVar, NewType, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, NewType, Self, TypeAlias, TypeVar
 
 from blake3 import blake3
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     PlainSerializer,
-    SerializationInfo,
     ValidationError,
     ValidationInfo,
 )
@@ -102,8 +101,6 @@ class HasJsonForm:
     """
 
     __slots__ = ()
-    ESTIMATE: ClassVar[Mapping[str, bool]] = {"is_estimate": True}
-    """As the context of a serialization: an object without a JSON form is an empty text, and no error."""
 
     def json_form(self) -> object:
         """Return the JSON from which `pt.tune` makes an equal object.
@@ -116,17 +113,9 @@ class HasJsonForm:
             "is called in this process"
         )
 
-    def _serialized(self, info: SerializationInfo) -> object:
-        try:
-            return self.json_form()
-        except InvalidInput:
-            if info.context == self.ESTIMATE:
-                return ""
-            raise
-
     __pydantic_serializer__ = SchemaSerializer(
         core_schema.any_schema(
-            serialization=core_schema.plain_serializer_function_ser_schema(_serialized, info_arg=True)
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.json_form())
         )
     )
 
@@ -218,6 +207,23 @@ def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type
         problem = invalid.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the document"
         raise error(f"{where}: {place}: {problem['msg']}") from invalid
+
+
+def argument_error(invalid: ValidationError, within: str = "") -> Exception:
+    """Return the error that a validator raised; else the innermost of pydantic's first field, without text values.
+
+    Args:
+        invalid: the error of pydantic. A text in it may be a secret.
+        within: the parameter of which the invalid value is a part.
+    """
+    errors = invalid.errors(include_url=False)
+    error = max(errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(each["loc"])))
+    cause, value = error.get("ctx", {}).get("error"), error["input"]
+    if isinstance(cause, Exception):
+        return cause
+    found = f", found {value!r}" if value is None or isinstance(value, int | float) else ""
+    where = [part for part in (within, *error["loc"]) if isinstance(part, int) or part.isidentifier()]  # no literals
+    return InvalidInput(f"{'.'.join(map(str, where))}: {error['msg']}{found}")
 
 
 def parse_time(at: str) -> datetime | None:

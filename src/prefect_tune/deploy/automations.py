@@ -32,8 +32,6 @@ from prefect.settings import get_current_settings
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.prefect_events import (
     BestImproved,
-    BudgetNearlySpent,
-    SyncLagged,
     TrialStalled,
 )
 from prefect_tune.prefect_api.api_client import prefect_server
@@ -46,10 +44,6 @@ _ABOUT = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }
 _METRICS = (
     "{% for name, value in event.payload.metrics.items() %}{{ '' if loop.first else ', ' }}{{ name }} "
     "{{ '%.6g' | format(value) if value is float else value }}{% endfor %}"
-)
-_SPENT = (
-    "{{ '%g' | format(event.payload.spent) }} of {{ '%g' | format(event.payload.budget) }}"
-    "{{ '' if event.payload.what == 'trials' else ' s' }} are spent ({{ event.payload.what }})"
 )
 _FLOW_RUN = "prefect.flow-run."
 _UNTIL = "An alert without an action is switched off."
@@ -205,18 +199,6 @@ _ALERTS = (
         TrialStalled.name,
         "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
         "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
-    ),
-    _alert(
-        "alert on late saves",
-        SyncLagged.name,
-        "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
-        "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
-    ),
-    _alert(
-        "alert on 80 % of a budget",
-        BudgetNearlySpent.name,
-        "80 % of a budget is spent: time, training time or trials.",
-        _SPENT,
     ),
     _failed(),
 )

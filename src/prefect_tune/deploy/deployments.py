@@ -6,34 +6,31 @@ Their parameters are validated before, and hold no credentials.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 from uuid import UUID
 
-from jsonschema.exceptions import ValidationError as SchemaError
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentScheduleUpdate, DeploymentUpdate
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, WorkPool
-from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.exceptions import ObjectNotFound
-from prefect.utilities.schema_tools.validation import ValidationError as SchemaUnfit
+from prefect.utilities.schema_tools.validation import ValidationError as SchemaError
 from prefect.utilities.schema_tools.validation import validate
 from prefect.utilities.urls import url_for
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
 from prefect_tune.blocks.resolve_target import require_absolute, validate_target
-from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.shown_text import did_you_mean_or_has, format_duration
-from prefect_tune.core.values import valid_name
-from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
+from prefect_tune.core.values import ExperimentName
+from prefect_tune.deploy.deployment_specs import TAG, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.forms import GroupedFlow, flattened, form_of
 from prefect_tune.parameters.json_specs import with_samples
@@ -78,81 +75,50 @@ def checked(
 ) -> dict[str, Any]:
     """Return the parameters as the deployment stores them: blocks by their names, never by their fields.
 
-    `complete` requires all required parameters: runs of a schedule show no form.
+    `complete` requires all that a run needs: runs of a schedule show no form.
 
     Raises:
         InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message repeats no secret.
     """
-    _require_known(parameters, schema, complete=complete)
+    for name in parameters:
+        if name not in schema["properties"]:
+            hint = did_you_mean_or_has(name, schema["properties"])
+            raise InvalidInput(f"parameters: no parameter {name!r}: {hint}")
     found = dict(parameters)
     if "target" in found:
         found["target"] = _named(found["target"], "target", blocks)
     if isinstance(sync := found.get("sync"), Mapping):
         found["sync"] = _sync(sync, blocks)
-    if isinstance(sources := found.get("warm_start"), list):
-        for source in source_names(sources):
-            require_absolute(source.rpartition("/")[0] or "/", "warm_start")
-    _require_fits(found, schema)
+    given = {name: value for name, value in found.items() if value is not None}
     is_resume = "trials" not in schema["properties"]  # whose journal has the other settings
-    _require_meaning(found, complete=complete and not is_resume, is_resume=is_resume)
-    return found
-
-
-def _require_known(parameters: Mapping[str, Any], schema: Mapping[str, Any], *, complete: bool) -> None:
-    known = schema["properties"]
-    for name in parameters:
-        if name not in known:
-            raise InvalidInput(f"parameters: no parameter {name!r}: {did_you_mean_or_has(name, known)}")
-    missing = [name for name in schema.get("required", ()) if name not in parameters]
-    if complete and missing:
-        raise InvalidInput(
-            f"parameters: {', '.join(map(repr, missing))} missing: a scheduled run shows no form to enter them"
-        )
-
-
-def _require_fits(found: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Validate against the schema; an error names the type of a bad value, not the value, which may be a secret."""
+    if is_resume and "trial_job_variables" in given:
+        given["trials"] = "deployment"
+    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
+    if "trusted_packages" in given:
+        trusted_here(given["trusted_packages"])
+    plan = _DeployedPlan(**{name: value for name, value in given.items() if name in OPTIONS})
     try:
-        errors = validate(dict(found), dict(schema), ignore_required=True)
-    except SchemaUnfit as error:
-        raise InvalidInput(f"parameters: {error}") from error
-    if errors:
-        first = errors[0]
-        where = ".".join(str(part) for part in first.absolute_path)
-        kind = type(first.instance).__name__
-        raise InvalidInput(f"parameters: {where}: expected {_expected(first)}, found a value of type {kind}")
-
-
-def _expected(error: SchemaError) -> str:
-    rule: Any = error.validator_value
-    match error.validator:
-        case "type":
-            return str(rule)
-        case "enum":
-            return f"one of {', '.join(map(repr, rule))}"
-        case "anyOf":
-            return " or ".join(str(each.get("title") or each.get("type", "another kind")) for each in rule)
-        case "additionalProperties":
-            return f"only the fields {', '.join(error.schema.get('properties', {}))}"
-        case other:
-            return f"{other} {rule}"
+        validate(found, dict(schema), raise_on_error=True, ignore_required=not complete)
+    except SchemaError as error:
+        raise InvalidInput(f"parameters: {error}") from None
+    if complete and not is_resume and plan.search is not None:
+        search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
+        search.begin(plan.space or {}, plan.objective, seed=0)
+    if complete and not is_resume and plan.scheduler is not None:
+        begun(plan.scheduler, plan.objective, seed=0)
+    return found
 
 
 def _sync(sync: Mapping[str, Any], blocks: Blocks) -> object:
     if "$ref" in sync:
         return {"$ref": {"block_document_slug": _saved(sync["$ref"], "sync", blocks)}}
-    for name in sync:
-        if name not in SyncConfig.model_fields:
-            raise InvalidInput(f"sync: {unknown_field(SyncConfig, name)}")
-    if sync.get("upload_dir") is not None:
-        return {**sync, "upload_dir": _named(sync["upload_dir"], "sync.upload_dir", blocks)}
-    return dict(sync)
+    SyncConfig(**{**sync, "upload_dir": None})
+    target = sync.get("upload_dir")
+    return dict(sync) if target is None else {**sync, "upload_dir": _named(target, "sync.upload_dir", blocks)}
 
 
 def _named(target: object, where: str, blocks: Blocks) -> str:
     """Return a URI, or `type/name`: text that Prefect does not resolve to the block's fields when a run starts."""
-    if isinstance(target, StorageTarget):
-        return _reference(where, target)
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _saved(target["$ref"], where, blocks)
@@ -161,20 +127,17 @@ def _named(target: object, where: str, blocks: Blocks) -> str:
             "readable in the deployment: save it as a block, and name it: "
             f"{where}=s3-target/NAME (`prefect-tune blocks register`, then Blocks in the UI)"
         )
-    if not isinstance(target, str):
+    if not isinstance(target, StorageTarget | str):
         raise InvalidInput(f"{where}: expected a URI or the type/name of a saved block, found {type(target).__name__}")
-    if template := _TEMPLATE.fullmatch(target.strip()):
-        return _saved({"block_document_slug": f"{template[1]}/{template[2]}"}, where, blocks)
-    validate_target(target)
-    require_absolute(target, where)
-    if BLOCK_SLUG.fullmatch(target):
-        return _saved({"block_document_slug": target}, where, blocks)
-    return _reference(where, resolve_target(target))
-
-
-def _reference(where: str, target: StorageTarget) -> str:
+    if isinstance(target, str):
+        if template := _TEMPLATE.fullmatch(target.strip()):
+            return _saved(f"{template[1]}/{template[2]}", where, blocks)
+        validate_target(target)
+        require_absolute(target, where)
+        if BLOCK_SLUG.fullmatch(target):
+            return _saved(target, where, blocks)
     try:
-        return target_reference(target)
+        return target_reference(resolve_target(target))
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
 
@@ -189,24 +152,33 @@ def _saved(reference: object, where: str, blocks: Blocks) -> str:
     return found
 
 
-def _space(space: Mapping[str, Any]) -> Mapping[str, object]:
-    return space_from_json(space, load=lambda name: lambda _: name)
+def _absolute_sources(warm_start: list[object]) -> Sequence[str]:
+    sources = source_names(warm_start)
+    for source in sources:
+        require_absolute(source.rpartition("/")[0] or "/", "warm_start")
+    return sources
 
 
-def _named_as(where: str) -> Callable[[str], str]:
-    return lambda name: ":".join(import_string(name, where))
+def _named_as(where: str) -> AfterValidator:
+    return AfterValidator(lambda name: ":".join(import_string(name, where)))
 
 
 class _DeployedPlan(SearchPlan):
     """The plan of a deployment's runs: their code is installed there, so here only the form of its name is checked."""
 
-    trainable: Annotated[str, AfterValidator(_named_as("trainable"))] = "later:Later"
+    trainable: Annotated[str, _named_as("trainable")] = "later:Later"
     target: Any = None  # like `sync`, it is checked above
-    space: Annotated[Mapping[str, Any], BeforeValidator(_space)] | None = None
-    experiment: Annotated[str, AfterValidator(valid_name)] = "later"
-    sync: Any = None
-    warm_start: Annotated[list[Any], AfterValidator(source_names)] | None = None
-    callbacks: list[Annotated[str, AfterValidator(_named_as("callback"))]] | None = None
+    space: (
+        Annotated[
+            Mapping[str, Any],
+            BeforeValidator(lambda space: space_from_json(space, load=lambda name: lambda _: name)),
+        ]
+        | None
+    ) = None
+    experiment: ExperimentName = "later"
+    sync: dict[str, Any] | None = None  # type: ignore[assignment]  # it is the JSON of a form
+    warm_start: Annotated[list[Any], AfterValidator(_absolute_sources)] | None = None
+    callbacks: list[Annotated[str, _named_as("callback")]] | None = None
 
     @property
     def stopper(self) -> Stopper:
@@ -214,22 +186,6 @@ class _DeployedPlan(SearchPlan):
             import_string(self.stop, "stop")
             return stopper_for(None)  # the run imports it
         return super().stopper
-
-
-def _require_meaning(found: Mapping[str, Any], *, complete: bool, is_resume: bool) -> None:
-    """Refuse now what a run would refuse at its start; `complete` requires all that it needs, such as a metric."""
-    given = {name: value for name, value in found.items() if value is not None}
-    if is_resume and "trial_job_variables" in given:
-        given["trials"] = "deployment"
-    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
-    if "trusted_packages" in given:
-        trusted_here(given["trusted_packages"])
-    plan = _DeployedPlan(**{name: value for name, value in given.items() if name in OPTIONS})
-    if complete and plan.search is not None:
-        search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
-        search.begin(plan.space or {}, plan.objective, seed=0)
-    if complete and plan.scheduler is not None:
-        begun(plan.scheduler, plan.objective, seed=0)
 
 
 _Times: TypeAlias = CronSchedule | IntervalSchedule
@@ -263,8 +219,7 @@ class _Ready:
 
     wanted: DeploymentSpec
     flow: Flow[Any, Any]
-    schema: Mapping[str, Any]
-    parameters: Mapping[str, Any]
+    fields: Mapping[str, Any]
     times: Sequence[_Times] | None
 
 
@@ -280,59 +235,49 @@ def deploy(wanted: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
     """
     with prefect_server("deployments") as client:
         _require_pool(client, pool)
-        ready = [_ready(client, each) for each in wanted]
-        return [_deployed(client, each, pool) for each in ready]
-
-
-# ---------------------------------------------------------------------------------------------------------- checks
+        ready = [_ready(client, spec, pool) for spec in wanted]
+        return [_deploy(client, each) for each in ready]
 
 
 def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
+    """Require the work pool, and that its template defines each job variable: Prefect would ignore another one."""
     try:
-        found = client.read_work_pool(pool.name)
+        there = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:
-        there = ", ".join(sorted(each.name for each in client.read_work_pools())) or "none"
+        names = ", ".join(sorted(each.name for each in client.read_work_pools())) or "none"
         raise InvalidInput(
-            f"there is no work pool {pool.name!r} (existing pools: {there}); create it: "
+            f"there is no work pool {pool.name!r} (existing pools: {names}); create it: "
             f"prefect work-pool create {pool.name} --type process"
         ) from missing
-    _require_variables(found, pool.job_variables)
+    variables = there.base_job_template.get("variables", {}).get("properties", {})
+    for name in pool.job_variables if variables else ():
+        if name not in variables:
+            hint = did_you_mean_or_has(name, sorted(variables))
+            raise InvalidInput(f"work pool {pool.name!r} of type {there.type!r} has no job variable {name!r}: {hint}")
 
 
-def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
-    """Refuse a job variable that the pool's template does not define: Prefect would ignore it."""
-    known = pool.base_job_template.get("variables", {}).get("properties", {})
-    for name in given:
-        if known and name not in known:
-            hint = did_you_mean_or_has(name, sorted(known))
-            raise InvalidInput(f"work pool {pool.name!r} of type {pool.type!r} has no job variable {name!r}: {hint}")
-
-
-def _ready(client: SyncPrefectClient, wanted: DeploymentSpec) -> _Ready:
-    flow = _flow(wanted.offer)
+def _ready(client: SyncPrefectClient, wanted: DeploymentSpec, pool: Pool) -> _Ready:
+    module, _, name = wanted.offer.entrypoint.rpartition(".")
+    flow: Flow[Any, Any] = getattr(import_module(module), name)
     times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
-    parameters = _stored(client, flow, wanted.parameters, complete=bool(times))
-    return _Ready(wanted, flow, form_of(flow), parameters, times)
-
-
-def _stored(
-    client: SyncPrefectClient, flow: Flow[Any, Any], given: Mapping[str, Any], *, complete: bool
-) -> Mapping[str, Any]:
-    """Return valid parameters as the flow's form shows them, whether they are given in its group or beside it."""
-    if isinstance(flow, GroupedFlow):
-        return flow.grouped(_stored(client, flow.flat, flattened(given), complete=complete))
-    return checked(given, form_of(flow), SavedBlocks(client), complete=complete)
-
-
-def _flow(offer: DeployableFlow) -> Flow[Any, Any]:
-    module, _, name = offer.entrypoint.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"{offer.name}: {offer.entrypoint} cannot be imported: {error}") from error
-    if isinstance(found, Flow):
-        return found
-    raise InvalidInput(f"{offer.name}: expected a flow at {offer.entrypoint}, found a {type(found).__name__}")
+    flat = flow.flat if isinstance(flow, GroupedFlow) else flow
+    parameters = checked(flattened(wanted.parameters), form_of(flat), SavedBlocks(client), complete=bool(times))
+    strategy = ConcurrencyOptions(collision_strategy=_STRATEGIES[wanted.collision])
+    fields = {
+        "description": wanted.offer.description,
+        "entrypoint": wanted.offer.entrypoint,
+        "parameters": flow.grouped(parameters) if isinstance(flow, GroupedFlow) else parameters,
+        "parameter_openapi_schema": form_of(flow),
+        "enforce_parameter_schema": True,
+        "tags": [TAG],
+        "work_pool_name": pool.name,
+        "work_queue_name": pool.queue,
+        "job_variables": dict(pool.job_variables),
+        "concurrency_limit": wanted.at_once,
+        "concurrency_options": strategy if wanted.at_once else None,
+        "pull_steps": [],
+    }
+    return _Ready(wanted, flow, fields, times)
 
 
 def _times(schedule: DeploymentSchedule) -> _Times:
@@ -345,78 +290,39 @@ def _times(schedule: DeploymentSchedule) -> _Times:
         raise InvalidInput(f"schedule {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
-def _deployed(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> Deployed:
-    before = _before(client, ready.wanted)
-    if before is None:
-        number = _created(client, ready, pool)
+def _deploy(client: SyncPrefectClient, ready: _Ready) -> Deployed:
+    """Create a deployment, or update the existing one: creating it again would make Prefect delete its schedules."""
+    fields, times = dict(ready.fields), ready.times
+    try:
+        before = client.read_deployment_by_name(ready.wanted.full_name)
+    except ObjectNotFound:
+        schedules = [DeploymentScheduleCreate(schedule=each, active=True) for each in times or ()]
+        flow_id = client.create_flow(ready.flow)
+        deployment_id = client.create_deployment(flow_id, ready.wanted.name, schedules=schedules, **fields)
+        outcome: Literal["created", "updated"] = "created"
     else:
-        number = before.id
-        _updated(client, before, ready, pool)
-    now = client.read_deployment(number)
+        there = sorted(_comparable(each.schedule) for each in before.schedules)
+        if times is not None and there != sorted(map(_comparable, times)):
+            for each in before.schedules:
+                client.delete_deployment_schedule(before.id, each.id)
+            fields["schedules"] = [DeploymentScheduleUpdate(schedule=each, active=True) for each in times]
+        client.update_deployment(before.id, DeploymentUpdate(**fields))
+        deployment_id, outcome = before.id, "updated"
+    schedules_now = client.read_deployment(deployment_id).schedules
     return Deployed(
         name=ready.wanted.full_name,
-        outcome="created" if before is None else "updated",
-        link=url_for("deployment", obj_id=number),
-        schedules=[_schedule_of(each.schedule, active=each.active) for each in now.schedules],
+        outcome=outcome,
+        link=url_for("deployment", obj_id=deployment_id),
+        schedules=[_format_schedule(each.schedule, active=each.active) for each in schedules_now],
     )
 
 
-def _before(client: SyncPrefectClient, wanted: DeploymentSpec) -> DeploymentResponse | None:
-    try:
-        return client.read_deployment_by_name(wanted.full_name)
-    except ObjectNotFound:
-        return None
-
-
-def _fields(ready: _Ready, pool: Pool) -> dict[str, Any]:
-    wanted = ready.wanted
-    strategy = _STRATEGIES[wanted.collision]
-    return {
-        "description": wanted.offer.description,
-        "entrypoint": wanted.offer.entrypoint,
-        "parameters": dict(ready.parameters),
-        "parameter_openapi_schema": dict(ready.schema),
-        "enforce_parameter_schema": True,
-        "tags": [TAG],
-        "work_pool_name": pool.name,
-        "work_queue_name": pool.queue,
-        "job_variables": dict(pool.job_variables),
-        "concurrency_limit": wanted.at_once,
-        "concurrency_options": ConcurrencyOptions(collision_strategy=strategy) if wanted.at_once else None,
-        "pull_steps": [],
-    }
-
-
-def _created(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> UUID:
-    schedules = [DeploymentScheduleCreate(schedule=each, active=True) for each in ready.times or ()]
-    flow_id = client.create_flow(ready.flow)
-    return client.create_deployment(flow_id, ready.wanted.name, schedules=schedules, **_fields(ready, pool))
-
-
-def _updated(client: SyncPrefectClient, before: DeploymentResponse, ready: _Ready, pool: Pool) -> None:
-    """Update an existing deployment: creating it again would make Prefect delete its schedules."""
-    fields = _fields(ready, pool)
-    if not _has_times(before, ready.times):
-        for each in before.schedules:
-            client.delete_deployment_schedule(before.id, each.id)
-        fields["schedules"] = [DeploymentScheduleUpdate(schedule=each, active=True) for each in ready.times or ()]
-    client.update_deployment(before.id, DeploymentUpdate(**fields))
-
-
-def _has_times(before: DeploymentResponse, times: Sequence[_Times] | None) -> bool:
-    there = sorted(_key(each.schedule) for each in before.schedules)
-    return times is None or there == sorted(_key(each) for each in times)
-
-
-def _key(schedule: Any) -> str:
+def _comparable(schedule: Any) -> str:
     """Return a comparable text of a schedule, without the anchor date of an interval, which users do not set."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 
-def _schedule_of(schedule: Any, *, active: bool) -> str:
+def _format_schedule(schedule: Any, *, active: bool) -> str:
     if isinstance(schedule, IntervalSchedule):
         when = f"every {format_duration(schedule.interval)}"
     else:

@@ -56,7 +56,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class MeasuredSave:
     """A committed save."""
 
     step: int
@@ -93,7 +93,7 @@ class DrillRun:
     """The last report of each step."""
     manifests: Mapping[int, Manifest]
     """Of the newest checkpoint of each step that has one."""
-    saves: Sequence[Save]
+    saves: Sequence[MeasuredSave]
     records: Sequence[Record]
     kills: Sequence[Kill]
 
@@ -127,7 +127,9 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
         {each.report.step: each.report.metrics for each in events if isinstance(each, Reported)},
         {step: read_manifest(store, key) for step, key in keys.items()},
         [
-            Save(each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0)
+            MeasuredSave(
+                each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0
+            )
             for each in commits
         ],
         records,

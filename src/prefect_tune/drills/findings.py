@@ -123,7 +123,8 @@ def forgotten_in(
         }
         if found := list(_unlike(record, reference, evidence)):
             likely = found if record.is_restored else _likely(found, killed.metrics.get(record.step, {}), saved)
-            roots = _roots(likely, has_one_optimizer=_optimizers(reference) == 1)
+            optimizers = {_owner(name) for name in reference.states if name.startswith("optimizer ")}
+            roots = _roots(likely, has_one_optimizer=len(optimizers) == 1)
             return sorted(roots, key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[:_MOST]
     return []
 
@@ -137,10 +138,6 @@ def _likely(found: Sequence[Forgotten], metrics: Mapping[str, object], saved: Co
     return (
         [each for each in found if _is_cause(each) and each.found not in results] or plain or held or unsaved or found
     )
-
-
-def _optimizers(record: Record) -> int:
-    return len({_owner(name) for name in record.states if name.startswith("optimizer ")})
 
 
 def _is_cause(found: Forgotten) -> bool:

@@ -221,7 +221,7 @@ class DeploymentLauncher:
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        key, log = _key(spec, request, attempt), get_run_logger()
+        key, log = _key(spec, request), get_run_logger()
         first = self._latest_run(spec, parameters, key)
         # Node 0 may have been started by an earlier run of the search: the others sign as it does.
         parameters = {**parameters, "orders": first.parameters.get("orders", parameters["orders"])}
@@ -369,10 +369,10 @@ def _runs_with(ids: Collection[UUID]) -> FlowRunFilter:
     return FlowRunFilter(id=FlowRunFilterId(any_=list(ids)))
 
 
-def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
-    """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
+def _key(spec: TrialSpec, request: AttemptRequest) -> str:
+    """Return the idempotency key of an attempt: unique among targets and among later experiments of one name."""
     target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
-    return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{attempt}"
+    return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
 
 
 def _unknown_to(schema: Mapping[str, Any], parameters: Mapping[str, object]) -> Sequence[str]:

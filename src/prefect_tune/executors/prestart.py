@@ -1,4 +1,4 @@
-"""Start the processes of trials while the Prefect server of a script starts: they import the trainable meanwhile.
+"""Import the trainable of a search once, while the Prefect server of its script starts.
 
     call of the flow ──► a pool, which imports ──► the server starts, the flow begins ──► `process_pool` takes the pool
 
@@ -66,7 +66,7 @@ _prestarted: ContextVar[_Prestarted | None] = ContextVar("prestarted", default=N
 
 @contextmanager
 def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> Iterator[None]:
-    """Start them for `pt.tune` with these arguments, if its trials train here."""
+    """Begin that for `pt.tune` with these arguments, if its trials train here."""
     with ExitStack() as started:
         from prefect_tune.attempt.trial_spec import pickled_or_path
         from prefect_tune.executors.trial_slots import slots_here
@@ -78,29 +78,14 @@ def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> It
             if (plan.isolation, plan.trials) == _HERE and isinstance(runner, ThreadPoolTaskRunner):
                 slots = slots_here(plan, max_workers_of(runner))
                 trainable = pickled_or_path(plan.trainable)
-                started.enter_context(
-                    prestarting(trainable, slots.count, plan.reuse, next(iter(slots.environments), {}))
-                )
-        yield
-
-
-@contextmanager
-def prestart_training(arguments: Mapping[str, Any], _runner: TaskRunner[Any]) -> Iterator[None]:
-    """Start one for `pt.durable_trainable` with these arguments."""
-    with ExitStack() as started:
-        from prefect_tune.attempt.trial_spec import pickled_or_path
-        from prefect_tune.parameters.search_plan import SearchPlan
-
-        with suppress(TuneError, OSError):
-            plan = SearchPlan(**{**{name: value for name, value in arguments.items() if name != "config"}, **_LATER})
-            if (plan.isolation, plan.trials) == _HERE:
-                started.enter_context(prestarting(pickled_or_path(plan.trainable), 0))
+                environment = next(iter(slots.environments), {})
+                started.enter_context(prestarting(trainable, slots.count, plan.reuse, environment))
         yield
 
 
 @contextmanager
 def prestarting(
-    trainable: str, slots: int, reuse: Reuse = "never", environment: Mapping[str, str] | None = None
+    trainable: str, slots: int, reuse: Reuse, environment: Mapping[str, str] | None = None
 ) -> Iterator[None]:
     """Begin to import `trainable` (as in `Start`) in a pool, which the first `process_pool` in the block may return."""
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
@@ -115,7 +100,7 @@ def prestarting(
             _prestarted.reset(before)
 
 
-def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> TrialProcessPool:
+def process_pool(log: Log, *, slots: int, reuse: Reuse) -> TrialProcessPool:
     """Return the pool that was started before, if it has these slots and this `reuse`, else a new one.
 
     `log` receives what the import has printed so far; for the others see `TrialProcessPool`.

@@ -1,10 +1,10 @@
-"""The link of a trial on another machine: the search reads the trial's journal, and stores answers on the target."""
+"""The link of a trial on another machine: it posts to its outbox, and the search stores answers on the target."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -17,18 +17,24 @@ from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.attempt.search_link import Answer, AnsweringLink
+from prefect_tune.attempt.trial_journal import Outbox, TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, target_reference
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal_events import Event, Started
+from prefect_tune.core.errors import (
+    InvalidInput,
+    JournalCorrupt,
+    StoreUnavailable,
+    Superseded,
+    TuneError,
+    UnknownVersion,
+)
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
-from prefect_tune.monitoring.search_observer import AttemptRecorder
+from prefect_tune.journal_access import current_owner, experiment_id
 from prefect_tune.runtime.trainable import Reuse
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
@@ -89,26 +95,23 @@ class PoolSharing:
 class StoreLink(AnsweringLink):
     """A link through the target. It can be pickled and sent to another machine until it is connected.
 
-    The attempt journals a report that needs an answer at once; the owner of the experiment, which may have changed
-    since the attempt was started, creates the answer as an object.
+    The attempt posts a report that needs an answer at once; the owner of the experiment, which may have changed since
+    the attempt was started, creates the answer as an object.
     """
 
-    reads_journal = True
+    asks_by_report = True
 
     def __init__(
         self,
         target: StorageTarget,
         trial: TrialKey,
         attempt: int,
-        live_period: timedelta | None = None,
         sharing: PoolSharing = PoolSharing(),
     ) -> None:
-        """Args: live_period: how often the attempt publishes its newest report, which its journal has later."""
         super().__init__()
         self._target = target
         self._trial = trial
         self._attempt = attempt
-        self._live_period = live_period
         self._sharing = sharing
         self.stop = threading.Event()
         self._asked: int | None = None
@@ -118,11 +121,9 @@ class StoreLink(AnsweringLink):
         self._warned = ""
         self._pool: TrialProcessPool | None = None
         self._watching: threading.Thread | None = None
-        self._recorder: AttemptRecorder | None = None
-        self._live: LiveStatusPublisher | None = None
 
     def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
-        return StoreLink, (self._target, self._trial, self._attempt, self._live_period, self._sharing)
+        return StoreLink, (self._target, self._trial, self._attempt, self._sharing)
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
@@ -146,28 +147,29 @@ class StoreLink(AnsweringLink):
         super().connect(tell)
         self.watch()
 
-    def reported(self, report: StepReport, *, asks: bool) -> None:
-        if self._recorder is not None:
-            self._recorder.record(self._trial.trial, report)
-        if asks:
-            self._asked = report.step
-            self._asks.set()
+    @property
+    def supervisor(self) -> Owner:
+        return current_owner()
 
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
-        if self._recorder is None or self._live is None:
-            self._recorder = AttemptRecorder(experiment)
-            self._live = LiveStatusPublisher(self._target, self._recorder.attempts, self._live_period)
-        for event in events:
-            self._recorder.applied(event, experiment)
-            if isinstance(event, Started):
-                self._attempt = event.attempt
-                self._live.begin()
+    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+        """Return the outbox of the attempt, after checking that the experiment which requested it still exists.
+
+        Raises:
+            Superseded: there is no such experiment any more.
+        """
+        if request.experiment_id and experiment_id(self._target, spec.trial.of_experiment) != request.experiment_id:
+            raise Superseded(
+                f"experiment {spec.trial.experiment!r} at {self._target.uri} no longer exists: the one that requested "
+                f"attempt {self._attempt} of trial {spec.trial.trial!r} was deleted. Nothing was trained or written"
+            )
+        return Outbox(self._target, spec.trial, request.trial)
+
+    def ask(self, report: StepReport) -> None:
+        self._asked = report.step
+        self._asks.set()
 
     def close(self) -> None:
-        """Stop polling for answers, and publishing."""
-        if self._live is not None:
-            self._live.close()
+        """Stop polling for answers."""
         self._closed.set()
         self._asks.set()
 

@@ -17,9 +17,10 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
+from prefect_tune.attempt.search_link import InProcessLink, SearchLink, TrialMessage
+from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.errors import CommitUnknown, TrialFailed
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.prefect_api.concurrency_slots import ending_waits
 from prefect_tune.prefect_api.task_runs import run_to_state
@@ -40,6 +41,15 @@ class AttemptExited:
 
 
 @dataclass(frozen=True, slots=True)
+class PostReceived:
+    """A post from the outbox of an attempt on another machine, which the journal does not hold yet."""
+
+    trial: str
+    number: int
+    events: tuple[AttemptEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteAttemptStarted:
     """An attempt has started on another machine: it may have missed answers, and may wait for one at its milestone."""
 
@@ -50,7 +60,7 @@ class AttemptCancelledError(Exception):
     """A person has cancelled the flow run of an attempt, which the message names: the trial is to stop."""
 
 
-Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttemptStarted
+Message: TypeAlias = TrialMessage | PostReceived | AttemptExited | RemoteAttemptStarted
 
 
 _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]
@@ -77,6 +87,11 @@ class TrialExecutor(Protocol):
     """Runs attempts of trials."""
 
     @property
+    def is_remote(self) -> bool:
+        """Whether attempts run on other machines, and post their events to outboxes."""
+        ...
+
+    @property
     def survives_search(self) -> bool:
         """Whether an attempt continues when the search that started it has ended."""
         ...
@@ -85,8 +100,8 @@ class TrialExecutor(Protocol):
 
     def __contains__(self, trial: str) -> bool: ...
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
-        """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        """Start the next attempt of the trial in the request; find it if it runs already, on another machine."""
         ...
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
@@ -108,18 +123,35 @@ class TrialExecutor(Protocol):
         """Forget an attempt that has ended, and free its slot."""
         ...
 
+    def refuse(self) -> None:
+        """Refuse events that attempts submit from now on: the search is over, and writes no more."""
+        ...
 
-def have_ended(executor: TrialExecutor, grace: timedelta) -> None:
-    """Request every trial to save and end, and wait for that for `grace` and 3 s at most.
+
+def have_ended(executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]) -> None:
+    """Request every trial to save and end, and wait for that for `grace` and 3 s at most; journal what they submit.
+
+    `journal` is called with what they have submitted since the last call, perhaps nothing.
 
     Attempts that outlive their search continue: the next owner answers them. Raises what `TrialExecutor.stop` raises.
     """
     if executor.survives_search:
         return
+    try:
+        _wait_for_ends(executor, grace, journal)
+    finally:
+        executor.refuse()
+
+
+def _wait_for_ends(
+    executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]
+) -> None:
     executor.stop()
     until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
     while len(executor) and time.monotonic() < until:
-        for message in executor.poll(_PATIENCE):
+        messages = executor.poll(_PATIENCE)
+        journal([message for message in messages if isinstance(message, EventsSubmitted)])
+        for message in messages:
             if isinstance(message, AttemptExited):
                 executor.forget(message.trial)
 
@@ -166,6 +198,7 @@ def error_in(state: State[Any]) -> BaseException | None:
 class LocalExecutor:
     """Runs attempts on this machine, each as a task in a thread that supervises a process of its own."""
 
+    is_remote = False
     survives_search = False
 
     def __init__(
@@ -181,6 +214,9 @@ class LocalExecutor:
         self._launch = launch
         self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._refuses = False
+        self._guard = threading.Lock()
+        self._awaited: dict[str, EventsSubmitted] = {}  # the last events of each trial for whose entry it waits
         self._links: dict[str, InProcessLink] = {}
 
     def __len__(self) -> int:
@@ -189,10 +225,9 @@ class LocalExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._links
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
-        del attempt, absorbed  # a local attempt sends every entry through the queue
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
-        link = InProcessLink(trial, self._inbox.put, self._pool)
+        link = InProcessLink(trial, self._receive, self._pool)
         self._links[trial] = link
         self._launch(
             spec, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
@@ -219,6 +254,25 @@ class LocalExecutor:
     def forget(self, trial: str) -> None:
         del self._links[trial]
         self._places.pop(trial, None)
+        self._awaited.pop(trial, None)  # it holds a state of the experiment
+
+    def refuse(self) -> None:
+        with self._guard:
+            self._refuses = True
+            self._refuse_awaited()
+
+    def _receive(self, message: Message) -> None:
+        self._inbox.put(message)
+        with self._guard:
+            if isinstance(message, EventsSubmitted) and message.is_awaited:
+                self._awaited[message.trial] = message
+            if self._refuses:
+                self._refuse_awaited()
+
+    def _refuse_awaited(self) -> None:
+        for submitted in self._awaited.values():
+            if not submitted.written.done():
+                submitted.written.set_exception(CommitUnknown("the search has ended: nothing more is journaled"))
 
     def _placed(self, trial: str, request: AttemptRequest) -> AttemptRequest:
         """Take the lowest free slot: a kept process of that slot uses the same devices."""

@@ -108,7 +108,8 @@ def train(
     reported = booster.current_iteration() if booster else 0
     callbacks = [*options.pop("callbacks", ()), _ReplayCallback(metrics, reported)]
     begun = reported // segment_rounds * segment_rounds
-    booster = _first_rounds(booster, begun) if booster and begun < num_boost_round else booster
+    if booster and begun < num_boost_round:
+        booster = lgb.Booster(model_str=booster.model_to_string(num_iteration=begun)) if begun else None
     for begin in range(begun, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
@@ -119,10 +120,6 @@ def train(
         raise InvalidInput(f"num_boost_round: expected 1 or more, found {num_boost_round}")
     save_last_step(partial(_save, booster))
     return booster
-
-
-def _first_rounds(booster: lgb.Booster, count: int) -> lgb.Booster | None:
-    return lgb.Booster(model_str=booster.model_to_string(num_iteration=count)) if count else None
 
 
 def _save(model: lgb.Booster, directory: str) -> None:

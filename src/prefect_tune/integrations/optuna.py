@@ -361,13 +361,12 @@ class _OptunaProposals(Proposals):
         self._study.sampler = self._sampler.proposing(number)
         with quiet():
             if fixed:
-                self._study.enqueue_trial(self._in_optunas_terms(fixed))
+                domains = self._domains
+                stored = {name: stored_as(domains[name], value) for name, value in fixed.items() if name in domains}
+                self._study.enqueue_trial(stored)
             trial = self._study.ask()
             resolve(self._functionless, draw)
         return self._trials.get_trial(trial._trial_id), resolve(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
-
-    def _in_optunas_terms(self, fixed: Mapping[str, object]) -> dict[str, object]:
-        return {name: stored_as(self._domains[name], value) for name, value in fixed.items() if name in self._domains}
 
     def _keep(self, number: int, config: Mapping[str, object], trial: FrozenTrial, known: Parameters) -> None:
         """Store the trial in the study as a resume would, whether it was proposed now or read from the journal."""

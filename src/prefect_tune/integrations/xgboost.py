@@ -124,7 +124,8 @@ def train(
     reporting = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), reporting]
     begun = reporting.reported // segment_rounds * segment_rounds
-    booster = _first_rounds(booster, begun) if booster and begun < num_boost_round else booster
+    if booster and begun < num_boost_round:
+        booster = booster[:begun] if begun else None
     for begin in range(begun, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
@@ -152,10 +153,6 @@ def _goes_on(model: xgb.Booster, evals_log: Any, metrics: MetricNames) -> bool:
 
 def _save(model: xgb.Booster, directory: str) -> None:
     model.save_model(Path(directory, _FILE))
-
-
-def _first_rounds(booster: xgb.Booster, count: int) -> xgb.Booster | None:
-    return booster[:count] if count else None
 
 
 def _plain(booster: xgb.Booster | None) -> bytearray | None:

@@ -93,7 +93,7 @@ class Lineage:
     def added(self, event: Committed | Cloned, before: Trial | None, after: Trial) -> Iterator[PrefectEvent]:
         """Return the events of a new checkpoint of a trial: a commit, or a clone of another trial's checkpoint."""
         if isinstance(event, Cloned):
-            self._exploited[event.trial] = event.source.trial.trial
+            self._exploited[event.trial] = event.source
         source = self._exploited.get(event.trial)
         parent = newest_checkpoint(before) if before else None
         metadata = self._metadata(event.checkpoint, parent, after) | {"exploited": source}

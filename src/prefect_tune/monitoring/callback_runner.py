@@ -1,4 +1,8 @@
-"""Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision."""
+"""Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision.
+
+A callback receives events in their order, at least once. With its state, the target has the number of the last entry of
+the journal that it has received completely: after a crash the next run delivers what comes after that entry.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,19 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from prefect.logging import get_logger
 
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.callback_delivery import (
-    CallbackState,
-    Delivered,
-    DeliveryTracker,
-    keep_state,
-    newest_state,
-)
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import entries_beyond
@@ -41,14 +37,16 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import valid_name
-from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 
+Delivered: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
+"""The events for which callbacks have hooks."""
 _TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)
 _MOST_WAITING = 20_000
@@ -87,11 +85,22 @@ def _warn_of_misspelt_hooks(kind: type[Callback]) -> None:
             get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
 
 
+class CallbackState(Document):
+    """The stored state of one callback of an experiment."""
+
+    format: Literal["prefect-tune/callback"] = "prefect-tune/callback"
+    version: Literal[1] = 1
+    entry: int
+    """The last entry of the experiment's journal that was delivered completely."""
+    state: Mapping[str, object] | None = None
+    """The value that its `get_state` returned."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     experiment: Experiment
     """Its state after this item."""
-    news: Event | StepReported | None = None
+    news: Event | None = None
     """None: the journal holds everything before this item."""
     is_gap: bool = False
     """Whether items before this one were dropped, since the queue was full: the journal has them."""
@@ -101,7 +110,7 @@ class _Item:
 class CallbackThread(SearchObserver):
     """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once.
 
-    Delivery position and state are stored on the target; what the callback has not received is read from the journal.
+    What the callback has not received is read from the journal.
     """
 
     _journal: JournalKey
@@ -113,11 +122,9 @@ class CallbackThread(SearchObserver):
         self._search = search
         self._log = log
         self._items: queue.Queue[_Item] = queue.Queue(_MOST_WAITING)
-        self._tracker = DeliveryTracker()
-        self._state_number = 0  # of the newest stored state
+        self._delivered_entry = 0
         self._is_behind = True  # what happened before this run is in the journal
         self._has_news = False
-        self._is_owner = True
         self._errors = 0
         self._kept_at = time.monotonic()
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
@@ -130,9 +137,6 @@ class CallbackThread(SearchObserver):
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         self._put(_Item(experiment, event))
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        self._put(_Item(experiment, step))
 
     def wrote(self, experiment: Experiment) -> None:
         self._put(_Item(experiment))
@@ -175,18 +179,21 @@ class CallbackThread(SearchObserver):
     def _is_set_up(self) -> bool:
         try:
             self._callback.setup(self._search)
-            if (kept := with_retries(self._newest_state)) is not None:
-                self._state_number = kept.number
+            if (kept := with_retries(self._read_state)) is not None:
                 is_restored = kept.state is None or self._callback.set_state(kept.state) is not False
-                self._tracker = DeliveryTracker(kept.position if is_restored else None)
+                self._delivered_entry = kept.entry if is_restored else 0
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
             self._log.exception("callback %s: setup failed; this run does not call its hooks", self._name)
             return False
         return True
 
-    def _newest_state(self) -> CallbackState | None:
+    @property
+    def _state_path(self) -> str:
+        return f"{self._journal.folder}/callbacks/{valid_name(self._name)}.json"
+
+    def _read_state(self) -> CallbackState | None:
         with self._target.open(timeout=_TIMEOUT) as store:
-            return newest_state(store, self._journal, self._name)
+            return read_sealed(store, CallbackState, self._state_path, JournalCorrupt)
 
     def _take(self, item: _Item) -> None:
         news = item.news
@@ -196,16 +203,14 @@ class CallbackThread(SearchObserver):
             self._written(item.experiment)
         elif self._is_behind:
             pass  # catching up reads it from the journal
-        elif not isinstance(news, StepReported):
-            self._deliver(self._tracker.news(news), item.experiment)
-        elif self._tracker.report(news.trial, news.report):
-            self._deliver([Reported(trial=news.trial, report=news.report)], item.experiment)
+        else:
+            self._deliver(news, item.experiment)
 
     def _written(self, experiment: Experiment) -> None:
         if self._is_behind:
             self._is_behind = not self._caught_up(experiment)
         else:
-            self._tracker.written(experiment.number)
+            self._delivered_entry = experiment.number
 
     def _caught_up(self, experiment: Experiment) -> bool:
         """Deliver the journal entries that this callback has not received; return whether the journal was read."""
@@ -216,15 +221,17 @@ class CallbackThread(SearchObserver):
             return False
         for entry in entries:
             if entry.number <= experiment.number:
-                self._deliver(self._tracker.replay(entry), experiment)
+                for event in entry.events:
+                    self._deliver(event, experiment)
+                self._delivered_entry = entry.number
         return True
 
     def _missed_entries(self) -> Sequence[Entry]:
         with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return entries_beyond(store, self._journal, self._tracker.number, side_by_side=transfers)
+            return entries_beyond(store, self._journal, self._delivered_entry, side_by_side=transfers)
 
-    def _deliver(self, news: Iterable[Delivered], experiment: Experiment) -> None:
-        for event in news:
+    def _deliver(self, event: Event, experiment: Experiment) -> None:
+        if isinstance(event, Delivered):
             self._has_news = True
             for hook in hooks_for(self._callback, event, experiment.trial(event.trial)):
                 self._call(hook)
@@ -244,29 +251,17 @@ class CallbackThread(SearchObserver):
             self._log.error("callback %s has failed %d times: %r", self._name, self._errors, error)
 
     def _keep(self) -> None:
-        """Store the delivery position and the callback's state, if something was delivered since the last time."""
+        """Store the callback's state, if something was delivered since the last time."""
         self._kept_at = time.monotonic()
-        if not (self._has_news and self._is_owner):
+        if not self._has_news:
             return
         try:
-            self._store(self._callback.get_state())
+            state = CallbackState(entry=self._delivered_entry, state=self._callback.get_state())
+            with self._target.open(timeout=_TIMEOUT) as store:
+                store.replace(self._state_path, (seal(state),))
             self._has_news = False
-        except AlreadyExists:
-            self._is_owner = False
-            self._log.warning("callback %s: another run stores its state now; this run no longer does", self._name)
         except BaseException as error:  # noqa: BLE001  as in `_call`; the next period tries again
             self._complain(error)
-
-    def _store(self, state: Mapping[str, object] | None) -> None:
-        number, write_id = self._state_number + 1, new_write_id().write_id
-        kept = CallbackState(number=number, write_id=write_id, position=self._tracker.position, state=state)
-        try:
-            with self._target.open(timeout=_TIMEOUT) as store:
-                keep_state(store, self._journal, self._name, kept)
-        except CommitUnknown:
-            self._state_number = number  # it may be taken: the next call uses the next one
-            raise
-        self._state_number = number
 
 
 def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Callable[[], object]]:

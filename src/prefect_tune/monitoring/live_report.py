@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -23,23 +23,19 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
-from prefect_tune.attempt import search_link
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
-from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.messages.live_status import RunningAttempts, RunningAttemptsView
+from prefect_tune.core.journal_events import Entry, Event, Owner
+from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.core.shown_text import format_duration
-from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport, digest_of
-from prefect_tune.monitoring.search_observer import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of
-from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_markdown
 from prefect_tune.storage_retries import with_retries
@@ -233,40 +229,28 @@ _PATIENCE = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _LONGEST_HISTORY = 20_000
 """Journal entries. Of a longer journal the earlier runs are not read: that would take a minute of CPU time."""
-_MOST_EARLY = 100_000
 _TRIALS = 10
 """Trials with a progress artifact at a time; each costs the server about 15 ms per update."""
 
 
 class Reporter(SearchObserver):
-    """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
+    """Has the artifact publisher's thread draw what the recorder knows, after each change."""
 
-    def __init__(self, target: StorageTarget, attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> None:
-        experiment = attempts.experiment
+    def __init__(self, target: StorageTarget, recorder: SearchRecorder, outlook: SearchEstimate, log: Log) -> None:
+        experiment = recorder.read().experiment
         self._target = target
-        self._attempts = attempts
+        self._recorder = recorder
         self._outlook = outlook
         self._log = log
-        self._guard = threading.Lock()
         self._begun_at = experiment.number
-        self._metrics = _metrics_of(experiment)
-        self._early: list[tuple[Event | search_link.StepReported, datetime]] | None = None
-        self._history = self._fresh(experiment)
-        if experiment.trials or experiment.extensions:
-            self._early = []  # until the entries of earlier runs are read
+        self._lacks_earlier_runs = not recorder.read().is_whole
+        if self._lacks_earlier_runs:
+            recorder.await_earlier_entries()
         self._followed: Sequence[str] = ()
         self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment, target.uri))
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        del experiment
-        self._note(event)
-
-    def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        del experiment
-        self._note(step)
-
-    def latest(self, newest: search_link.LatestReport) -> None:
-        del newest
+        del event, experiment
         self._publisher.stir()
 
     def wrote(self, experiment: Experiment) -> None:
@@ -285,63 +269,37 @@ class Reporter(SearchObserver):
         """Publish nothing more: another run owns the experiment and its report now."""
         self._publisher.leave()
 
-    def _note(self, news: Event | search_link.StepReported) -> None:
-        now = datetime.now(UTC)
-        with self._guard:
-            if self._early is not None and len(self._early) < _MOST_EARLY:
-                self._early.append((news, now))
-            else:
-                _add(self._history, news, now)
-        self._publisher.stir()
-
     # --------------------------------------------------------------------------------- in the publisher's thread
 
     def _artifacts(self) -> Sequence[ArtifactContent]:
-        if self._early is not None:
-            self._catch_up()
-        drawn = drawn_trials(self._attempts.experiment)
-        with self._guard:
-            history = self._history.view(drawn)
-        attempts = self._attempts.view()  # after the history, which must not have trials that the experiment lacks
-        experiment, now = attempts.experiment, datetime.now(UTC)
+        if self._lacks_earlier_runs:
+            self._recorder.prepend(self._read_earlier_entries())
+            self._lacks_earlier_runs = False
+        snapshot = self._recorder.read(drawn_trials(self._recorder.read().experiment))
+        experiment, now = snapshot.experiment, datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        age, newest = _age_of(experiment, now), attempts.newest
-        found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=age, newest=newest)
-        page = page_of(found, link_to)
-        said = f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), said)
-        return [report, *self._progress(attempts), *self._progress_of_trials(attempts, history)]
+        report_input = report_input_of(snapshot, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
+        page = page_of(report_input, link_to)
+        description = f"Experiment {experiment.name} at {uri}"
+        report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), description)
+        return [report, *self._progress(snapshot), *self._progress_of_trials(snapshot)]
 
-    def _catch_up(self) -> None:
-        """Read the entries of earlier runs, then add the events since this run began."""
-        experiment = self._attempts.experiment
-        before = self._before(experiment.key)
-        with self._guard:
-            self._history = before or self._fresh(experiment, is_whole=False)
-            for news, at in self._early or ():
-                _add(self._history, news, at)
-            self._early = None
-
-    def _before(self, key: JournalKey) -> ExperimentHistory | None:
+    def _read_earlier_entries(self) -> Iterable[Entry] | None:
+        """Return the entries of earlier runs; None if they are too many, or cannot be read."""
         if self._begun_at > _LONGEST_HISTORY:
             return None
+        key = self._recorder.read().experiment.key
         try:
             with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 entries = with_retries(lambda: entries_beyond(store, key, 0, side_by_side=transfers))
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None
-        return history_of((each for each in entries if each.number <= self._begun_at), self._metrics)
-
-    def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> ExperimentHistory:
-        history = ExperimentHistory(self._metrics, is_whole=is_whole)
-        if experiment.owner is not None:
-            history.set_owner(experiment.owner, experiment.term, datetime.now(UTC))
-        return history
+        return (entry for entry in entries if entry.number <= self._begun_at)
 
     # ------------------------------------------------------------------------------------------------- progress
 
-    def _progress(self, attempts: RunningAttemptsView) -> Iterator[ArtifactContent]:
+    def _progress(self, attempts: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
         experiment = attempts.experiment
         if self._outlook.trial_count is None or not experiment.trials:
@@ -355,18 +313,17 @@ class Reporter(SearchObserver):
             said = f"Experiment {experiment.name}: {_said(trial, attempts.newest(trial.trial), self._outlook)}"
         yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(100 * share, 1), said)
 
-    def _progress_of_trials(self, attempts: RunningAttemptsView, history: HistoryView) -> Iterator[ArtifactContent]:
+    def _progress_of_trials(self, attempts: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
         running = [name for name, each in attempts.running.items() if each.report]
-        runs = {each.trial: each.owner for each in history.attempts}
         still = [name for name in self._followed if name in running]
         self._followed = [*still, *(name for name in running if name not in still)][:_TRIALS]
         for name in self._followed:
-            yield self._progress_of_trial(attempts, name, runs.get(name))
+            yield self._progress_of_trial(attempts, name, attempts.running[name].owner)
 
-    def _progress_of_trial(self, attempts: RunningAttemptsView, name: str, owner: Owner | None) -> ArtifactContent:
+    def _progress_of_trial(self, attempts: SearchSnapshot, name: str, owner: Owner | None) -> ArtifactContent:
         experiment, report = attempts.experiment, attempts.newest(name)
         trial = experiment.trial(name)
         said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
@@ -411,18 +368,6 @@ def _age_of(experiment: Experiment, now: datetime) -> str:
     if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
         return ""
     return f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
-
-
-def _metrics_of(experiment: Experiment) -> Sequence[str]:
-    objective = objective_in(experiment.settings)
-    return objective.metrics if objective else ()
-
-
-def _add(history: ExperimentHistory, news: Event | search_link.StepReported, at: datetime) -> None:
-    if isinstance(news, search_link.StepReported):
-        history.add_report(news.trial, news.report)
-    else:
-        history.add_event(news, at)
 
 
 def _said(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> str:

@@ -16,11 +16,11 @@ from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.messages.live_status import (
     LiveStatus,
-    RunningAttempts,
     RunningTrial,
     delete_live_status,
     write_live_status,
 )
+from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot
 from prefect_tune.journal_access import run_now, utc_now
 
 _REQUEST = timedelta(seconds=30)
@@ -39,7 +39,7 @@ class LiveStatusPublisher:
     def __init__(
         self,
         target: StorageTarget,
-        attempts: RunningAttempts,
+        read: Callable[[], SearchSnapshot],
         period: timedelta | None,
         is_run_here: Callable[[str], bool] = lambda _: True,
     ) -> None:
@@ -47,12 +47,12 @@ class LiveStatusPublisher:
 
         Args:
             target: where the journal is.
-            attempts: those of the journal whose owner this process is.
+            read: returns what is known of the journal whose owner this process is.
             period: the time between two writes; None to write nothing.
             is_run_here: whether this owner runs a trial; others, which an earlier one left, are not published.
         """
         self._target = target
-        self._attempts = attempts
+        self._read = read
         self._period = period
         self._is_run_here = is_run_here
         self._written_count = 0
@@ -123,6 +123,19 @@ class LiveStatusPublisher:
                 delete_live_status(store, experiment.key, experiment.term)
 
     def _running(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
-        found = self._attempts.view()
-        running = (each for name, each in found.running.items() if self._is_run_here(name))
-        return found.experiment, tuple(running)
+        snapshot = self._read()
+        running = (as_running_trial(each) for name, each in snapshot.running.items() if self._is_run_here(name))
+        return snapshot.experiment, tuple(running)
+
+
+def as_running_trial(attempt: AttemptPeriod) -> RunningTrial:
+    """Return a running attempt as the live status holds it."""
+    is_ours = not attempt.is_earlier
+    return RunningTrial(
+        trial=attempt.trial,
+        attempt=attempt.attempt,
+        began_at=attempt.began.isoformat(timespec="milliseconds") if is_ours else None,
+        host=attempt.owner.host if is_ours and attempt.owner else None,
+        report=attempt.report,
+        reported_at=attempt.reported_at.isoformat(timespec="milliseconds") if attempt.reported_at else None,
+    )

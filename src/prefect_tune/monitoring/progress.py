@@ -10,22 +10,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 from rich.console import RenderableType
 
-from prefect_tune.attempt import search_link
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.html_tables import Html
 from prefect_tune.core.journal_events import (
-    Absorbed,
     AttemptEnded,
     Cause,
     Cloned,
@@ -34,34 +32,31 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Paused,
     Started,
-    TrialAdded,
-    events_in,
 )
-from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.core.reasons import AnyReason, Reason, without_result
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
-from prefect_tune.core.values import metric_in, parse_time
+from prefect_tune.core.values import metric_in
 from prefect_tune.monitoring.live_report import link_to
-from prefect_tune.monitoring.search_observer import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here
 from prefect_tune.notebook.html import progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show, live_display
-from prefect_tune.terminal.progress_view import ProgressTracker, SearchEstimate, config_cells
+from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchEstimate, config_cells
 
 _LOG_PERIOD = timedelta(minutes=1)
 
 
 class Progress(SearchObserver):
-    """A listener that updates a `ProgressTracker`; without a live table it logs the progress at most once a minute."""
+    """Shows the progress, or logs it at most once a minute where there is no live table."""
 
     def __init__(
-        self, tracker: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD, link: str | None = None
+        self, reader: ProgressReader, log: Log, log_period: timedelta = _LOG_PERIOD, link: str | None = None
     ) -> None:
-        self._tracker = tracker
+        self._reader = reader
         self._log = log
         self._link = link
         self._log_period = log_period.total_seconds()
@@ -69,21 +64,17 @@ class Progress(SearchObserver):
         self.is_shown = False
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._tracker.applied(event, experiment, datetime.now(UTC).astimezone())
-        self._log_now_and_then()
-
-    def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        del step, experiment
+        del event, experiment
         self._log_now_and_then()
 
     def log_progress(self) -> None:
         """Log the progress."""
         self._logged_at = time.monotonic()
-        self._log.info("%s", progress_view.line(self._tracker.state(self._logged_at)))
+        self._log.info("%s", progress_view.line(self._reader.state(self._logged_at)))
 
     def conclude(self) -> None:
         """Log the final progress; if trials of a search errored, warn, and name where their errors are shown."""
-        state = self._tracker.state(time.monotonic())
+        state = self._reader.state(time.monotonic())
         if state.outlook.is_training:
             if self.is_shown:  # elsewhere the log has a line of its end
                 self.log_progress()
@@ -97,11 +88,11 @@ class Progress(SearchObserver):
 
     def draw(self, width: int, height: int) -> RenderableType:
         """Return the progress as a table."""
-        return progress_view.frame(self._tracker.state(time.monotonic()), width, height)
+        return progress_view.frame(self._reader.state(time.monotonic()), width, height)
 
     def draw_html(self, ending: Ending, why: str) -> tuple[Html, str]:
         """Return the progress as the output of a notebook's cell, and as one line."""
-        state = self._tracker.state(time.monotonic())
+        state = self._reader.state(time.monotonic())
         return progress_html(state, ending, why, self._link), progress_view.line(state)
 
     def fall_back(self, error: Exception) -> None:
@@ -116,36 +107,41 @@ class Progress(SearchObserver):
 
 @contextmanager
 def progress(
-    attempts: RunningAttempts, outlook: SearchEstimate, log: Log, stop: threading.Event, *, in_terminal: bool
+    recorder: SearchRecorder,
+    outlook: SearchEstimate,
+    notes: Sequence[Note],
+    log: Log,
+    stop: threading.Event,
+    *,
+    in_terminal: bool,
 ) -> Iterator[SearchObserver]:
-    """Yield the listener that shows the progress of a search or a single training; log one final line unless it raises.
+    """Yield the observer that shows the progress of a search or a single training; log a final line unless it raises.
 
     Args:
-        attempts: the record of this run's attempts.
+        recorder: of this run.
         outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
+        notes: the last lines of the log.
         log: of the flow run.
         stop: whether the search is asked to stop.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = _begun(attempts, outlook, log)
+    owner = recorder.read().experiment.owner
+    reader = ProgressReader(recorder.read, outlook, notes, time.monotonic())
+    shown = Progress(reader, log, link=link_to(owner) if owner else None)
     if (output := output_here()) is not None:
-        seen.is_shown = True
-        with live_output(output, seen.draw_html, seen.fall_back, stop):
-            yield seen
+        shown.is_shown = True
+        with live_output(output, shown.draw_html, shown.fall_back, stop):
+            yield shown
     elif in_terminal and can_show(sys.stdout):
-        seen.is_shown = True
-        with live_display(seen.draw, seen.fall_back, sys.stdout):
-            yield seen
+        shown.is_shown = True
+        with live_display(shown.draw, shown.fall_back, sys.stdout):
+            yield shown
     else:
-        yield seen
-    seen.conclude()
+        yield shown
+    shown.conclude()
 
 
-def _begun(attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> Progress:
-    owner = attempts.experiment.owner
-    return Progress(ProgressTracker(attempts, outlook, time.monotonic()), log, link=link_to(owner) if owner else None)
-
-
+_MAX_NOTES = 50
 _METRICS = 3
 """Metrics in a line if the search compares trials by none."""
 
@@ -153,32 +149,21 @@ _METRICS = 3
 class SearchLog(SearchObserver):
     """A listener that logs what happens to trials, each with the trial's name. A single training has no names."""
 
-    def __init__(self, experiment: Experiment, objective: Objective | None, uri: str, log: Log) -> None:
+    def __init__(self, recorder: SearchRecorder, objective: Objective | None, uri: str, log: Log) -> None:
+        self.notes: deque[Note] = deque(maxlen=_MAX_NOTES)
+        """The last lines."""
+        experiment = recorder.read().experiment
+        self._recorder = recorder
         self._objective = objective
         self._uri = uri
         self._log = log
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
         self._left_unfinished = {trial.trial for trial in experiment.trials.values() if _is_left_unfinished(trial)}
-        self._last_reports = {each.trial: self._last_report(each) for each in experiment.trials.values()}
-        """In the order in which the trials were proposed."""
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        for each in events_in(event):
-            match each:
-                case TrialAdded():
-                    self._last_reports[each.trial] = None
-                case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
-                    trial = experiment.trial(each.trial)
-                    self._last_reports[each.trial] = self._last_report(trial)
-                    self._log_event(each, trial, experiment.key, is_earlier=_is_earlier(event, experiment))
-                case _:
-                    pass
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        del experiment
-        losses = self._losses_in(step.report.metrics)
-        self._last_reports[step.trial] = None if losses is None else (losses, False)
+        if isinstance(event, Started | Cloned | AttemptEnded | Finished | Paused | GaveUp):
+            self._log_event(event, experiment.trial(event.trial), experiment)
 
     def lost(self, trial: Trial, why: str) -> None:
         if trial.phase is Phase.RUNNING:
@@ -192,37 +177,37 @@ class SearchLog(SearchObserver):
         self,
         event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp,
         trial: Trial,
-        experiment: JournalKey,
-        *,
-        is_earlier: bool,
+        experiment: Experiment,
     ) -> None:
         text, level, is_notice = "", logging.INFO, False
         match event:
             case Started():
+                is_earlier = trial.outbox is not None and trial.search_term < experiment.term
                 text = self._started(event, trial, is_earlier=is_earlier)
                 is_notice = trial.trial in self._left_unfinished
                 self._left_unfinished.discard(trial.trial)
             case Cloned(source=source):
-                text = f"continues from trial {source.trial.trial}, step {source.step}: {_config_of(trial)}"
+                text = f"continues from trial {source}, step {trial.step}: {_config_of(trial)}"
             case Finished(reason=reason):
-                text = self._ended(trial.status, reason, trial, experiment)
+                text = self._ended(trial.status, reason, trial, experiment.key)
             case Paused(reason=reason):
-                text = self._ended(Status.PAUSED, reason, trial, experiment)
+                text = self._ended(Status.PAUSED, reason, trial, experiment.key)
             case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
-                text = self._ended(Status.INTERRUPTED, reason, trial, experiment)
+                text = self._ended(Status.INTERRUPTED, reason, trial, experiment.key)
             case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost:
                 self._lost.discard(trial.trial)
             case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
             case GaveUp(reason=reason):
-                text, level = self._ended(Status.ERRORED, reason, trial, experiment), logging.ERROR
+                text, level = self._ended(Status.ERRORED, reason, trial, experiment.key), logging.ERROR
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text:
             self._write(trial, text, level, is_notice=is_notice)
 
     def _write(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
-        line = visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}")
+        line = visible(f"trial {trial.trial} {text}" if trial.of_search else f"the trial {text}")
+        self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_bad=level >= logging.WARNING))
         self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
     def _started(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
@@ -276,35 +261,21 @@ class SearchLog(SearchObserver):
     def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
         return losses_in(metrics, self._objective) if self._objective else None
 
-    def _last_report(self, trial: Trial) -> tuple[Losses, bool] | None:
-        """Return its losses and whether it inherits them; None if it cannot be compared."""
-        losses = self._losses_in(trial.metrics)
-        return None if losses is None else (losses, trial.inherits)
-
     def _compared(self, trial: Trial) -> str:
-        """Return how a trial's last report compares with those of all trials, by the rule of `ranked`."""
-        if self._objective is None or self._last_reports[trial.trial] is None or not trial.own_journal:
+        """Return how a trial's last report compares with those of all trials."""
+        best = self._recorder.best
+        if self._objective is None or best is None or not trial.of_search or not self._losses_in(trial.metrics):
             return ""
-        compared = ((name, report) for name, report in self._last_reports.items() if report is not None)
-        best, (losses, _) = min(compared, key=lambda pair: pair[1])  # at the end of each of many trials: not sorted
-        if best == trial.trial:
+        name, losses = best
+        if name == trial.trial:
             return f" ({best_label(self._objective)} so far)"
         value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
-        return f" ({best_label(self._objective)}: {format_value(value)}, trial {best})"
+        return f" ({best_label(self._objective)}: {format_value(value)}, trial {name})"
 
 
 def _is_left_unfinished(trial: Trial) -> bool:
     """Whether an earlier run has begun a trial of a search, and did not end or pause it."""
-    return trial.own_journal and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
-
-
-def _is_earlier(event: Event, experiment: Experiment) -> bool:
-    """Return whether a trial wrote the entry before this run began, by the clocks of both: for people only."""
-    if not isinstance(event, Absorbed) or experiment.trial(event.trial).search_term == experiment.term > 0:
-        return False  # this run requested the attempt
-    at = parse_time(event.at) if event.at else None
-    began = parse_time(experiment.runs[-1].began_at) if experiment.runs else None
-    return at is not None and began is not None and at < began
+    return trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
 
 
 def _listed(metrics: Mapping[str, object], names: Iterable[str]) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, datetime
 
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import Losses
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Event
-from prefect_tune.core.messages.live_status import RunningAttempts
-from prefect_tune.core.values import StepReport
-from prefect_tune.journal_access import utc_now
+from prefect_tune.core.journal_events import Entry, Event
+from prefect_tune.core.search_view import SearchSnapshot, SearchView
 
 
 class SearchObserver:
@@ -22,12 +22,6 @@ class SearchObserver:
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         """Receive an event that the next entry of the journal will hold, and the state after it."""
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
-
-    def latest(self, newest: LatestReport) -> None:
-        """Receive the newest report of an attempt on another machine; `reported` gets it later, in its order."""
 
     def lost(self, trial: Trial, why: str) -> None:
         """Receive that an attempt ended without journaling its end, and is tried again; the journal gets it later."""
@@ -44,12 +38,6 @@ class ObserverGroup(SearchObserver):
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         self._call(lambda each: each.applied(event, experiment))
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        self._call(lambda each: each.reported(step, experiment))
-
-    def latest(self, newest: LatestReport) -> None:
-        self._call(lambda each: each.latest(newest))
 
     def lost(self, trial: Trial, why: str) -> None:
         self._call(lambda each: each.lost(trial, why))
@@ -82,25 +70,57 @@ class DisplayGroup(ObserverGroup):
                 self._listeners = tuple(other for other in self._listeners if other is not each)
 
 
-class AttemptRecorder(SearchObserver):
-    """Records what the attempts of a search report; what shows the search reads `attempts`, so this one comes first."""
+class SearchRecorder(SearchObserver):
+    """Applies what happens to the one `SearchView` of a run; `read` may be called from any thread.
+
+    It comes first: the other observers read it.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
-        self.attempts = RunningAttempts(experiment, utc_now())
+        self._guard = threading.Lock()
+        self._first, self._began = experiment, datetime.now(UTC)
+        self._view = SearchView(experiment)
+        self._view.begin_run(self._began)
+        self._changes: list[Callable[[SearchView], None]] | None = None
+        """Those of this run, until what came before it is known; None if nobody wants to know."""
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self.attempts.applied(event, experiment, utc_now())
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        del experiment
-        self.record(step.trial, step.report)
-
-    def record(self, trial: str, report: StepReport) -> None:
-        """Record the report of a step that is trained now."""
-        self.attempts.reported(trial, report, utc_now())
-
-    def latest(self, newest: LatestReport) -> None:
-        self.attempts.latest(newest.trial, newest.report, newest.at)
+        at = datetime.now(UTC)
+        self._change(lambda view: view.apply(event, at, experiment))
 
     def wrote(self, experiment: Experiment) -> None:
-        self.attempts.wrote(experiment)
+        self._change(lambda view: view.set_experiment(experiment))
+
+    def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
+        """Return what is known now, with the curves of these trials."""
+        with self._guard:
+            return self._view.read(drawn)
+
+    @property
+    def best(self) -> tuple[str, Losses] | None:
+        """The trial with the best last report until now, and its losses."""
+        with self._guard:
+            return self._view.best
+
+    def await_earlier_entries(self) -> None:
+        """Keep all changes from now on, until `prepend` has the entries of earlier runs."""
+        self._changes = []
+
+    def prepend(self, entries: Iterable[Entry] | None) -> None:
+        """Apply the entries of earlier runs, and then the changes of this run again; None: they cannot be read."""
+        view = self._view
+        if entries is not None:
+            view = SearchView(self._first)
+            for entry in entries:
+                view.apply_entry(entry)
+            view.begin_run(self._began)
+        with self._guard:
+            for change in (self._changes or ()) if view is not self._view else ():
+                change(view)
+            self._view, self._changes = view, None
+
+    def _change(self, change: Callable[[SearchView], None]) -> None:
+        with self._guard:
+            change(self._view)
+            if self._changes is not None:
+                self._changes.append(change)

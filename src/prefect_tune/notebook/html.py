@@ -1,13 +1,15 @@
-"""What a cell shows: a running search, and the results of an experiment."""
+"""What a cell shows: tables as in a terminal, and the learning curves of results."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
+
+from rich.console import Console, RenderableType
 
 from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
@@ -15,84 +17,47 @@ from prefect_tune.core.experiment.cost import ExperimentCost, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
-from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph, rows_table, soft
+from prefect_tune.core.html_tables import Html, cell_html, code, escaped, paragraph, soft
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search_view import SearchSnapshot, Series, numbers_in
 from prefect_tune.core.shown_text import first_line, format_duration, plural
 from prefect_tune.core.values import metric_in
 from prefect_tune.notebook.cell_output import Ending
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
-from prefect_tune.reporting.history import HistoryView, Series, numbers_in
-from prefect_tune.reporting.svg import BLUE, GREEN, GREY, ORANGE, RED
-from prefect_tune.reporting.timeline_charts import FILLS, cost_bar
 from prefect_tune.reporting.trial_charts import learning_curves
-from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value, names_of
-from prefect_tune.terminal.progress_view import (
-    ProgressState,
-    cells_of,
-    chosen_trials,
-    common_metrics,
-    config_cells,
-    format_time_left,
-    head_facts,
-    hidden_columns_note,
-    pace,
-)
+from prefect_tune.terminal.formatting import errors_by_cause, facts_table, format_counts, format_value, names_of
+from prefect_tune.terminal.progress_view import ProgressState, common_metrics, config_cells, frame, trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-_WIDTH = 150
-"""In characters: more parameters than fit are left out, as in a terminal of this width."""
-_CELL = 80
-_ERRORS = 3
+_WIDTH = 120
+_HEIGHT = 34
+"""In characters and lines: of the terminal whose output a cell shows."""
+_MAX_CHARACTERS = 20_000
+_MAX_ERRORS = 3
 
 
-def trials_html(
-    trials: Sequence[Trial],
-    metrics: Sequence[str],
-    *,
-    best: str | None = None,
-    more: Mapping[str, list[str]] = MappingProxyType({}),
-) -> Html:
+def terminal_html(*parts: RenderableType) -> Html:
+    """Return what a terminal would show, as text in the color of the cell."""
+    console = Console(color_system=None, force_jupyter=False, width=_WIDTH, file=io.StringIO())
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return code("\n".join(line.rstrip() for line in captured.get().splitlines()), _MAX_CHARACTERS)
+
+
+def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: Mapping[str, list[str]] | None = None) -> Html:
     """Return a table with a row per trial: status, step, metrics, the columns `more`, the differing parameters."""
     if not trials:
         return Html("")
-    names, rows, hidden = cells_of(trials, metrics, _WIDTH, more)
-    place = names.index("status")
-    cells = [
-        [_status(trial, cell) if index == place else escaped(cell, _CELL) for index, cell in enumerate(row)]
-        for trial, row in zip(trials, rows, strict=True)
-    ]
-    marked = next((index for index, each in enumerate(trials) if each.trial == best), None)
-    note = hidden_columns_note(hidden, "results.to_arrow() has all columns")
-    return Html(rows_table(names, cells, marked=marked) + (paragraph(soft(note)) if note else ""))
-
-
-def _status(trial: Trial, label: str) -> Html:
-    ink = FILLS[trial.status].ink if trial.status in FILLS else GREY
-    return Html(f'<span class="pt-dot" style="background:{ink}"></span>{escaped(label)}')
-
-
-def errors_html(errored: Sequence[Trial], count: int) -> Html:
-    """Return the errors of the first trials of `count` that errored, each different one in one line."""
-    shown = errored[:_ERRORS]
-    causes = [f"{names_of(alike)} {cause}" for cause, alike in errors_by_cause(shown)]
-    lines = [paragraph(escaped(cause), kind="pt-bad") for cause in causes]
-    if count > len(shown):
-        lines.append(paragraph(soft(f"and {plural(count - len(shown), 'more error', 'more errors')}: results.errors")))
-    return Html("".join(lines))
-
-
-# A running search as the output of its cell: progress, the best trial so far, a table of trials, errors, events.
-
-_MOST_ROWS = 20
-_MOST_NOTES = 4
-_INKS = {Ending.RUNNING: BLUE, Ending.DONE: GREEN, Ending.INTERRUPTED: ORANGE, Ending.FAILED: RED}
+    table, hidden = trials_table(trials, metrics, more or {}, width=_WIDTH)
+    return Html(terminal_html(table) + (paragraph(soft(hidden)) if hidden else ""))
 
 
 def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> Html:
-    """Return the output: at most 20 trials and the first errors, for any number of trials.
+    """Return the output of a running search, or how it ended.
 
     Args:
         state: the search at this moment.
@@ -100,68 +65,31 @@ def progress_html(state: ProgressState, ending: Ending, why: str, link: str | No
         why: the error of a failure.
         link: the URL of its run in the Prefect UI; None if it is not known.
     """
-    return cell_html(*_progress_parts(state, ending, why, link))
-
-
-def _progress_parts(state: ProgressState, ending: Ending, why: str, link: str | None) -> Iterator[Html]:
-    yield paragraph(escaped(state.outlook.experiment), kind="pt-title")
-    yield paragraph(*_headline(state, ending, why), kind="pt-bad" if ending is Ending.FAILED else "")
-    if state.share is not None:
-        has_failed = state.counts.get(Status.ERRORED, 0) == sum(state.counts.values()) > 0
-        yield _bar(state.share, RED if has_failed else _INKS[ending])
-    facts = {name: escaped(text) for name, text in head_facts(state).items()}
-    yield facts_table({**facts, "run": _link(link) if link else Html("")})
-    objective = state.outlook.objective
-    trials = chosen_trials(state, _MOST_ROWS)
-    best = state.best.trial if state.best is not None and objective is not None else None
-    yield trials_html(trials, objective.metrics if objective else common_metrics(trials), best=best)
-    if (hidden := sum(state.counts.values()) - len(trials)) > 0 and trials:
-        yield paragraph(soft(f"and {plural(hidden, 'more trial', 'more trials')}"))
-    yield errors_html(state.errored, state.counts.get(Status.ERRORED, 0))
-    if ending is Ending.RUNNING:
-        yield from (
-            paragraph(soft(f"{each.at:%H:%M:%S} {each.trial} {each.text}")) for each in state.notes[-_MOST_NOTES:]
-        )
-
-
-def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
     after = f"after {format_duration(state.elapsed)}"
     match ending:
         case Ending.RUNNING:
-            yield escaped(" · ".join(_pace(state)))
+            headline = escaped(f"running for {format_duration(state.elapsed)}")
         case Ending.DONE if state.ended_because:
-            yield escaped(f"ended early {after}: {state.ended_because}")
+            headline = escaped(f"ended early {after}: {state.ended_because}")
         case Ending.DONE if not state.has_trained:
-            yield escaped("nothing to train: every trial had ended before. A new experiment name begins a new search")
+            headline = escaped(
+                "nothing to train: every trial had ended before. A new experiment name begins a new search"
+            )
         case Ending.DONE:
-            yield escaped(f"done {after}")
+            headline = escaped(f"done {after}")
         case Ending.INTERRUPTED:
-            yield escaped(f"interrupted {after}. To resume it, run the cell again with")
-            yield Html(f" <code>experiment={escaped(repr(state.outlook.experiment))}</code>")
+            name = escaped(repr(state.outlook.experiment))
+            headline = Html(
+                f"interrupted {after}. To resume it, run the cell again with <code>experiment={name}</code>"
+            )
         case Ending.FAILED:
-            yield escaped(f"failed {after}: {why}")
+            headline = escaped(f"failed {after}: {why}")
+    address = f'<a href="{escape(link)}" target="_blank" rel="noopener">in the Prefect UI</a>' if link else ""
+    kind = "pt-bad" if ending is Ending.FAILED else ""
+    return cell_html(paragraph(headline, kind=kind), terminal_html(frame(state, _WIDTH, _HEIGHT)), Html(address))
 
 
-def _pace(state: ProgressState) -> Iterator[str]:
-    yield f"running for {format_duration(state.elapsed)}"
-    yield from filter(None, (format_time_left(state), pace(state)))
-
-
-def _link(address: str) -> Html:
-    return Html(f'<a href="{escape(address)}" target="_blank" rel="noopener">in the Prefect UI</a>')
-
-
-def _bar(share: float, ink: str) -> Html:
-    percent = f"{100 * share:.1f}"
-    return Html(
-        f'<div class="pt-bar" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100">'
-        f'<div style="width:{percent}%;background:{ink}"></div></div>'
-    )
-
-
-# The results of an experiment as the output of a cell: counts, the best trial, a table of trials, learning curves.
-
-Points: TypeAlias = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
+Points: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
 """Learning curves: steps and values by trial and metric."""
 MOST_ROWS = 20
 _METRICS = 4
@@ -186,19 +114,18 @@ def results_html(
     """
     trials = list(experiment.trials.values())
     losses = {each.trial: found for each, found in ranked(trials, objective)}
-    view = ReportInput(experiment, uri, datetime.now(UTC), objective, HistoryView(), trials, losses)
+    view = ReportInput(experiment, uri, datetime.now(UTC), objective, SearchSnapshot(experiment), trials, losses)
     return cell_html(*_results_parts(view, read_curves), *_cost(read_cost))
 
 
 def _cost(read_cost: Callable[[], ExperimentCost]) -> Iterator[Html]:
-    """Yield the sentence on the cost, and the bar of its categories; nothing while the target fails."""
+    """Yield the sentence on the cost; nothing while the target fails."""
     try:
         cost = read_cost()
     except TuneError:
         return
     if sentence := cost_sentence(cost):
         yield paragraph(escaped(sentence))
-        yield Html(cost_bar(cost))
 
 
 def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> Points:
@@ -221,14 +148,16 @@ def _results_parts(view: ReportInput, read_curves: Callable[[Sequence[str], Sequ
     objective, count = view.objective, len(view.trials)
     ordered = [*view.ranking, *(each for each in view.trials if each.trial not in view.losses)]
     metrics = objective.metrics if objective else common_metrics(ordered)[:_METRICS]
-    best = view.best[0] if view.best and objective else None
-    yield paragraph(escaped(view.experiment.name), kind="pt-title")
-    yield facts_table(_facts(view, best))
     shown = ordered[:MOST_ROWS]
-    yield trials_html(shown, metrics, best=best.trial if best else None, more={"checkpoint": _checkpoints(shown)})
+    yield paragraph(escaped(view.experiment.name), kind="pt-title")
+    yield terminal_html(facts_table({name: text for name, text in _facts(view).items() if text}))
+    yield trials_html(shown, metrics, {"checkpoint": _checkpoints(shown)})
     yield paragraph(soft(more_trials(count - len(shown))))
-    errored = [each for each in view.trials if each.status is Status.ERRORED]
-    yield errors_html(errored, len(errored))
+    errors = errors_by_cause([each for each in view.trials if each.status is Status.ERRORED])
+    for cause, trials in errors[:_MAX_ERRORS]:
+        yield paragraph(escaped(f"{names_of(trials)} {cause}"), kind="pt-bad")
+    if len(errors) > _MAX_ERRORS:
+        yield paragraph(soft(f"and {plural(len(errors) - _MAX_ERRORS, 'other error', 'other errors')}: results.errors"))
     yield from _curves(view, metrics, read_curves)
 
 
@@ -237,18 +166,19 @@ def more_trials(count: int) -> str:
     return f"and {plural(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""
 
 
-def _facts(view: ReportInput, best: Trial | None) -> Mapping[str, Html]:
+def _facts(view: ReportInput) -> Mapping[str, str]:
     facts = {
-        "trials": escaped(format_counts(counted(view.experiment))),
-        "target": Html(f"<code>{escaped(view.uri)}</code>"),
-        "ended early": escaped(first_line(view.experiment.ends)),
+        "trials": format_counts(counted(view.experiment)),
+        "target": view.uri,
+        "ended early": first_line(view.experiment.ends),
     }
-    if best is not None and view.objective is not None:
-        compared = zip(view.objective.metrics, view.objective.modes, strict=True)
+    if view.best and view.objective is not None:
+        best, compared = view.best[0], zip(view.objective.metrics, view.objective.modes, strict=True)
         values = [f"{name} {format_value(metric_in(best.metrics, name))} ({mode})" for name, mode in compared]
-        said = f"trial {named(best.trial, best.status)}, {', '.join(values)} at step {best.step}"
-        facts[best_label(view.objective)] = escaped(said)
-        facts[""] = escaped(", ".join(f"{name} {value}" for name, value in config_cells(best)))
+        facts[best_label(view.objective)] = (
+            f"trial {named(best.trial, best.status)}, {', '.join(values)} at step {best.step}"
+        )
+        facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts
 
 
@@ -266,7 +196,7 @@ def _curves(
     except TuneError as error:
         yield paragraph(soft(f"The learning curves could not be read: {first_line(str(error))}"))
         return
-    history = HistoryView(metrics=tuple(metrics), curves=points)
+    history = replace(view.history, metrics=tuple(metrics), curves=points)
     svg = learning_curves(replace(view, history=history))
     if svg is not None:
         yield Html(svg)

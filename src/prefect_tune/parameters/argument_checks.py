@@ -6,10 +6,7 @@ import ast
 import importlib.util
 import inspect
 import linecache
-import pkgutil
-import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +22,6 @@ from prefect_tune.runtime.trainable import require_trainable
 
 if TYPE_CHECKING:
     from prefect.task_runners import TaskRunner
-
-_SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 
 def experiment_name(given: str | None) -> str:
@@ -191,7 +186,7 @@ def _importable(name: str) -> str:
     except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
         raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if missing is not None:
-        raise InvalidInput(f"trainable {name!r}: there is no module {missing!r}{_near(missing) or _where_to_install()}")
+        raise InvalidInput(f"trainable {name!r}: there is no module {missing!r}{_where_to_install()}")
     return name
 
 
@@ -204,14 +199,6 @@ def _where_to_install() -> str:
             """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
         )
     return "; is its project installed here, or its folder in PYTHONPATH?"
-
-
-def _near(module: str) -> str:
-    """Return a suggestion for the name of a module beside those of its package; empty if there is none similar."""
-    package, _, name = module.rpartition(".")
-    search_in = None if not package else getattr(sys.modules.get(package), "__path__", ())
-    near = get_close_matches(name, [each.name for each in pkgutil.iter_modules(search_in)], 1, _SIMILAR)
-    return f"; did you mean {f'{package}.{near[0]}'.lstrip('.')!r}?" if near else ""
 
 
 # Refuse searches with several writers of one journal on a target that is safe for one writer only.

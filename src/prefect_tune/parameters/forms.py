@@ -11,23 +11,27 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from inspect import Parameter, Signature, getdoc, signature
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
-import httpx
-from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import parameter_docstrings, parameter_schema
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    WithJsonSchema,
+    create_model,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.blocks.resolve_target import ABSOLUTE, block_slug_pattern, deployment_of_run
+from prefect_tune.blocks.resolve_target import ABSOLUTE, block_slug_pattern, validate_target
 from prefect_tune.blocks.storage_target import ObjectTarget, StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.callbacks import Callback
@@ -61,14 +65,10 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
         for name, each in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
-    return {**form, **_beside(definitions[OPTIONS])} if isinstance(flow, GroupedFlow) else form
-
-
-def _beside(group: _Schema) -> _Schema:
-    """Return what validates the parameters of the group beside it: no form shows patterns as fields."""
-    return {
-        "patternProperties": {f"^{name}$": {"anyOf": [field, _NOTHING]} for name, field in group["properties"].items()}
-    }
+    if isinstance(flow, GroupedFlow):  # no form shows patterns as fields
+        group = definitions[OPTIONS]["properties"]
+        form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NOTHING]} for name, field in group.items()}
+    return form
 
 
 def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
@@ -154,10 +154,6 @@ def _target() -> _Schema:
     return {"anyOf": [_target_text(), *(_saved(kind) for kind in kinds)]}
 
 
-def _optional_target() -> _Schema:
-    return {"anyOf": [*_target()["anyOf"], _NOTHING]}
-
-
 def _warm_start() -> _Schema:
     pattern = rf"^(?:[^/]+|{ABSOLUTE}.*|{block_slug_pattern()}/[^/]+)$"
     return {"anyOf": [_list_of("Experiments", {**_text("Name, or target/name"), "pattern": pattern}), _NOTHING]}
@@ -185,7 +181,8 @@ def _sync() -> _Schema:
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
 
-def _without_path(target: object) -> object:
+def _writable_target(target: Any) -> object:
+    validate_target(target)
     return resolve_target(target) if isinstance(target, os.PathLike) else target
 
 
@@ -218,13 +215,12 @@ StopLike: TypeAlias = (
 """A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
 
 TargetField: TypeAlias = Annotated[
-    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_without_path), _AskedAs(_target)
+    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_writable_target), _AskedAs(_target)
 ]
 OptionalTargetField: TypeAlias = Annotated[
     TargetLike | None,
-    _ValidatedAs(StorageTarget | str | None),
-    BeforeValidator(_without_path),
-    _AskedAs(_optional_target),
+    _ValidatedAs(Annotated[StorageTarget | str, BeforeValidator(_writable_target)] | None),
+    _AskedAs(lambda: {"anyOf": [*_target()["anyOf"], _NOTHING]}),
 ]
 WarmStartField: TypeAlias = Annotated[list[str] | None, _AskedAs(_warm_start)]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
@@ -299,7 +295,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
     A run takes a parameter of the group beside it too, as Python clients pass it; that one replaces the one in the
-    group, unless only the deployment stores it and the run sets the one in the group.
+    group.
 
     Args:
         flow: the flow that is run, whose parameters are flat.
@@ -375,57 +371,21 @@ def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Ca
     """Return the function that a run calls; Prefect's engine refuses parameters that its signature lacks."""
     function: Callable[..., _R] = flow.fn
 
-    def entry(**given: Any) -> _R:
-        return function(**_joined(given))
+    def entry(**parameters: Any) -> _R:
+        group: BaseModel | None = parameters.pop(ADVANCED)
+        if group is not None:
+            context = FlowRunContext.get()  # whose parameters are without the defaults that Prefect adds
+            beside = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
+            for name in sorted(group.model_fields_set):
+                if name not in beside:
+                    parameters[name] = getattr(group, name)
+                elif parameters[name] != getattr(group, name):
+                    warning = "%s: the value beside the group replaces the one in %r"
+                    get_run_logger().warning(warning, name, ADVANCED)
+        return function(**parameters)
 
     entry.__name__ = entry.__qualname__ = function.__name__
     entry.__module__ = module
     entry.__doc__ = function.__doc__
     vars(entry)["__signature__"] = accepted
     return entry
-
-
-def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat parameters; those of the group replace defaults, but not what the run was given beside it.
-
-    A form does not show what its deployment stores beside the group: a value that a person sets in the group counts.
-    """
-    flat = dict(given)
-    group: BaseModel | None = flat.pop(ADVANCED)
-    if group is None:
-        return flat
-    beside = _given_to_the_run()
-    differ = [name for name in sorted(group.model_fields_set & beside.keys()) if flat[name] != getattr(group, name)]
-    flat |= {name: getattr(group, name) for name in group.model_fields_set - beside.keys()}
-    stored = _stored_by_the_deployment() if differ else {}
-    for name in differ:
-        is_set = getattr(group, name) != type(group).model_fields[name].default
-        if is_set and _is_only_stored(name, beside, stored):
-            flat[name] = getattr(group, name)
-            get_run_logger().warning(
-                "%s: the value in %r replaces the one that the deployment stores beside the group", name, ADVANCED
-            )
-        else:
-            get_run_logger().warning("%s: the value beside the group replaces the one in %r", name, ADVANCED)
-    return flat
-
-
-def _is_only_stored(name: str, beside: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    """Whether the deployment stores the value beside the group, and the run was given its own one in the group."""
-    in_group, in_stored_group = ((each.get(ADVANCED) or {}).get(name) for each in (beside, stored))
-    return name in stored and stored[name] == beside[name] and in_group != in_stored_group
-
-
-def _stored_by_the_deployment() -> Mapping[str, Any]:
-    """Return the parameters that the deployment of this flow run stores; none if the server does not say."""
-    if (deployment := deployment_of_run()) is None:
-        return {}
-    with suppress(PrefectException, httpx.HTTPError), get_client(sync_client=True) as client:
-        return client.read_deployment(deployment).parameters
-    return {}
-
-
-def _given_to_the_run() -> Mapping[str, Any]:
-    """Return the parameters of the flow run as they were given, without the defaults that Prefect adds for a call."""
-    context = FlowRunContext.get()
-    return {} if context is None or context.flow_run is None else context.flow_run.parameters

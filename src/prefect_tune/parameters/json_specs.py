@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
 from typing import Any, cast
 
@@ -93,7 +94,10 @@ def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str 
         return None if None in parts else [each for each in parts if each is not None]
     if isinstance(stop, Stopper):
         return to_json(stop)
-    return stop if isinstance(stop, Mapping | str) and _is_json(stop) else import_path_of(stop)
+    with suppress(TypeError, ValueError):
+        if isinstance(stop, Mapping | str) and canonical_json(stop):
+            return stop
+    return import_path_of(stop)
 
 
 def to_json(thing: object) -> dict[str, Any] | None:
@@ -102,14 +106,6 @@ def to_json(thing: object) -> dict[str, Any] | None:
         return cast("dict[str, Any]", thing.json_form()) if isinstance(thing, HasJsonForm) else None
     except InvalidInput:
         return None
-
-
-def _is_json(value: object) -> bool:
-    try:
-        canonical_json(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _made(given: object, where: str) -> object:

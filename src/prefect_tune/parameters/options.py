@@ -18,10 +18,8 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
-from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import Value, argument_error
 
 
 class Stored(Enum):
@@ -109,35 +107,6 @@ class ValidatedParameters(Value):
         try:
             super().__init__(**parameters)
         except ValidationError as error:
-            invalid = first_cause(error)
+            invalid = argument_error(error)
         if invalid is not None:
             raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
-
-
-_BOUNDS = {
-    "greater_than": "more than {:g}",
-    "greater_than_equal": "{:g} or more",
-    "less_than": "less than {:g}",
-    "less_than_equal": "{:g} or less",
-}
-"""How messages say pydantic's bounds of numbers."""
-
-
-def first_cause(invalid: ValidationError, within: str = "") -> Exception:
-    """Return the error that a validator raised; else the first of pydantic's: of values it shows only numbers.
-
-    `within` names the parameter of which the invalid value is a part.
-    """
-    first = invalid.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Exception):
-        return cause
-    where = ".".join(map(str, (*filter(None, [within]), *first["loc"])))
-    if first["type"] in _BOUNDS:
-        (bound,) = first["ctx"].values()
-        return InvalidInput(f"{where}: expected {_BOUNDS[first['type']].format(bound)}{_found(first)}")
-    return InvalidInput(f"{where}: {first['msg']}{_found(first)}")
-
-
-def _found(error: ErrorDetails) -> str:
-    return f", found {found!r}" if isinstance(found := error["input"], int | float) else ""

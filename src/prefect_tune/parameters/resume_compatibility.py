@@ -11,7 +11,6 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import canonical_json, metric_in
 from prefect_tune.journal_access import no_experiment_at, read_known
@@ -63,19 +62,14 @@ def _changed(state: Experiment, plan: SearchPlan) -> str | None:
     before, now = state.settings.get("code"), plan.code
     if not (state.trials and before and now and before != now):
         return None
-    was, name = _trained_last(state), plan.fingerprint.get("trainable")
+    given, (*_, last) = state.settings.get("trainable"), state.trials.values()  # passed as text, or of the last trial
+    was = (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")
+    name = plan.fingerprint.get("trainable")
     if was and name and was != name:
         return (
             f"the trainable has changed since experiment {state.name!r} last trained ({was} {before} -> {name} {now})"
         )
     return f"the source of the trainable has changed since experiment {state.name!r} last trained ({before} -> {now})"
-
-
-def _trained_last(state: Experiment) -> str | None:
-    """Return the trainable's name: of the journal's settings if it was passed as text, else of the last trial."""
-    given = state.settings.get("trainable")
-    *_, last = state.trials.values()
-    return (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")
 
 
 KEEPS_CONFIGURATIONS = (
@@ -93,7 +87,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
-    if not all(trial.own_journal for trial in state.trials.values()):
+    if not all(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
     for name, why in {name: option.fixed for name, option in OPTIONS.items() if option.fixed}.items():
         before, now = _meaning(name, state.settings), _meaning(name, settings)
@@ -159,7 +153,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
     """
     require_goes_on(state)
     where = f"experiment {state.name!r} at {spec.target.uri}"
-    if state.settings or any(trial.own_journal for trial in state.trials.values()):
+    if state.settings or any(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(f"{where} is a search: resume it by pt.resume(...), or choose another experiment name")
     trial = state.trials.get(spec.trial.trial)
     if trial is None:
@@ -241,8 +235,8 @@ def _space_in(settings: Mapping[str, object]) -> bytes | None:
 
 
 def require_presence(
-    target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None
-) -> LoadedJournal | None:
+    target: StorageTarget, experiment: str, asked: Resuming, known: Experiment | None = None
+) -> Experiment | None:
     """Check, before anything is written, that the experiment exists or not, as `asked`.
 
     Returns `known`, or the journal if it had to be read; None if neither.
@@ -259,7 +253,7 @@ def require_presence(
     if asked.presence == "auto":
         return known
     known = known or read_known(target, experiment)
-    found = known.experiment
+    found = known
     if asked.presence == "must" and not found.number:
         raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
     if asked.presence == "never" and found.number:

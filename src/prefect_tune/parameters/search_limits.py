@@ -18,13 +18,13 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.reasons import Reason
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import TrialId, leaves
+from prefect_tune.core.values import leaves
 from prefect_tune.parameters.argument_checks import existing_limits
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
@@ -38,17 +38,13 @@ def require_one_count(num_samples: int | None, samples_per_run: int | None) -> N
     """Check that at most one of the two counts is passed, before anything is read.
 
     Raises:
-        InvalidInput: both are passed, or `samples_per_run` is below 1.
+        InvalidInput: both are passed.
     """
-    if samples_per_run is None:
-        return
-    if num_samples is not None:
+    if num_samples is not None and samples_per_run is not None:
         raise InvalidInput(
             f"num_samples={num_samples} is the total, samples_per_run={samples_per_run} is what this run adds: "
             "give one of them"
         )
-    if samples_per_run < 1:
-        raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
 
 
 def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
@@ -143,9 +139,8 @@ class SearchLimits:
     """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
     max_concurrent_trials: int
     """The number of slots, which the options only bound."""
-    why_end: Callable[[Experiment, TrialId | None], Reason | None] = lambda _state, _undecided: None
-    """Returns why the run ends now, empty while it continues, from its state and the error of a scheduler that could
-    not decide, if it could not."""
+    end_reason: AnyReason | None = None
+    """Why the run ends before it trains; None if it trains."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
     """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
 
@@ -254,7 +249,8 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         grace=timedelta(seconds=plan.grace_period_seconds),
         silence=None if silence is None else timedelta(seconds=silence),
         tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(callers_tags())])),
-        own_journal=True,
+        required_metrics=plan.objective.metrics if plan.objective and not plan.allow_missing_metric else (),
+        of_search=True,
     )
 
 
@@ -270,7 +266,7 @@ def spec_of_one_trial(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]
             f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
         )
     spec = trial_spec(plan, stopper)
-    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(trial), own_journal=False)
+    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(trial), of_search=False)
     require_possible(spec)
     return spec, stopper
 

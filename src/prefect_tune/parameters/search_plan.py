@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +35,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import is_distribution, space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.values import Number, Value, Whole, canonical_json
+from prefect_tune.core.values import Number, Value, Whole, argument_error, canonical_json
 from prefect_tune.parameters.argument_checks import (
     code_of,
     experiment_name,
@@ -45,7 +45,7 @@ from prefect_tune.parameters.argument_checks import (
     valid_trainable,
 )
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
-from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, first_cause, options_of
+from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, options_of
 from prefect_tune.runtime.load_named import import_path_of, load_named
 from prefect_tune.runtime.trainable import Reuse, require_saves
 
@@ -106,17 +106,10 @@ def resuming(given: object) -> Resuming:
 _DATA, _CHOICE = Stored.DATA, Stored.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
-MOST_SECONDS = 1e10
+_MAX_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
-MOST_NODES = 1024
-_Seconds: TypeAlias = Annotated[Number, Field(gt=0, le=MOST_SECONDS)]
-
-
-def valid_bound(bound: int) -> int:
-    """Return the bound on trials that train at once. Raises `InvalidInput` if it is less than 1."""
-    if bound < 1:
-        raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
-    return bound
+_MAX_NODES = 1024
+PositiveSeconds: TypeAlias = Annotated[Number, Field(gt=0, le=_MAX_SECONDS)]
 
 
 def _target_from(target: Any) -> StorageTarget:
@@ -131,7 +124,7 @@ def _sync_from(sync: object) -> SyncConfig | None:
     try:
         return None if sync is None else SyncConfig.model_validate(sync)
     except ValidationError as error:
-        invalid = first_cause(error, "sync")
+        invalid = argument_error(error, "sync")
     raise invalid
 
 
@@ -211,7 +204,7 @@ class SearchPlan(ValidatedParameters):
     ] = None
     """As given but with plain scalars, for the journal; `stopper` is its meaning."""
     max_concurrent_trials: Annotated[
-        Annotated[Whole, AfterValidator(valid_bound)] | None,
+        Annotated[Whole, Field(ge=1)] | None,
         Option(_DATA, at_resume=True),
         Flag("N", "Default: one per CPU.", resume_place=8),
     ] = None
@@ -251,18 +244,21 @@ class SearchPlan(ValidatedParameters):
         Flag(None, "Stop at the first error.", _FAILURES),
         Flag(None, "Errors end no search.", _FAILURES, bool, flag="--ignore-errors"),
     ] = None
+    allow_missing_metric: Annotated[
+        bool, Option(_DATA, at_resume=True), Flag(None, "Reports may lack the --metric.", _FAILURES)
+    ] = False
     silence_timeout_seconds: Annotated[
-        _Seconds | None, Option(_DATA), Flag("S", "Restart a trial after S without a report.", _FAILURES)
+        PositiveSeconds | None, Option(_DATA), Flag("S", "Restart a trial after S without a report.", _FAILURES)
     ] = None
     grace_period_seconds: Annotated[
         Number,
-        Field(ge=0, le=MOST_SECONDS),
+        Field(ge=0, le=_MAX_SECONDS),
         Option(_DATA),
         Flag("S", "Time to save after a stop signal. Default: 25.", _FAILURES),
     ] = 25
     sync: Annotated[SyncConfig | None, PlainValidator(_sync_from), Option(_CHOICE, at_resume=True)] = None
     samples_per_run: Annotated[
-        Whole | None,
+        Annotated[Whole, Field(ge=1)] | None,
         Option(at_resume=True),
         Flag("N", "N new samples, in place of a total.", _MORE, at_least=1, resume_place=4),
     ] = None
@@ -277,7 +273,7 @@ class SearchPlan(ValidatedParameters):
         Flag("NAME", "Learn from the trials of this experiment.", _MORE),
     ] = None
     time_budget_seconds: Annotated[
-        _Seconds | None,
+        PositiveSeconds | None,
         Option(at_resume=True),
         Flag("S", "After S seconds save all trials and end.", _MORE, resume_place=9),
     ] = None
@@ -339,13 +335,13 @@ class SearchPlan(ValidatedParameters):
     ] = 1
     nodes_per_trial: Annotated[
         Whole,
-        Field(ge=1, le=MOST_NODES),
+        Field(ge=1, le=_MAX_NODES),
         Option(_DATA, at_resume=True),
         Flag("N", "Nodes of a trial. Default: 1.", _WHERE, at_least=1),
     ] = 1
     min_nodes: Annotated[
         Whole | None,
-        Field(ge=1, le=MOST_NODES),
+        Field(ge=1, le=_MAX_NODES),
         Option(_DATA, at_resume=True),
         Flag("N", "Fewest of them. Default: all.", _WHERE, at_least=1),
     ] = None
@@ -518,41 +514,20 @@ def only_in_code(settings: Mapping[str, object]) -> list[str]:
     return list(names)
 
 
-class NotInJournal(InvalidInput):
-    """A resume needs parameters that the experiment's journal does not store, and that were not passed."""
-
-    def __init__(self, experiment: str, names: Sequence[str]) -> None:
-        why = dict.fromkeys(_WHY_NOT_STORED.get(name, "an object without a JSON form") for name in names)
-        said = f"{', '.join(map(repr, names))} ({'; '.join(why)})"
-        self.problem = f"the journal of experiment {experiment!r} does not store {said}"
-        super().__init__(
-            f"{self.problem}; pass it to pt.resume, or call pt.tune(...) as before, with the same experiment name"
-        )
-        self.names = names
-
-
-_WHY_NOT_STORED = {
-    "trainable": "no process can import it by a name: a script, a notebook or a function defined it, or it is a lambda",
-}
-
-
-def require_stored(experiment: str, settings: Mapping[str, object], changed: Collection[str]) -> None:
-    """Check that the settings hold what a resume needs, apart from what is `changed`. Raises as `from_settings`."""
-    missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
-    if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
-        missing.insert(0, "trainable")
-    if missing:
-        raise NotInJournal(experiment, missing)
-
-
 def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
     """Return the plan of an experiment from its settings, with the parameters of this `run` and those `changed`.
 
     Raises:
-        NotInJournal: the settings lack a parameter that only the code held, and `changed` does not pass it.
+        InvalidInput: the settings lack a parameter that only the code held, and `changed` does not pass it.
             Missing callbacks are no error: they decide nothing.
     """
-    require_stored(str(run.get("experiment", "")), settings, changed)
+    names = dict.fromkeys([*({"trainable"} - settings.keys()), *only_in_code(settings)])
+    if missing := [name for name in names if name not in changed and name != "callbacks"]:
+        raise InvalidInput(
+            f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing))}: an "
+            "object without an import path or JSON form. Pass it to pt.resume (--trainable MODULE:NAME), or call "
+            "pt.tune(...) as before, with the same experiment name"
+        )
     kept = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed:
         kept.pop("num_samples", None)  # it belonged to the earlier search

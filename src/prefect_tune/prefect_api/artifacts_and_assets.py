@@ -52,8 +52,6 @@ class PrefectEvent:
     resource: Mapping[str, str]
     related: Sequence[Mapping[str, str]] = ()
     payload: Mapping[str, object] = field(default_factory=dict)
-    identity: UUID | None = None
-    """The event id if the event may be emitted twice: Prefect stores two events of one id once."""
 
 
 def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:

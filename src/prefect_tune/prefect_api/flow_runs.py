@@ -144,11 +144,11 @@ def _suspension_of(context: FlowRunContext) -> Any:
 
 
 def set_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
-    """Set a running or suspended flow run to `state`, Suspended or Paused, with the form that *Resume* asks.
+    """Set a running or suspended flow run to `state`, which is Suspended, with the form that *Resume* asks.
 
-    `suspend_flow_run` and `pause_flow_run` save the form after the state: a process that ends in between leaves a run
-    that the UI cannot resume, and they refuse a run that was suspended in the UI. So the form is saved first. The state
-    is forced: the server's rules refuse it for a suspended run, and from 3.9 on delete the form when they accept it.
+    `suspend_flow_run` saves the form after the state: a process that ends in between leaves a run that the UI cannot
+    resume, and it refuses a run that was suspended in the UI. So the form is saved first. The state is forced: the
+    server's rules refuse it for a suspended run, and from 3.9 on delete the form when they accept it.
 
     Raises:
         Abort: the run is neither running nor suspended any more.

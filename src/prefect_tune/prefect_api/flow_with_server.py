@@ -8,9 +8,7 @@ on a machine runs all migrations, and may take longer.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import re
 import socket
 import sys
 import threading
@@ -21,9 +19,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from inspect import Parameter, Signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -41,7 +37,7 @@ from prefect.task_runners import TaskRunner
 
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.api_client import require_api
-from prefect_tune.prefect_api.argument_validation import require_valid
+from prefect_tune.prefect_api.argument_validation import require_storable, require_valid
 from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.cancellation import end_cancellation
 from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
@@ -50,7 +46,6 @@ from prefect_tune.prefect_api.own_server import LOOPBACK, find_own_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 _log = get_logger("prefect_tune")
@@ -61,8 +56,6 @@ _started_here: set[str] = set()  # URLs of the APIs
 _found_here: set[str] = set()  # of this user's server
 _names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
-_HAD_TRACE = "had a traceback"
-_FINAL = re.compile(r"Finished in state (Failed|Interrupted)(?=\()")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
@@ -72,31 +65,6 @@ Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractCon
 def has_begun(interrupt: KeyboardInterrupt) -> bool:
     """Return whether a flow run had begun when it was interrupted; False for other interrupts."""
     return _HAS_BEGUN in vars(interrupt)
-
-
-def is_without_trace(record: logging.LogRecord) -> bool:
-    """Return whether a record of Prefect's log has lost the traceback of a `TuneError`: see `_without_trace`."""
-    return _HAD_TRACE in vars(record)
-
-
-def _without_trace(record: logging.LogRecord) -> bool:
-    """Leave the traceback of a `TuneError` of our flows out of Prefect's log: the message says what to do."""
-    is_ours = getattr(record, "flow_name", None) in _names
-    if is_ours and record.exc_info and isinstance(record.exc_info[1], TuneError):
-        vars(record).update({"exc_info": None, _HAD_TRACE: True})
-    return True
-
-
-def _without_message_of_state(record: logging.LogRecord) -> bool:
-    """Leave the message of a final state out of the log of a call that raises it: Python prints it as the last line."""
-    found = _FINAL.match(record.getMessage())
-    if found and getattr(record, "flow_name", None) in _names and _is_called():
-        vars(record).update({"msg": found[0], "args": ()})
-    return True
-
-
-logging.getLogger("prefect.flow_runs").addFilter(_without_trace)
-logging.getLogger("prefect.flow_runs").addFilter(_without_message_of_state)
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -119,7 +87,7 @@ class FlowWithServer(Flow[_P, _R]):
         Raises:
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; nothing was
                 started.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do; if nothing catches it, Python prints no traceback.
+            KeyboardInterrupt: Ctrl-C. Its message says what to do.
                 `has_begun` says whether the flow run had begun, which then ends as *Interrupted*, of type Cancelled.
         """
         found: dict[str, bool] = {}
@@ -133,6 +101,7 @@ class FlowWithServer(Flow[_P, _R]):
                 resources.enter_context(self.call_context(self.name))
                 _have_server(resources, partial(self._prestarted, arguments))
                 raise_held_signal()
+                require_storable(self, arguments)
                 advice = f"{self.name} was interrupted: run it again to continue"
                 found[_HAS_BEGUN] = True
                 with _interrupts_raised_after_the_run():
@@ -147,7 +116,6 @@ class FlowWithServer(Flow[_P, _R]):
             # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(found)
-            _print_without_traceback(again)
             raise again from None
 
     def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -203,11 +171,6 @@ def _interrupts_raised_after_the_run() -> Iterator[None]:
             raise interrupts[0]
 
 
-def _is_called() -> bool:
-    """Whether the flow run is a call in this process, whose error or interrupt is raised."""
-    return _interrupts.get() is not None
-
-
 # The flow run of the last call in this context, while that call is active.
 _last_run: ContextVar[UUID | None] = ContextVar("_last_run", default=None)
 
@@ -218,9 +181,11 @@ def note_run() -> None:
     _last_run.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
 
 
-def _is_called_by_a_run() -> bool:
+def _is_call_of_a_script() -> bool:
+    """Whether this flow run is a call in this process, and no other run has called it."""
     context = FlowRunContext.get()
-    return context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None
+    run = context.flow_run if context is not None else None
+    return _interrupts.get() is not None and run is not None and run.parent_task_run_id is None
 
 
 def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
@@ -233,6 +198,9 @@ def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
 
 def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return the function of a flow whose call ends in the state Interrupted on Ctrl-C, which Prefect calls a crash."""
+    # Prefect evaluates no annotations. The import of the class that it returns takes longer than that of the flow.
+    function.__annotations__.pop("return", None)
+    function.__annotations__ = get_type_hints(function, include_extras=True)
 
     @wraps(function)
     def run(*args: _P.args, **options: _P.kwargs) -> _R:
@@ -245,34 +213,11 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
         except TerminationSignal:
-            if not _is_called() or _is_called_by_a_run() or not end_cancellation():
+            if not _is_call_of_a_script() or not end_cancellation():
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
-    # Prefect looks for the names in annotations in the module of `run`, which is this one. What it returns is not
-    # evaluated: the import of that class takes longer than that of the flow.
-    returned = str(function.__annotations__.get("return"))
-    own = _PlainSignature.from_callable(function, locals={returned: returned}, eval_str=True)
-    run.__annotations__ = {name: parameter.annotation for name, parameter in own.parameters.items()}
-    vars(run)["__signature__"] = own
     return run
-
-
-_MODULE = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
-
-
-class _PlainSignature(Signature):
-    """A signature for `help`: a parameter a line, with its type, without what validates it or describes it in forms."""
-
-    def __str__(self) -> str:
-        """Return the signature with the types that checkers see."""
-        annotated = SimpleNamespace(__annotations__={name: each.annotation for name, each in self.parameters.items()})
-        hints = get_type_hints(annotated)
-        plain = [each.replace(annotation=hints[name]) for name, each in self.parameters.items()]
-        star = next((place for place, each in enumerate(plain) if each.kind is Parameter.KEYWORD_ONLY), len(plain))
-        lines = [*map(str, plain[:star]), *["*"] * (star < len(plain)), *map(str, plain[star:])]
-        returned = self.return_annotation if isinstance(self.return_annotation, str) else "None"
-        return _MODULE.sub("", "(\n" + "".join(f"    {each},\n" for each in lines) + f") -> {returned}")
 
 
 def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
@@ -291,19 +236,6 @@ def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
     except (PrefectException, httpx.HTTPError, OSError):
         return error
     return error
-
-
-def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:
-    """Have Python print only the message of `interrupt` if nothing catches it: its traceback says nothing more."""
-    other = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is interrupt:
-            sys.stderr.write(f"KeyboardInterrupt: {error}\n")
-        else:
-            other(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
@@ -325,7 +257,11 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
             _set_up(None)  # it has ended since
             url = None
         if url is None and not is_within_run and _SERVER_MODULE not in sys.modules:
-            url = _use_own_server()
+            url = find_own_server()
+            if url is not None:
+                _log.info("Using your Prefect server at %s", url)
+                _set_up(url)
+                _found_here.add(url)
         if url is None and current.server.ephemeral.enabled and _SERVER_MODULE not in sys.modules:
             _start_server(resources, prestarted)
             return
@@ -340,17 +276,9 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
             resources.enter_context(prestarted())
 
 
-def _use_own_server() -> str | None:
-    """Use the server of this user at Prefect's default address, if one runs; return its URL."""
-    if (url := find_own_server()) is not None:
-        _log.info("Using your Prefect server at %s", url)
-        _set_up(url)
-        _found_here.add(url)
-    return url
-
-
 def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
-    server = start_prefect_server(_environment(), services="few")
+    settings = get_current_settings().to_environment_variables(exclude_unset=True)
+    server = start_prefect_server({**LIGHTER_SERVER, **os.environ, **settings}, services="few")
     _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
     atexit.register(server.end)
     answers = False
@@ -358,7 +286,9 @@ def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContext
         _set_up(server.url)  # takes about as long as the server's start; early requests wait
         resources.enter_context(_without_heartbeats())
         resources.enter_context(prestarted())
-        _warm_up()
+        for name in _IMPORTED_WHILE_IT_STARTS:
+            with suppress(ImportError):  # raised again by the code that needs it
+                import_module(name)
         began = time.monotonic()
         answers = server.answers()
     finally:
@@ -458,16 +388,8 @@ def _leave_heartbeat_threads() -> None:
     vars(flow_engine)["_send_heartbeats"] = send_heartbeats
 
 
-def _environment() -> Mapping[str, str]:
-    """Return the server's environment: Prefect's own, and lighter defaults that the user's settings override."""
-    return {
-        **LIGHTER_SERVER,
-        **os.environ,
-        **get_current_settings().to_environment_variables(exclude_unset=True),
-    }
-
-
 LIGHTER_SERVER: Mapping[str, str] = {
+    # Defaults of the server, which the user's settings override.
     # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
@@ -479,20 +401,8 @@ LIGHTER_SERVER: Mapping[str, str] = {
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
-
-
-_WANTED_LATER = (
-    "fastapi.encoders",  # for the parameters of a flow run
-    "prefect.flow_engine",
-    "prefect.task_engine",
-    "prefect_tune.tuner.run_search",
-    "pyarrow.parquet",
-    "pandas",  # pyarrow imports it with the first array, if it is installed
+_IMPORTED_WHILE_IT_STARTS = (
+    *("fastapi.encoders", "prefect.flow_engine", "prefect.task_engine"),
+    *("prefect_tune.tuner.run_search", "pyarrow.parquet", "pandas"),
 )
-
-
-def _warm_up() -> None:
-    """Import what the flow needs later, while the server starts."""
-    for name in _WANTED_LATER:
-        with suppress(ImportError):  # raised again by the code that needs it
-            import_module(name)
+"""Modules that the flow needs later: a script's first trial begins some seconds earlier."""

@@ -27,9 +27,9 @@ from prefect_tune.core.reasons import format_error
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
+from prefect_tune.core.search_view import AttemptEnd, AttemptPeriod, OwnershipPeriod, SearchSnapshot
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import StepReport, flat
-from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, HistoryView, OwnershipPeriod
+from prefect_tune.core.values import flat
 from prefect_tune.terminal.cost_view import cost_fields
 
 # The data of a report: the current trials, their ranking, and the parameters in which they differ.
@@ -47,7 +47,7 @@ class ReportInput:
     uri: str
     now: datetime
     objective: Objective | None
-    history: HistoryView
+    history: SearchSnapshot
     trials: Sequence[Trial]
     """The trials in the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
@@ -102,31 +102,30 @@ class ReportInput:
 
 
 def report_input_of(
-    experiment: Experiment,
-    history: HistoryView,
+    snapshot: SearchSnapshot,
     *,
     uri: str,
     now: datetime,
     expected: int | None = None,
     age: str = "",
-    newest: Callable[[str], StepReport | None] = lambda _: None,
 ) -> ReportInput:
     """Return the data for a report of the experiment.
 
     Args:
-        experiment: by its journal.
-        history: with the curves of `drawn_trials`.
+        snapshot: with the curves of `drawn_trials`.
         uri: of the target.
         now: the time of the report.
         expected: the expected number of trials.
         age: how old the report is, in words.
-        newest: returns the newest report of a running trial, which the journal may not have yet.
     """
+    experiment = snapshot.experiment
     objective = objective_in(experiment.settings)
-    trials = [with_report(each, newest(each.trial)) for each in experiment.trials.values()]
+    trials = [with_report(each, snapshot.newest(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
     domains = _domains(experiment.settings.get("space"))
-    return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, age, _cells(trials), domains)
+    return ReportInput(
+        experiment, uri, now, objective, snapshot, trials, losses, expected, age, _cells(trials), domains
+    )
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
@@ -255,8 +254,6 @@ class Cost:
     saved_bytes: int
     """Not uploaded, because the bytes were on the target already."""
     upload_seconds: float
-    waited_for_ranks_seconds: float = 0.0
-    """Of saves, for the slowest rank of each attempt; 0 with single processes."""
     slots: Mapping[str, object] = field(default_factory=dict)
     """Where the seconds of the slots went; see `terminal.cost_view.cost_fields`."""
     sentence: str = ""
@@ -413,7 +410,6 @@ def _cost(report_input: ReportInput) -> Cost:
         sent_bytes=costs.sent_bytes,
         saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
         upload_seconds=costs.upload_seconds,
-        waited_for_ranks_seconds=report_input.cost.waited_for_ranks_seconds,
         slots=cost_fields(report_input.cost),
         sentence=cost_sentence(report_input.cost),
     )

@@ -13,12 +13,11 @@ from prefect_tune.core.storage.layout import below
 from prefect_tune.core.values import flat, metric_in
 from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
 from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.timeline_charts import cost_bar, timeline
+from prefect_tune.reporting.timeline_charts import timeline
 from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
     learning_curves,
     parallel_coordinates,
-    rung_chart,
 )
 from prefect_tune.terminal.cost_view import LEAST_SECONDS
 from prefect_tune.terminal.formatting import (
@@ -43,7 +42,6 @@ _NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
     ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
-    ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that continued."),
     (
         "Timeline",
         timeline,
@@ -68,7 +66,7 @@ def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
         *_figures(report_input),
         *_trials(facts),
         *_errors(facts),
-        *_end(facts, report_input),
+        *_end(facts),
     ]
 
 
@@ -295,11 +293,10 @@ def _causes(errors: Sequence[TrialFacts]) -> Sequence[str]:
 # ---------------------------------------------------------------------------------------------------- the end
 
 
-def _end(facts: Facts, report_input: ReportInput) -> Iterator[Block]:
+def _end(facts: Facts) -> Iterator[Block]:
     yield Heading("Cost")
     if facts.cost.sentence:
         yield Text([f"{facts.cost.sentence}."])
-        yield Figure(cost_bar(report_input.cost), f"Time of the slots of {facts.experiment}: {facts.cost.sentence}")
     yield Table((), _cost(facts))
     if len(facts.runs) > 1:
         yield Heading("Runs")
@@ -355,8 +352,6 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     if cost.measured_bytes:
         share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
         rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
-        if cost.waited_for_ranks_seconds >= LEAST_SECONDS:
-            rows.append(("slowest ranks", f"saves waited {format_span(cost.waited_for_ranks_seconds)} for them"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows
 

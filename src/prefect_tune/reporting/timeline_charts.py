@@ -1,4 +1,4 @@
-"""The timeline: the owners of the experiment, and all attempts; and the bar of where the time of the slots went."""
+"""The timeline: the owners of the experiment, and all attempts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 
-from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.trial import ENDED, Status
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.search_view import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.core.shown_text import format_duration
 from prefect_tune.reporting.facts import ReportInput
-from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.reporting.svg import (
     BLUE,
     END,
@@ -39,8 +38,6 @@ _LEFT, _RIGHT = 92.0, WIDTH - 16.0
 _ROW = 13.0
 _ROWS = 26
 _BARS = 500
-_RANK, _CHARACTER, _WITH_TEXT = 5.0, 4.6, 15.0
-"""In pixels: the most width of the mark of a rank, the width of a small character, the least height with a line."""
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
 FILLS: Mapping[Status, Fill] = {
@@ -61,9 +58,6 @@ _STATUSES: Mapping[AttemptEnd | None, Status] = {
     AttemptEnd.FAILED: Status.ERRORED,
 }
 _LEGEND = 22.0
-_RANKS_LEGEND = (
-    "Below an attempt: the ends of its ranks. Red: the cause; orange: others that did not end like the rest."
-)
 _BREAK_LABEL = 90.0
 """The width that the label of such a time needs."""
 
@@ -96,8 +90,7 @@ def timeline(report_input: ReportInput) -> str | None:
     is_crowded = len(attempts) > _BARS
     lanes = [] if is_crowded else _lanes(attempts)
     body = 120.0 if is_crowded else max(1, len(lanes)) * _row(lanes)
-    has_ranks = not is_crowded and any(each.rank_count > 1 for each in attempts)
-    drawing = Drawing(WIDTH, 44 + body + 44 + (0 if is_crowded else _LEGEND) + has_ranks * _LINE)
+    drawing = Drawing(WIDTH, 44 + body + 44 + (0 if is_crowded else _LEGEND))
     _draw_ownerships(drawing, clock, history.ownerships)
     if is_crowded:
         _draw_load(drawing, clock, attempts, (44, 44 + body))
@@ -105,8 +98,6 @@ def timeline(report_input: ReportInput) -> str | None:
         statuses = _statuses(attempts, report_input)
         _draw_lanes(drawing, clock, lanes, statuses)
         _draw_legend(drawing, 44 + body + 44 + 12, set(statuses.values()))
-        if has_ranks:
-            drawing.text((_LEFT, 44 + body + 44 + 12 + _LINE), _RANKS_LEGEND, SMALL)
     _draw_clock(drawing, clock, 44 + body + 6)
     return drawing.svg()
 
@@ -224,34 +215,11 @@ def _draw_attempt(
     left, right = clock.at(attempt.began), clock.at(attempt.ended or attempt.began)
     height = max(1.0, row - 3)
     said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
-    if attempt.rank_count > 1:
-        said = "; ".join(filter(None, (f"{said}; {attempt.rank_count} ranks", ends_words(attempt.rank_ends))))
-        height = _draw_ranks(drawing, attempt, (right, right - left), (y, height))
+    if attempt.rank_ends:
+        said = f"{said}; {ends_words(attempt.rank_ends)}"
     drawing.bar((left, y), (max(1.5, right - left - 0.8), height), FILLS[status], title=said)
     if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
-
-
-def _draw_ranks(
-    drawing: Drawing, attempt: AttemptPeriod, right_and_width: tuple[float, float], y_and_height: tuple[float, float]
-) -> float:
-    """Mark the ends of an attempt's ranks below its bar, and say the first if it fits; return the height of the bar."""
-    (right, width), (y, height) = right_and_width, y_and_height
-    each = min(_RANK, width / attempt.rank_count)
-    if attempt.end is None or each < 1 or height < 2 * _RANK:
-        return height
-    ends = {rank: end for end in attempt.rank_ends for rank in end.ranks}
-    left, bottom = right - each * attempt.rank_count, y + height
-    for rank in range(attempt.rank_count):
-        end = ends.get(rank)
-        ink = Fill(GREY) if end is None else Fill(RED) if end.is_cause else Fill(ORANGE)
-        title = ends_words([end.model_copy(update={"ranks": (rank,)})]) if end else f"rank {rank}: like the others"
-        drawing.bar((left + rank * each, bottom - 2), (each - 0.5, 2.5), ink, title=title)
-    said = ends_words(attempt.rank_ends[:1])
-    if len(said) * _CHARACTER > width or height < _WITH_TEXT:
-        return height - 3
-    drawing.text((left - 3, bottom + 0.5), said, f'font-size="8" {END}')
-    return height - 8
 
 
 def _draw_load(
@@ -287,55 +255,3 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"
     drawing.text((_RIGHT, y + 17), f"{ended:{pattern}}", f"{SMALL} {END}")
-
-
-# The bar of the cost: each category of the time of the slots, by its share.
-
-_COSTS: Mapping[Category, Fill] = {
-    Category.TRAINING: Fill(GREEN),
-    Category.LOST: Fill(RED),
-    Category.START: Fill(ORANGE),
-    Category.RESTORING: Fill(VIOLET),
-    Category.SAVING: Fill(BLUE),
-    Category.WAITING: Fill(TEAL, "hatch"),
-    Category.ENDING: Fill(ORANGE, "hatch"),
-    Category.IDLE: Fill(GREY, "outline"),
-}
-_LEAST_BAR = 0.001
-"""A smaller share is neither drawn nor named."""
-_LINE = 20.0
-_BAR = 28.0
-
-
-def cost_bar(cost: ExperimentCost) -> str:
-    """Draw the seconds of the slots as one bar, with a legend."""
-    total = cost.slot_seconds or 1.0
-    shares = {each: found / total for each, found in cost.seconds.items() if found / total >= _LEAST_BAR}
-    labels = {each: f"{each} {100 * share:.0f} %" for each, share in shares.items()}
-    lines = _legend_lines(labels)
-    drawing = Drawing(WIDTH, _BAR + 12 + _LINE * len(lines))
-    x = 0.0
-    for category, share in shares.items():
-        width = share * WIDTH
-        drawing.bar((x, 0), (max(1.0, width - 1), _BAR), _COSTS[category], title=labels[category])
-        x += width
-    for row, line in enumerate(lines):
-        y = _BAR + 12 + _LINE * (row + 0.5)
-        for at, category in line:
-            drawing.swatch((at, y - 9), _COSTS[category])
-            drawing.text((at + 28, y), labels[category], SMALL)
-    return drawing.svg()
-
-
-def _legend_lines(labels: Mapping[Category, str]) -> Sequence[Sequence[tuple[float, Category]]]:
-    """Return the entries of a legend with their horizontal positions, in lines that fit."""
-    lines: list[list[tuple[float, Category]]] = [[]]
-    x = 0.0
-    for category, label in labels.items():
-        width = 28 + 7.0 * len(label) + 18
-        if x + width > WIDTH and lines[-1]:
-            lines.append([])
-            x = 0.0
-        lines[-1].append((x, category))
-        x += width
-    return lines

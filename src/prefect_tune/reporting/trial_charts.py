@@ -1,14 +1,12 @@
-"""Charts that compare trials: learning curves, parallel coordinates, rungs."""
+"""Charts that compare trials: learning curves, parallel coordinates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.schedulers.base import Exploit, Stop
+from prefect_tune.core.search_view import numbers_in
 from prefect_tune.reporting.facts import ReportInput, spread
-from prefect_tune.reporting.history import numbers_in
 from prefect_tune.reporting.svg import (
     BLUE,
     END,
@@ -25,7 +23,6 @@ from prefect_tune.reporting.svg import (
     Point,
     Scale,
     draw_axes,
-    draw_y_axis,
     fitted,
 )
 from prefect_tune.terminal.formatting import format_number
@@ -35,7 +32,6 @@ _NAMED = 4
 _AXES = 8
 _LINES = 160
 _CATEGORIES = 12
-_DOTS = 160
 _SMALL_COLUMNS = 3
 _SMALL_HEIGHT = 150
 _LONGEST_NAME = 36
@@ -206,65 +202,3 @@ def _label(category: str) -> str:
         return format_number(float(category))
     except ValueError:
         return category[:14]
-
-
-# -------------------------------------------------------------------------------------------------- the rungs
-
-
-def rung_chart(report_input: ReportInput) -> str | None:
-    """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs.
-
-    A population has none: there trials exploit others, and all continue.
-    """
-    rungs = _rungs(report_input)
-    if report_input.objective is None or not rungs or len(rungs) > 12:
-        return None
-    drawing, frame = Drawing(WIDTH, 290), Frame(62, 44, WIDTH - 20, 250)
-    metric = report_input.objective.metrics[0]
-    y = fitted([value for rung in rungs.values() for value, _ in rung], frame.bottom, frame.top, room=0.05)
-    draw_y_axis(drawing, frame, y, 5)
-    drawing.text((frame.left - 7, frame.top - 28), metric, f'{SMALL} font-weight="600"')
-    width = (frame.right - frame.left) / len(rungs)
-    for index, (step, rung) in enumerate(rungs.items()):
-        middle = frame.left + (index + 0.5) * width
-        _draw_rung(drawing, y, rung, (middle, min(52.0, width * 0.36)))
-        on = sum(went for _, went in rung)
-        drawing.text((middle, frame.bottom + 18), f"step {step}", f"{SMALL} {MIDDLE}")
-        drawing.text((middle, frame.top - 10), f"{len(rung)} compared, {on} continued", f"{SMALL} {MIDDLE}")
-    return drawing.svg()
-
-
-def _rungs(report_input: ReportInput) -> Mapping[int, Sequence[tuple[float, bool]]]:
-    """Return, for each rung's step, the metric of each trial and whether the trial continued."""
-    if any(isinstance(each.decision, Exploit) for trial in report_input.trials for each in trial.past):
-        return {}
-    metric = report_input.objective.metrics[0] if report_input.objective else ""
-    rungs: dict[int, list[tuple[float, bool]]] = {}
-    for trial in report_input.trials:
-        for step, value in _judged(trial, metric).items():
-            rungs.setdefault(step, []).append((value, trial.step > step))
-    return dict(sorted(rungs.items()))
-
-
-def _judged(trial: Trial, metric: str) -> Mapping[int, float]:
-    decided = [each for each in trial.past if each.what == "decided"]
-    compared = [each for each in decided if not (isinstance(each.decision, Stop) and not each.decision.early)]
-    reports = [each.report for each in compared if each.report]
-    return {each.step: numbers[metric] for each in reports if metric in (numbers := numbers_in(each.metrics))}
-
-
-def _draw_rung(
-    drawing: Drawing, y: Scale, rung: Sequence[tuple[float, bool]], middle_and_reach: tuple[float, float]
-) -> None:
-    middle, reach = middle_and_reach
-    every = -(-len(rung) // _DOTS)
-    dots: dict[bool, list[Point]] = {True: [], False: []}
-    for index, (value, went_on) in enumerate(sorted(rung)[::every]):
-        dots[went_on].append((middle + reach * _jitter(index), y.at(value)))
-    drawing.dots(dots[False], Pen(GREY, 5.5, 0.8))
-    drawing.dots(dots[True], Pen(ORANGE, 6, 0.85))
-
-
-def _jitter(index: int) -> float:
-    """From -1 to 1, evenly, and the same each time: the golden ratio leaves no two close to each other."""
-    return 2 * (index * 0.618033988749895 % 1) - 1

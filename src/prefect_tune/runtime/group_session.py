@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events import Outcome, Scalar
+from prefect_tune.core.journal_events import Outcome
 from prefect_tune.core.messages.process_messages import (
     Directive,
     Join,
@@ -40,7 +40,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.load_named import load_named, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
@@ -170,21 +170,6 @@ class FollowingSession(TrialSession):
             if self._over is None:
                 self._follow(save)
 
-    def ask(
-        self,
-        question: str,
-        fields: Mapping[str, object] | None,
-        key: str | None,
-        save: Callable[[str], None] | None,
-    ) -> dict[str, Scalar]:
-        with self._reporting("pt.ask"):
-            if (given := self._given(self._question(question, fields, key))) is not None:
-                return given
-            if save is not None:
-                self.save_last_step(save)
-            reason = make_reason("rank-0-asks", question=question)
-            raise self._leaving(TrialOver(self._interrupted(reason)))
-
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
         with self._reports:
@@ -204,12 +189,12 @@ class FollowingSession(TrialSession):
     def _handed_over(self, directory: Path) -> Path:
         if directory.parent == Path(self.start.staging).resolve():
             return directory
-        with self._writing():
+        with self._saving():
             return snapshot(directory, self.new_directory())
 
     def _add(self, directory: Path | None) -> None:
         path = None if directory is None else str(directory)
-        self._send(Part(step=self.step, directory=path, writing_seconds=self._written_in()))
+        self._send(Part(step=self.step, directory=path))
 
     def _follow(self, save: Callable[[str], None] | None) -> None:
         """Do what rank 0 directs at this step.

@@ -10,7 +10,6 @@ import os
 import select
 import struct
 import time
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Final, Generic, TypeVar
@@ -19,7 +18,7 @@ from weakref import WeakSet
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import IMPORTED, FromTrial, StartReceived, ToTrial, to_trial
+from prefect_tune.core.messages.process_messages import FromTrial, StartReceived, ToTrial, to_trial
 
 FROM_TRIAL_BYTES = 64 * 1024**2
 """The longest message of a trial: the metrics of a step, or an error with its traceback."""
@@ -158,11 +157,6 @@ class SupervisorConnection:
                 f"found {len(data)}; store large values in the checkpoint, or in a file in pt.get_trial().directory"
             )
         self._connection.send_bytes(data)
-
-    def send_imported(self) -> None:
-        """Send that a `Preload` is done, to a pool that waits for it; no message of a trial precedes it."""
-        with suppress(OSError):  # the supervisor is gone
-            self._connection.send_bytes(IMPORTED)
 
 
 _open_connections: WeakSet[Connection] = WeakSet()

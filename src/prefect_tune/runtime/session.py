@@ -18,15 +18,10 @@ from typing import TYPE_CHECKING, Literal, cast
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper, why_over
 from prefect_tune.core.journal_events import (
-    PROCEED,
     AttemptEnded,
     Cause,
     Finished,
     FinishKind,
-    Question,
-    Scalar,
-    answer_to,
-    valid_fields,
 )
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
@@ -44,6 +39,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import SupervisorConnection
@@ -196,7 +192,7 @@ class TrialSession:
         self._resumed_at = time.monotonic()
         self._loaded_at: float | None = None
         self._begun_at: float | None = None
-        self._saving_seconds = self._waiting_seconds = self._writing_seconds = 0.0
+        self._saving_seconds = self._waiting_seconds = 0.0
         self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading: int | None = None
         self._want_save = False
@@ -247,7 +243,7 @@ class TrialSession:
                 self.hand_over(report, directory, "moved")
             elif self.start.overlap or self.start.rank.world_size > 1:
                 self._wait_for_upload()
-                with self._writing():
+                with self._saving():
                     copied = snapshot(directory, self.new_directory())
                 self.hand_over(report, copied, "moved")
             else:
@@ -278,33 +274,6 @@ class TrialSession:
             if self._over is None and self.step > self._saved_step:
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 self.hand_over_state(self._curve[-1], self._written_by(save))
-
-    def ask(
-        self,
-        question: str,
-        fields: Mapping[str, object] | None,
-        key: str | None,
-        save: Callable[[str], None] | None,
-    ) -> dict[str, Scalar]:
-        """Return a person's answer; raise `TrialOver` if there is none yet: the next attempt asks again."""
-        with self._reporting("pt.ask"):
-            asked = self._question(question, fields, key)
-            if (given := self._given(asked)) is not None:
-                return given
-            if save is not None:
-                self.save_last_step(save)
-            self._wait_for_upload()
-            raise self._leaving(TrialOver(self._interrupted(make_reason("asks", question=question), asked)))
-
-    def _question(self, question: str, fields: Mapping[str, object] | None, key: str | None) -> Question:
-        wanted = valid_fields(PROCEED if fields is None else fields)
-        return Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
-
-    def _given(self, asked: Question) -> dict[str, Scalar] | None:
-        """Return the answer with which this attempt began; None if there is none."""
-        if (given := self.start.answers.get(asked.key)) is None:
-            return None
-        return answer_to(asked.fields, {name: value for name, value in given.items() if name in asked.fields})
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Report the metrics that the function returned, if any, as the last step; return how the attempt ended."""
@@ -367,7 +336,7 @@ class TrialSession:
         return wants or cadence.due(steps, elapsed) or (cadence.at_end and self._finish_reason() is not None)
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
-        with self._writing():
+        with self._saving():
             directory = self.new_directory()
             returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
         require_written(returned, directory, self.step)
@@ -377,7 +346,10 @@ class TrialSession:
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step."""
-        stored = storable(metrics, f"metrics of step {self.step + 1}")
+        where = f"metrics of step {self.step + 1}"
+        stored = storable(metrics, where)
+        if self.start.rank.rank == 0:
+            require_metrics(stored, self.start.required_metrics, where)
         self.step += 1
         self._want_save = stored.pop("should_checkpoint", False) is True
         trained_seconds = self._trained_seconds + time.monotonic() - self._resumed_at
@@ -422,8 +394,7 @@ class TrialSession:
         self._wait_for_upload()
         moved = how == "moved"
         handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking}
-        times = {"seconds": self.seconds(), "writing_seconds": self._written_in()}
-        self._send(StepDone(report=report, finish_reason=finish_reason, **times, **handed))
+        self._send(StepDone(report=report, finish_reason=finish_reason, seconds=self.seconds(), **handed))
         self._uploading = report.step
         if not (moved and self.start.overlap):
             self._wait_for_upload()
@@ -432,7 +403,7 @@ class TrialSession:
         """Send the state after a step that was reported already, and wait for its commit."""
         self._wait_for_upload()
         handed = {"checkpoint": str(directory), "moved": True, "is_reported": True}
-        self._send(StepDone(report=report, seconds=self.seconds(), writing_seconds=self._written_in(), **handed))
+        self._send(StepDone(report=report, seconds=self.seconds(), **handed))
         self._uploading = report.step
         self._wait_for_upload()
 
@@ -491,8 +462,8 @@ class TrialSession:
     def _finished(self, reason: AnyReason, kind: FinishKind) -> Finished:
         return Finished(trial=self.start.trial, reason=reason, kind=kind)
 
-    def _interrupted(self, reason: AnyReason, question: Question | None = None) -> AttemptEnded:
-        return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason, question=question)
+    def _interrupted(self, reason: AnyReason) -> AttemptEnded:
+        return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason)
 
     def loaded(self, code: str) -> None:
         """Report that the trainable is loaded."""
@@ -541,19 +512,6 @@ class TrialSession:
             yield
         finally:
             self._saving_seconds += time.monotonic() - began
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """The same, for what is then handed over."""
-        before = self._saving_seconds
-        with self._saving():
-            yield
-        self._writing_seconds = self._saving_seconds - before
-
-    def _written_in(self) -> float:
-        """Return the seconds of `_writing`, once."""
-        seconds, self._writing_seconds = self._writing_seconds, 0.0
-        return round(seconds, 4)
 
     def seconds(self) -> PhaseSeconds | None:
         """Return where the time went since the trainable was loaded; None if it was not."""

@@ -1,4 +1,4 @@
-"""The API for training code: `pt.Trainable`, and the functions `pt.report`, `pt.ask`, `pt.get_checkpoint` and so on."""
+"""The API for training code: `pt.Trainable`, and the functions `pt.report`, `pt.get_checkpoint` and so on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.core.journal_events import Outcome, Scalar
+    from prefect_tune.core.journal_events import Outcome
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
 
@@ -278,35 +278,6 @@ def save_last_step(save: Callable[[str], None]) -> None:
     For a loop that ends by itself: at its last step it was not known to be the last.
     """
     _session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
-
-
-def ask(
-    question: str,
-    fields: Mapping[str, object] | None = None,
-    *,
-    key: str | None = None,
-    save: Callable[[str], None] | None = None,
-) -> dict[str, Scalar]:
-    """Ask a person and return the answer; an answer that was given before is read from the journal.
-
-    Without an answer it does not return: all trials of the experiment save and end, and the flow run is Suspended,
-    with a form. After *Resume* the trial resumes from its newest checkpoint, trains the steps between that and the
-    question again, and this call returns. So save first: a function reports a checkpoint, a class passes `save`. A
-    flow run without a deployment waits, Paused with the same form, or asks in the terminal.
-
-    Args:
-        question: the text that the person reads.
-        fields: a mapping of each field's name to its default (a bool, a number, a text), or to a list of texts to
-            choose from. Default: `{"proceed": True}`.
-        key: identifies the question: the same key has the same answer. Default: the number of the last reported step
-            and the question's text.
-        save: writes the state after the last reported step, such as `self.save_checkpoint`; use it only while that
-            state is unchanged, at the beginning of `step`.
-
-    Raises:
-        InvalidInput: no trial runs here, or a form cannot show a field.
-    """
-    return _reporting_session("pt.ask").ask(question, fields, key, save)
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -102,6 +102,28 @@ class ArrowStore:
         if self.size(path) != memoryview(data).nbytes:
             self._overwrite(path, (data,), f"put of {path!r}")
 
+    def copy(self, source: str, path: str) -> None:
+        """An existing object of the same size is not written again."""
+        full_source, full, what = self._full(source), self._full(path), f"copy of {source!r}"
+        if (size_bytes := self.size(source)) is None:
+            raise ObjectNotFound(f"{source}: no such object in {self._root}")
+        if self.size(path) == size_bytes:
+            return
+        hidden = None if self._is_whole_or_nothing else self._hidden()
+        try:
+            with self._store_errors(what):
+                if hidden is not None:
+                    self._filesystem.create_dir(hidden.rpartition("/")[0], recursive=True)
+                self._copy_file(full_source, hidden or full)
+                self._check_size(hidden or full, size_bytes)
+        except (StoreUnavailable, StoreRefused):
+            self._discard(hidden or full, size_bytes)
+            if self.size(source) is None:
+                raise ObjectNotFound(f"{source}: no such object in {self._root}") from None
+            raise
+        if hidden is not None:
+            self._publish((hidden, size_bytes), path, (), what)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """On a file system that is not an object storage, there is no object at `path` for a moment."""
         self._overwrite(path, pieces, f"replace of {path!r}")
@@ -265,7 +287,10 @@ class ArrowStore:
             self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
             if self._size_of(full) is not None:
                 self._remove(full)  # not every file system's move replaces
-            self._move(hidden, full)
+            if self._fsspec is not None:
+                self._fsspec.mv(hidden, full)  # pyarrow's adapter adds an option that sftp does not know
+            else:
+                self._filesystem.move(hidden, full)
             self._check_size(full, size_bytes)
 
     def _sweep(self, hidden: str) -> None:
@@ -278,11 +303,15 @@ class ArrowStore:
             if now and info.mtime and now - info.mtime > _LEFTOVER_AFTER:
                 self._remove(info.path)
 
-    def _move(self, staged: str, full: str) -> None:
-        if self._fsspec is not None:
-            self._fsspec.mv(staged, full)  # pyarrow's adapter adds an option that sftp does not know
-        else:
-            self._filesystem.move(staged, full)
+    def _copy_file(self, full_source: str, full: str) -> None:
+        if self._fsspec is None:
+            self._filesystem.copy_file(full_source, full)
+            return
+        try:
+            self._fsspec.cp_file(full_source, full)
+        except NotImplementedError:  # such as sftp: its server cannot copy
+            with self._filesystem.open_input_file(full_source) as file:
+                self._write(full, (file.read_buffer(),))
 
     def _remove(self, full: str) -> None:
         with suppress(FileNotFoundError):

@@ -378,6 +378,10 @@ class ObstoreStore:
             moved_bytes=len(data),
         )
 
+    def copy(self, source: str, path: str) -> None:
+        start, end = checked_path(source), checked_path(path)
+        self._ask(f"copy {source}", lambda client: obstore.copy(client, start, end), moved_bytes=None)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Several pieces are sent as the parts of one upload; after a fault all of them are sent again.
 
@@ -450,15 +454,12 @@ class ObstoreStore:
                 self._delete(batch)
             except ObjectNotFound:  # clouds without a batch request stop at the first missing object
                 for path in batch:
-                    self._delete_one(path)
+                    with suppress(ObjectNotFound):  # deleted already
+                        self._delete([path])
 
     def _delete(self, paths: Sequence[str]) -> None:
         what = paths[0] if len(paths) == 1 else f"{len(paths)} objects from {paths[0]}"
         self._ask(f"delete {what}", lambda client: obstore.delete(client, paths))
-
-    def _delete_one(self, path: str) -> None:
-        with suppress(ObjectNotFound):  # deleted already
-            self._delete([path])
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Any]]:
         """Yield the listing page by page; each page is a request with retries of its own."""

@@ -338,7 +338,15 @@ def arrow_filesystem(location: Location) -> FileSystem:
     if location.client is Client.FILES:
         return arrow.LocalFileSystem()
     if location.client is Client.S3:
-        return _arrow_s3(location)
+        import pyarrow.fs as arrow
+
+        endpoint = _s3_endpoint(location)
+        return arrow.S3FileSystem(
+            anonymous=location.is_anonymous,
+            region=_access(location).region,
+            endpoint_override=endpoint.partition("://")[2] if endpoint else None,
+            scheme="http" if (endpoint or "").startswith("http://") else "https",
+        )
     if location.client is Client.GCS:
         return arrow.GcsFileSystem(anonymous=location.is_anonymous)
     if location.scheme in _ARROW_SCHEMES:
@@ -349,18 +357,6 @@ def arrow_filesystem(location: Location) -> FileSystem:
     except (ImportError, ValueError) as missing:
         raise InvalidInput(f"{location.uri}: needs a package that is not installed: {missing}") from missing
     return arrow.PyFileSystem(arrow.FSSpecHandler(found))
-
-
-def _arrow_s3(location: Location) -> FileSystem:
-    import pyarrow.fs as arrow
-
-    endpoint = _s3_endpoint(location)
-    return arrow.S3FileSystem(
-        anonymous=location.is_anonymous,
-        region=_access(location).region,
-        endpoint_override=endpoint.partition("://")[2] if endpoint else None,
-        scheme="http" if (endpoint or "").startswith("http://") else "https",
-    )
 
 
 # S3 settings from environment variables and AWS profiles, for what neither a block nor a URI sets.

@@ -133,6 +133,16 @@ class FileSystemCalls:
     def pread(self, file: int, length: int, offset: int) -> bytes:
         return os.pread(file, length, offset)
 
+    def copy_range(self, source: int, file: int, length: int, offset: int) -> int:
+        """Append bytes of an open file to another: in the kernel or on the file server, where that is supported."""
+        with suppress(AttributeError):  # macOS
+            try:
+                return os.copy_file_range(source, file, length, offset)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED | {errno.EXDEV, errno.EPERM}:
+                    raise
+        return self.write(file, memoryview(self.pread(source, length, offset)))
+
     def fsync(self, file: int) -> None:
         if _FULL_SYNC is not None:  # pragma: no cover - macOS only
             fcntl.fcntl(file, _FULL_SYNC)

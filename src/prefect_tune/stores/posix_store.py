@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class PosixStore:
 
     def create(self, path: str, data: Buffer) -> None:
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("create", path) as root, self._temporary(root, (data,)) as fresh:
+        with self._operation("create", path) as root, self._temporary(root, partial(self._write, (data,))) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
@@ -96,12 +97,21 @@ class PosixStore:
         with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
                 return
-            with self._temporary(root, (data,)) as fresh:
+            with self._temporary(root, partial(self._write, (data,))) as fresh:
+                self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
+
+    def copy(self, source: str, path: str) -> None:
+        """An existing object of the same size is not written again."""
+        folder, _, name = checked_path(path).rpartition("/")
+        with self._operation("copy", path) as root, self._opened_file(root, source) as (file, size_bytes):
+            if self._size(root, path) == size_bytes:
+                return
+            with self._temporary(root, partial(self._copy_bytes, file, size_bytes)) as fresh:
                 self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("replace", path) as root, self._temporary(root, pieces) as fresh:
+        with self._operation("replace", path) as root, self._temporary(root, partial(self._write, pieces)) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.overwrite(fresh, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -259,15 +269,14 @@ class PosixStore:
     # ---------------------------------------------------------------------------------------------- writing
 
     @contextmanager
-    def _temporary(self, root: int, pieces: Iterable[Buffer]) -> Iterator[Temporary]:
-        """Write and sync `pieces` under a hidden name, removed once the object is published or was not made."""
+    def _temporary(self, root: int, fill: Callable[[int], None]) -> Iterator[Temporary]:
+        """Let `fill` write a hidden file, and sync it; it is removed once the object is published or was not made."""
         with ExitStack() as opened:
             folder = self._open_temporary(opened, root)
             name = uuid.uuid4().hex
             file = self._enter(opened, self._calls.new_file(name, folder))
             try:
-                for piece in pieces:
-                    self._write(file, piece)
+                fill(file)
                 self._calls.fsync(file)
                 status = self._calls.status(file)
                 self._sweep(folder, status.modified_ns)
@@ -287,11 +296,21 @@ class PosixStore:
                 self._calls.mkdir(TEMPORARY, root)
             return self._enter(opened, self._calls.open_folder(TEMPORARY, root))
 
-    def _write(self, file: int, data: Buffer) -> None:
-        left = memoryview(data).cast("B")
-        while left:
-            self._deadline.check("write")
-            left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
+    def _write(self, pieces: Iterable[Buffer], file: int) -> None:
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            while left:
+                self._deadline.check("write")
+                left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
+
+    def _copy_bytes(self, source: int, size_bytes: int, file: int) -> None:
+        offset = 0
+        while offset < size_bytes:
+            self._deadline.check("copy")
+            count = self._calls.copy_range(source, file, min(size_bytes - offset, _WRITE_BYTES), offset)
+            if not count:
+                raise StoreUnavailable(f"copy: expected {size_bytes} bytes, found {offset}; try again")
+            offset += count
 
     def _may_be_published(self, file: int) -> bool:
         try:

@@ -87,6 +87,9 @@ class IsolatedStore:
     def put(self, path: str, data: Buffer) -> None:
         self._call("put", checked_path(path), body=data)
 
+    def copy(self, source: str, path: str) -> None:
+        self._call("copy", checked_path(source), path=checked_path(path))
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self._call("replace", checked_path(path), pieces=pieces)
 

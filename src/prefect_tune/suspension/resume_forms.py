@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, cast
 from uuid import UUID, uuid4
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, Pause
+from prefect.exceptions import Pause
 from prefect.input import RunInput
 from prefect.runtime import flow_run
-from prefect.states import Paused, Suspended
+from prefect.states import Suspended
 from pydantic import Field, create_model
 
 from prefect_tune.blocks.resolve_target import deployment_of_run
@@ -26,21 +23,19 @@ from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimit
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.journal_events import Answered, Question, answer_to, default_of, valid_fields
+from prefect_tune.core.journal_events import Answered
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import plural
-from prefect_tune.core.values import digest_of, metric_in
+from prefect_tune.core.values import metric_in
 from prefect_tune.parameters.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json
-from prefect_tune.prefect_api.api_client import is_temporary
 from prefect_tune.prefect_api.flow_runs import in_order, is_resumed, set_with_form, suspended_state
 from prefect_tune.reporting.render import escaped
 
-# Suspend or pause a flow run with an input form, and read its answer: the Prefect side of questions to a person.
+# Suspend a flow run with an input form, and read its answer.
 
 _PREFIX = "prefect-tune-"
-_POLL_INTERVAL = timedelta(seconds=2)
-_Read = TypeVar("_Read")
+InputForm = type[RunInput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,6 @@ class Shown:
 
     key: str
     """Identifies this form."""
-    about: str
-    """The topic of the form, as given to `leave_with`."""
     answer: Mapping[str, object] | None
     """The answer, by field; None if the run has not been resumed."""
 
@@ -62,56 +55,17 @@ def can_be_suspended() -> bool:
     return deployment_of_run() is not None and run is not None and run.parent_task_run_id is None
 
 
-def leave_with(form: type[RunInput], about: str) -> NoReturn:
+def leave_with(form: InputForm) -> NoReturn:
     """Set the flow run to Suspended with `form`, and end this process's part in it.
-
-    Args:
-        about: the topic that `last_form` returns: small letters, digits and dashes.
 
     Raises:
         Pause: the run is Suspended: the process is to end, and *Resume* starts the run again.
         Abort: the run was resumed in another process, or has ended, meanwhile.
     """
-    state: State[Any] = Suspended(pause_key=f"{_PREFIX}{about}-{uuid4().hex[:12]}")
+    state: State[Any] = Suspended(pause_key=f"{_PREFIX}{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
         set_with_form(client, _run_id(), state, form)
     raise Pause(state=state)
-
-
-def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]:
-    """Set the flow run Paused with `form`, wait in this process for *Resume*, and return the answer.
-
-    Returns:
-        The answer, by field; empty if the form was submitted unchanged.
-
-    Raises:
-        Abort: the run has ended, or was cancelled before or while it waited.
-    """
-    state: State[Any] = Paused(timeout_seconds=int(timeout.total_seconds()), pause_key=uuid4().hex)
-    run_id = _run_id()
-    with get_client(sync_client=True) as client:
-        set_with_form(client, run_id, state, form)
-        resumed = _state_after_pause(client, run_id)
-        if not resumed.is_running():
-            raise Abort(f"The flow run is {resumed.name} now, without an answer: its process ends.")
-        return _read_patiently(lambda: _stored_answer(client, run_id, state.state_details.run_input_keyset or {})) or {}
-
-
-def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
-    while (now := _read_patiently(lambda: client.read_flow_run(run_id).state)) is None or now.is_paused():
-        time.sleep(_POLL_INTERVAL.total_seconds())
-    return now
-
-
-def _read_patiently(ask: Callable[[], _Read]) -> _Read:
-    """Return the API's answer; retry without limit while it fails: the run waits there, Paused or resumed."""
-    while True:
-        try:
-            return ask()
-        except httpx.HTTPError as error:
-            if not is_temporary(error):
-                raise
-        time.sleep(_POLL_INTERVAL.total_seconds())
 
 
 def leave_without() -> NoReturn:
@@ -136,8 +90,7 @@ def last_form() -> Shown | None:
         answer = _stored_answer(client, run, details.run_input_keyset or {})
     if answer is None and is_resumed(states[since:]):
         answer = {}  # Prefect stores no input for an untouched form
-    key = str(details.pause_key)
-    return Shown(key, key.removeprefix(_PREFIX).rpartition("-")[0], answer)
+    return Shown(str(details.pause_key), answer)
 
 
 def _is_ours(state: State[Any]) -> bool:
@@ -157,7 +110,6 @@ def _run_id() -> UUID:
     return context.flow_run.id
 
 
-InputForm = type[RunInput]
 _MOST_STEPS = 20
 
 
@@ -221,21 +173,6 @@ def _filled(form: InputForm, page: str, **defaults: float) -> InputForm:
     return filled.with_initial_data(description=page)
 
 
-def form_of_question(trial: str, asked: Question, experiment: str, why: str = "") -> InputForm:
-    """Return the form of a trial's question. Raises `InvalidInput` for fields that `pt.ask` does not allow."""
-    fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
-    form = cast("InputForm", create_model("Answer", __base__=RunInput, **fields))
-    question = map(escaped, asked.question.splitlines())
-    page = [*_refused(why), f"**{experiment}, trial {trial}**, asks:", "", *question]
-    return form.with_initial_data(description="\n".join(page))
-
-
-def _field(value: object) -> tuple[Any, Any]:
-    if isinstance(value, list | tuple):
-        return Literal[tuple(value)], value[0]
-    return type(value), default_of(value)
-
-
 def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, why: str = "") -> str:
     """Return the text above the form that asks how to continue: the state of the experiment."""
     lines = [*_refused(why), f"**{state.name}** at `{uri}` is saved.", ""]
@@ -248,7 +185,7 @@ def _refused(why: str) -> list[str]:
 
 def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
     trials = list(state.trials.values())
-    if len(trials) != 1 or trials[0].own_journal:
+    if len(trials) != 1 or trials[0].of_search:
         counts = ", ".join(f"{count} {status}" for status, count in counted(state).items())
         yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (compared := ranked(trials, objective)):
@@ -273,78 +210,49 @@ def _newest(trials: list[Trial]) -> Iterator[str]:
 
 # Read the form answers of a suspended run, and apply them to a stop criterion.
 
-HOW_TO_CONTINUE = "how-to-continue"
-"""The subject of the form that asks how a suspended run continues, as opposed to a trial's question."""
-
 
 @dataclass(frozen=True, slots=True)
-class NewAnswers:
-    """A form answer that the journal does not hold yet."""
+class NewAnswer:
+    """A form's answer that the journal does not hold yet."""
 
-    choice: ResumeChoice | None = None
-    """How to continue; None if the form was a trial's question."""
-    news: tuple[Answered, ...] = ()
-    """The events to journal."""
-
-
-def about(trial: str, question: Question) -> str:
-    """Return the subject of a question's form, by which its answer is matched to the question."""
-    return f"ask-{digest_of(f'{trial} {question.key}'.encode())[:16]}"
+    choice: ResumeChoice
+    """How to continue."""
+    event: Answered
+    """The event to journal."""
 
 
 def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
     """Return the choices that this flow run was resumed with so far, oldest first."""
-    mine = (each for each in known.answers if each.trial is None and each.flow_run == flow_run.id)
+    mine = (each for each in known.answers if each.flow_run == flow_run.id)
     return [ResumeChoice.model_validate(each.answer) for each in mine]
 
 
-def new_answers(shown: Shown, known: Experiment, limits: ResumeLimits, form: Callable[[str], InputForm]) -> NewAnswers:
-    """Return the answer that this flow run was resumed with, unless the journal holds it already.
+def new_answer(
+    shown: Shown, known: Experiment, limits: ResumeLimits, form: Callable[[str], InputForm]
+) -> NewAnswer | None:
+    """Return the answer that this flow run was resumed with; None if there is none, or the journal holds it already.
 
     Args:
         shown: the last form that the run was suspended with; answers to earlier forms are in the journal.
         known: the experiment, before it is opened.
         limits: the values that the form offers to change.
-        form: makes the form of how to continue, from the reason why it is shown again.
+        form: makes the form, from the reason why it is shown again.
 
     Raises:
         Pause: the answer is invalid: the run suspends again with the same form, which shows the reason.
     """
-    if shown.answer is None or shown.key in {each.key for each in known.answers}:
-        return NewAnswers()
-    if shown.about == HOW_TO_CONTINUE:
-        return _how_to_continue(shown.key, shown.answer, limits, form)
-    asked = next((each for each in known.questions.items() if about(*each) == shown.about), None)
-    return _answered(shown.answer, *asked, known) if asked else NewAnswers()
-
-
-def _how_to_continue(
-    key: str, answer: Mapping[str, object], limits: ResumeLimits, form: Callable[[str], InputForm]
-) -> NewAnswers:
+    if shown.answer is None or is_answered(known, shown.key):
+        return None
     try:
-        choice = choice_of(answer, limits)
+        choice = choice_of(shown.answer, limits)
     except InvalidInput as bad:
-        leave_with(form(str(bad)), HOW_TO_CONTINUE)
-    answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
-    return NewAnswers(choice, (answered,))
+        leave_with(form(str(bad)))
+    return NewAnswer(choice, Answered(key=shown.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id))
 
 
-def _answered(given: Mapping[str, object], trial: str, question: Question, known: Experiment) -> NewAnswers:
-    try:
-        answer = answer_to(question.fields, given)
-    except InvalidInput as bad:
-        leave_with(form_of_question(trial, question, known.name, str(bad)), about(trial, question))
-    return NewAnswers(None, (Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id),))
-
-
-def unjournaled(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
-    """Return those of `news` that the opened journal does not hold.
-
-    Two starts of one run read the same answer. Only the first one applies it.
-    """
-    known = {(each.trial, each.key) for each in state.answers}
-    known -= {(name, each.key) for name, each in state.questions.items()}  # asked again: no answer yet
-    return [each for each in news if (each.trial, each.key) not in known]
+def is_answered(state: Experiment, key: str) -> bool:
+    """Whether the journal holds the answer to a form: of two starts of one run, only the first applies it."""
+    return any(answer.key == key for answer in state.answers)
 
 
 # ------------------------------------------------------------------------------------------------ applying a choice

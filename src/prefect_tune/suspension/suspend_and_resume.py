@@ -1,16 +1,14 @@
-"""Turns of a flow run: each ends when no work is left, or when a person has to answer.
+"""A flow run that is suspended with a form, and resumed with a person's choice of how to continue.
 
-A form asks how to continue, and the choice of a person is carried out once. A search has one `ResumeQuestion`, and a
-training another.
+The choice is carried out once. A search has one `ResumeQuestion`, and a training another.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -22,28 +20,23 @@ from prefect_tune.attempt.graceful_stop import send_log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
-from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
+from prefect_tune.core.errors import CheckpointNotFound, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
+from prefect_tune.core.experiment.trial import clone_for
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import (
-    Answered,
+    CheckpointRef,
     Cloned,
     Event,
     Finished,
     FinishKind,
-    Question,
     Requeued,
-    Scalar,
-    answer_to,
-    default_of,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
-from prefect_tune.core.shown_text import plural, visible
-from prefect_tune.core.storage.generations import require_not_deleted
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
@@ -53,80 +46,42 @@ from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path
 from prefect_tune.prefect_api.flow_runs import is_suspended
-from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
+from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
 from prefect_tune.suspension.resume_forms import (
-    HOW_TO_CONTINUE,
     InputForm,
+    NewAnswer,
     Shown,
-    about,
     can_be_suspended,
     chosen_before,
-    form_of_question,
     form_of_search,
     form_of_training,
+    is_answered,
     last_form,
     leave_with,
     leave_without,
     limits_of,
-    new_answers,
+    new_answer,
     page_of,
-    pause_with,
     stop_after,
-    unjournaled,
 )
-from prefect_tune.tasks.checkpoints import clone_checkpoint
 from prefect_tune.tasks.experiments import open_experiment
 from prefect_tune.tasks.maintenance import damage_of_checkpoint
 
-# Ask a trial's question in the terminal of the script that started the search.
-
-_YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false", "0"})
-
-
-def asked_in_terminal(trial: str, question: Question) -> Mapping[str, Scalar]:
-    """Read the answer from the terminal, field by field; an empty line is the default."""
-    asked = visible(question.question)
-    print(f"\nTrial {trial} asks: {asked}", flush=True)  # noqa: T201 - a prompt
-    return {name: _field(name, field) for name, field in question.fields.items()}
-
-
-def _field(name: str, field: object) -> Scalar:
-    choices = f" ({', '.join(field)})" if isinstance(field, list | tuple) else ""
-    while True:
-        typed = input(visible(f"  {name}{choices} [{default_of(field)}]: ")).strip()
-        try:
-            return answer_to({name: field}, {name: _read(typed, default_of(field))} if typed else {})[name]
-        except (InvalidInput, ValueError) as bad:
-            print(f"  {visible(str(bad))}", flush=True)  # noqa: T201 - a prompt
-
-
-def _read(typed: str, default: Scalar) -> Scalar:
-    if isinstance(default, bool):
-        said = typed.lower()
-        return said in _YES if said in _YES | _NO else typed
-    return type(default)(typed) if isinstance(default, int | float) else typed
-
-
 STOPPED_HERE = make_reason("stopped-on-resume")
-_PATIENCE = timedelta(days=30)
 
 
 @dataclass
 class Turn:
-    """One turn of a flow run: the work until a person has to answer, or none is left."""
+    """The work of one start of a flow run, until it is suspended or none is left."""
 
     plan: SearchPlan
-    """The flow run's parameters, extended by the persons' answers so far."""
-    known: LoadedJournal | None = None
+    """The flow run's parameters, extended by the persons' choices so far."""
+    known: Experiment | None = None
     """Its journal, if it has been read."""
-    choice: ResumeChoice | None = None
+    answer: NewAnswer | None = None
     """A person's choice of how to continue, which is not carried out yet."""
     stops: bool = False
     """Whether no trial of a search is to start any more."""
-    news: Sequence[Answered] = ()
-    """Answers of persons that the journal does not hold yet."""
-    answered: bool = False
-    """Whether a person has answered in this process, without a suspension."""
     found: Experiment | None = None
     """The experiment as this run found it, before it changed anything."""
     state: Experiment | None = None
@@ -168,86 +123,43 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
         return turn
     plan, target = turn.plan, turn.plan.target
     known = turn.known or with_retries(lambda: read_known(target, plan.experiment))
-    if not known.experiment.number:
+    if not known.number:
         none = no_experiment_at(target, plan.experiment)
         again = "Nothing was started: run the flow anew to train from step 0"
         raise ResumeFailed(f"this run was suspended, and now {none}. Was it deleted, or is the target another? {again}")
-    state, chosen = known.experiment, list(chosen_before(known.experiment))
+    state, chosen = known, list(chosen_before(known))
     for choice in chosen:
         plan = question.extended(plan, choice)
     form = partial(question.form, plan, state)
-    new = new_answers(shown, state, question.limits(plan, state), form)
-    if new.choice is not None:
-        if why := question.why_not(target, state, new.choice):
-            leave_with(form(why), HOW_TO_CONTINUE)
-        chosen.append(new.choice)
-        plan = question.extended(plan, new.choice)
-    stops = bool(chosen) and chosen[-1].way == "stop here"
-    return Turn(plan, known, new.choice, stops, new.news)
+    answer = new_answer(shown, state, question.limits(plan, state), form)
+    if answer is not None:
+        if why := question.why_not(target, state, answer.choice):
+            leave_with(form(why))
+        chosen.append(answer.choice)
+        plan = question.extended(plan, answer.choice)
+    return Turn(plan, known, answer, stops=bool(chosen) and chosen[-1].way == "stop here")
 
 
-def next_turn(turn: Turn, question: ResumeQuestion, state: Experiment) -> Turn | None:
-    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
-    news = _answers_of_persons(state, lambda: question.form(turn.plan, state, ""))
-    return replace(turn, known=None, choice=None, news=news, answered=True, state=state) if news else None
-
-
-def _answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Sequence[Answered]:
-    """Return the answers with which the run takes another turn; nothing if no question is open.
-
-    Args:
-        state: the experiment after this turn.
-        form: makes the form that asks how to continue.
-
-    Raises:
-        Pause: the run is Suspended with a question, and the process is to end.
-    """
+def ask_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
+    """Raise `Pause` if the flow run was suspended: it then waits with the form, if it can be resumed."""
     if is_suspended():
-        leave_with(form(), HOW_TO_CONTINUE) if can_be_suspended() else leave_without()
-    if not state.questions:
-        return ()
-    trial, question = next(iter(state.questions.items()))
-    if can_be_suspended():
-        get_run_logger().warning("trial %s asks a person: %s", trial, visible(question.question))
-        leave_with(form_of_question(trial, question, state.name), about(trial, question))
-    return [_asked_here(trial, question, state.name)]
-
-
-def _asked_here(trial: str, question: Question, experiment: str) -> Answered:
-    """Ask and wait in this process, since no worker would start the run again."""
-    if sys.stdin is not None and sys.stdin.isatty():
-        answer: Mapping[str, object] = asked_in_terminal(trial, question)
-        return Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id)
-    why = ""
-    while True:
-        asked = visible(question.question)
-        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", trial, asked)
-        form = form_of_question(trial, question, experiment, why)
-        try:
-            answer = answer_to(question.fields, pause_with(form, _PATIENCE))
-        except InvalidInput as bad:
-            why = str(bad)
-        else:
-            return Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id)
+        leave_with(question.form(plan, state, "")) if can_be_suspended() else leave_without()
 
 
 # ---------------------------------------------------------------------------------------------------- how it ends
 
 
-def take_over(turn: Turn, known: LoadedJournal, slots: int) -> Experiment:
+def take_over(turn: Turn, known: Experiment, slots: int) -> Experiment:
     """Make this run, which trains `slots` trials at a time, the owner of its experiment, and return the state.
 
     `known` is the journal as it was just read.
 
-    Raises what `owner_after` and `open_experiment` raise, and `Superseded` if the experiment of the turn
-    before was deleted since: the answer of a person is for no other experiment, and begins none.
+    Raises what `owner_after` and `open_experiment` raise.
     """
-    plan, before = turn.plan, turn.state
-    if before is not None and before.key != known.experiment.key:
-        on_target(plan.target, lambda store: require_not_deleted(store, before.key))
-    owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
+    plan = turn.plan
+    owner = owner_after(known, plan.failure_policy.max_restarts)
     owner, read = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(known)
-    return open_experiment(plan.target, known.experiment.key, owner, new_write_id(), read)
+    return open_experiment(plan.target, known.key, owner, new_write_id(), read)
 
 
 @contextmanager
@@ -274,7 +186,7 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
 
 def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
     try:
-        owner = read_journal(target, experiment).experiment.owner
+        owner = read_journal(target, experiment).owner
     except TuneError:
         return False
     return owner is not None and owner.flow_run == flow_run.id
@@ -314,13 +226,13 @@ def resumable(state: Experiment) -> str:
     return f"experiment {state.name!r}: {resume}; {again}"
 
 
-def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:
+def first_search_turn(plan: SearchPlan, known: Experiment | None) -> Turn:
     """Return the first turn of a search's flow run, with the samples that it adds. Raises what `first_turn` raises."""
     shown = last_form()
     if shown is None and plan.samples_per_run is None:
-        return Turn(plan if known is None else search_limits.with_default_samples(plan, known.experiment), known)
+        return Turn(plan if known is None else search_limits.with_default_samples(plan, known), known)
     known = known or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = search_limits.extended(plan, known.experiment, lambda: call_path(plan.experiment).key)
+    plan, _ = search_limits.extended(plan, known, lambda: call_path(plan.experiment).key)
     return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
 
 
@@ -363,8 +275,8 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice
     if choice.way != "other checkpoint":
         return ""
     (trial,) = state.trials.values()
-    key = _checkpoint_at(state.trial_key(trial.trial), trial, choice.checkpoint)
-    damage = damage_of_checkpoint(target, key)
+    ref = _checkpoint_at(trial, choice.checkpoint)
+    damage = damage_of_checkpoint(target, state.trial_key(trial.trial).checkpoint_key(ref))
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
@@ -373,38 +285,38 @@ def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]
 
     Nothing if another start of this run has carried out the answer.
     """
-    if not (news := unjournaled(turn.news, state)):
+    if turn.answer is None or is_answered(state, turn.answer.event.key):
         return ()
     trial = state.trials.get(spec.trial.trial)
-    return [*news, *(_follows(spec, state, trial, turn.choice) if trial and turn.choice else ())]
+    return [turn.answer.event, *(_follows(trial, turn.answer.choice) if trial else ())]
 
 
-def _follows(spec: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
+def _follows(trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
     match choice.way:
         case "stop here":
             finished = Finished(trial=trial.trial, reason=STOPPED_HERE, kind=FinishKind.STOPPED)
             return [] if trial.phase in ENDED else [finished]
         case "other checkpoint":
             back = Requeued(trial=trial.trial, reason=make_reason("goes-back", step=choice.checkpoint))
-            return [back, _copy(spec, state, trial, choice.checkpoint)]
+            return [back, _copy(trial, choice.checkpoint)]
         case "continue" | "extend":
             return []
 
 
-def _copy(spec: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned:
-    """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
-    key = _checkpoint_at(state.trial_key(trial.trial), trial, step)
-    cloned = clone_checkpoint(spec.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
-    reason = make_reason("went-back", step=step)
-    return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
+def _copy(trial: Trial, step: int) -> Cloned:
+    """Clone an earlier checkpoint of the trial as its newest; later checkpoints stay."""
+    copy = clone_for(trial, _checkpoint_at(trial, step), trial.trial)
+    return Cloned(trial=trial.trial, checkpoint=copy, source=trial.trial, reason=make_reason("went-back", step=step))
 
 
-def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
+def _checkpoint_at(trial: Trial, step: int) -> CheckpointRef:
     """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired since the choice."""
     found = [each for each in trial.checkpoints if each.step == step]
     if not found:
-        raise CheckpointNotFound(f"{place.folder}: the checkpoint of step {step} is gone; press Retry to choose again")
-    return place.checkpoint_key(found[-1])
+        raise CheckpointNotFound(
+            f"trial {trial.trial!r}: the checkpoint of step {step} is gone; press Retry to choose again"
+        )
+    return found[-1]
 
 
 def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:

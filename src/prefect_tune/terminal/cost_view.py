@@ -8,7 +8,7 @@ from rich.table import Table
 
 from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
 from prefect_tune.core.shown_text import format_seconds, shown_amount, shown_size
-from prefect_tune.core.usage_records import RankEnd, RankSeconds
+from prefect_tune.core.usage_records import RankEnd
 from prefect_tune.terminal.formatting import borderless_table, plain_cells
 
 _RANKS_NAMED = 8
@@ -37,42 +37,16 @@ def cost_table(cost: ExperimentCost) -> Table:
 
 
 def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
-    """Return the table of a trial's attempts for a terminal: their time, the largest losses, processors, memory."""
+    """Return the table of a trial's attempts: their time, the largest losses, processors, memory, ends of ranks."""
     used = {name: cells for name, cell in _USED.items() if any(cells := [cell(each) for each in attempts])}
+    if any(each.rank_ends for each in attempts):
+        used["ranks that ended otherwise"] = [ends_words(each.rank_ends) for each in attempts]
     table = borderless_table("attempt", "in all", "training", "largest losses", *used)
     for place, each in enumerate(attempts):
         times = _time(each.total_seconds), _time(each.seconds[Category.TRAINING])
         resources = (cells[place] for cells in used.values())
         table.add_row(*plain_cells((str(each.attempt), *times, _losses(each), *resources)))
     return table
-
-
-def ranks_table(attempts: Sequence[AttemptCost]) -> Table | None:
-    """Return the table of the ranks of a trial's attempts: their saves, and their ends; None without several."""
-    rows = [(str(each.attempt), *_saves_of(each.ranks), ends_words(each.rank_ends)) for each in attempts if each.ranks]
-    if not rows:
-        return None
-    table = borderless_table("attempt", "ranks", "writing saves", "waiting for others", "sending", "ended otherwise")
-    for row in rows:
-        table.add_row(*plain_cells(row))
-    return table
-
-
-def _saves_of(ranks: RankSeconds) -> Sequence[str]:
-    """Return the number of ranks, and the longest time of one in saves: writing, waiting, sending."""
-    count, nodes = len(ranks.writing), len(ranks.sending)
-    waited = max(ranks.waiting)
-    return (
-        f"{count} on {nodes} nodes" if nodes > 1 else str(count),
-        _longest("rank", ranks.writing),
-        f"{_longest('rank', ranks.waiting)} for rank {ranks.slowest}" if waited >= LEAST_SECONDS else "",
-        _longest("node", ranks.sending) if nodes > 1 else _time(ranks.sending[0]),
-    )
-
-
-def _longest(of: str, seconds: Sequence[float]) -> str:
-    longest = max(seconds)
-    return f"{_time(longest)} ({of} {seconds.index(longest)})" if longest >= LEAST_SECONDS else ""
 
 
 def ends_words(ends: Sequence[RankEnd]) -> str:
@@ -140,15 +114,7 @@ def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     if cost.rank_ends:
         use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
     begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
-    return {**begins, "seconds": _seconds_fields(cost.seconds), **use, **_ranks_fields(cost.ranks)}
-
-
-def _ranks_fields(ranks: RankSeconds | None) -> Mapping[str, object]:
-    """Return the ranks of an attempt as JSON, with the seconds of its saves; nothing for a single process."""
-    if ranks is None:
-        return {}
-    counts = {"count": len(ranks.writing), "nodes": len(ranks.sending), "slowest": ranks.slowest}
-    return {"ranks": {**counts, **{f"{name}_seconds": list(found) for name, found in ranks}}}
+    return {**begins, "seconds": _seconds_fields(cost.seconds), **use}
 
 
 def _seconds_fields(seconds: Mapping[Category, float]) -> Mapping[str, float]:

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from statistics import fmean
 from types import MappingProxyType
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, named, ranked
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint, with_report
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Decided,
-    Event,
-    Finished,
-    GaveUp,
-    Quarantined,
-    Requeued,
-    Started,
-    events_in,
-)
-from prefect_tune.core.messages.live_status import RunCounts, RunningAttempts
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Exploit, Scheduler
-from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.core.shown_text import first_line, format_duration, shown_amount, visible
 from prefect_tune.core.values import StepReport, flat, metric_in
 from prefect_tune.terminal.formatting import (
@@ -48,8 +35,6 @@ from prefect_tune.terminal.formatting import (
     plain_cells,
 )
 
-_NOTES = 50
-_ERRORS = 5
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
 
@@ -66,39 +51,23 @@ class SearchEstimate:
     """The most steps that a trial trains."""
     time: timedelta | None = None
     """The time budget of this run."""
-    first_pause: int | None = None
-    """The step at which the scheduler first pauses trials, to resume only some of them.
-
-    0 if that depends on a trial's bracket; None for other schedulers.
-    """
     is_training: bool = False
     """Whether it is a single training, not a search."""
-    resumes_paused: bool = False
+    resumes_paused: bool = True
     """Whether the scheduler resumes every trial that it pauses, as in a population that takes turns."""
 
 
-def first_pause_of(scheduler: Scheduler | None) -> int | None:
-    """Return `SearchEstimate.first_pause` of a scheduler."""
-    match scheduler:
-        case ASHA(variant="promotion"):
-            return scheduler.grace_period
-        case Hyperband():
-            return 0
-        case _:
-            return None
-
-
 def resumes_paused(scheduler: Scheduler | None) -> bool:
-    """Return whether a scheduler resumes every trial that it pauses, if only to end it."""
-    return isinstance(scheduler, PBT | MedianStopping)
+    """Return whether a scheduler is known to resume every trial that it pauses, if only to end it."""
+    if isinstance(scheduler, ASHA):
+        return scheduler.variant == "stopping"
+    return scheduler is None or isinstance(scheduler, FIFO | PBT | MedianStopping)
 
 
-@dataclass(frozen=True)
-class Note:
-    """An event of a trial, in a few words."""
+class Note(NamedTuple):
+    """A line of the log on a trial."""
 
     at: datetime
-    trial: str
     text: str
     is_bad: bool = False
 
@@ -122,10 +91,6 @@ class ProgressState:
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
-    errored: Sequence[Trial] = ()
-    """The first trials that have errored."""
-    share: float | None = None
-    """The share of the training that is done, from 0 to 1; None if the number of trials is unknown."""
     ended_because: str = ""
     """Why the search ends early; empty while it does not."""
     lacking_count: int = 0
@@ -134,50 +99,31 @@ class ProgressState:
     """Whether this run has started an attempt; if not, every trial had ended before it."""
 
 
-class ProgressTracker:
-    """Adds what the table shows to the record of attempts: notes, rungs, rates. `state` may be called in any thread.
+class ProgressReader:
+    """Reads the progress of a search from its view, and remembers how fast reports came; for one thread.
 
-    The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
+    The caller passes the times, in seconds of a monotonic clock.
     """
 
-    def __init__(self, attempts: RunningAttempts, outlook: SearchEstimate, now: float) -> None:
-        """Args: attempts: of the search; each event is in it before it is passed to `applied`."""
-        self._attempts = attempts
+    def __init__(
+        self, read: Callable[[], SearchSnapshot], outlook: SearchEstimate, notes: Sequence[Note], now: float
+    ) -> None:
+        """Args: notes: the last lines of the log, oldest first; they may change."""
+        self._read = read
         self._outlook = outlook
+        self._notes = notes
         self._began = now
-        self._guard = threading.Lock()
-        self._rungs = Counter(
-            each.report.step
-            for trial in attempts.experiment.trials.values()
-            for each in trial.past
-            if each.report
-            if each.what == "decided"
-        )
-        self._notes: deque[Note] = deque(maxlen=_NOTES)
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
-
-    def applied(self, event: Event, experiment: Experiment, at: datetime) -> None:
-        """Take in a journaled event and the state after it."""
-        with self._guard:
-            for each in events_in(event):
-                if isinstance(each, Decided):
-                    self._rungs[each.report.step] += 1
-                if (note := _note_of(each, at, experiment)) is not None:
-                    self._notes.append(note)
-
-    # ----------------------------------------------------------------------------------------------------- reading
 
     def state(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
-        with self._guard:
-            notes, rungs = tuple(self._notes), dict(self._rungs)
-        attempts = self._attempts.view()
-        experiment = attempts.experiment
+        snapshot = self._read()
+        experiment = snapshot.experiment
         trials = list(experiment.trials.values())
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         newest = [
-            with_report(each, attempts.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
+            with_report(each, snapshot.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
         ]
         best_first = _best_first(newest, objective)
         others = [each for each in best_first if each.phase is not Phase.RUNNING]
@@ -187,18 +133,16 @@ class ProgressTracker:
             outlook=outlook,
             elapsed=elapsed,
             counts=counts,
-            reports_per_second=self._rate(now, attempts.counts.reports),
-            time_left=None if experiment.ends else self._time_left(now, newest, attempts.counts),
-            rungs=dict(sorted(rungs.items())),
+            reports_per_second=self._rate(now, snapshot.counts.reports),
+            time_left=None if experiment.ends else self._time_left(elapsed, newest, snapshot.counts.steps),
+            rungs=rungs_of(trials),
             running=[each for each in newest if each.phase is Phase.RUNNING],
             others=others,
             best=next(iter(best_first), None),
-            notes=notes,
-            errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
-            share=share_of_search(trials, attempts.newest, outlook),
+            notes=tuple(self._notes),
             ended_because=str(experiment.ends),
             lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
-            has_trained=bool(attempts.running or attempts.counts.ended_attempts),
+            has_trained=bool(snapshot.running or snapshot.counts.ended_attempts),
         )
 
     def _rate(self, now: float, reports: int) -> float:
@@ -208,26 +152,32 @@ class ProgressTracker:
         self._rates.append((now, reports))
         return (reports - before) / (now - since) if now > since else 0.0
 
-    def _time_left(self, now: float, trials: Sequence[Trial], counts: RunCounts) -> timedelta | None:
+    def _time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
         """Return the time of the remaining steps at the pace of this run, or the rest of the time budget if shorter."""
-        elapsed, time = timedelta(seconds=now - self._began), self._outlook.time
+        time = self._outlook.time
         budget = None if time is None else max(timedelta(0), time - elapsed)
-        if elapsed < _TOO_EARLY or not counts.steps:
+        if elapsed < _TOO_EARLY or not trained_steps:
             return budget
         try:
             steps = remaining_steps(trials, self._outlook)
-            seconds = None if steps is None else elapsed.total_seconds() * steps / counts.steps
+            seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
         except OverflowError:  # so large a number of steps is no limit: something else ends the search
             return budget
         return left if left is None or budget is None else min(left, budget)
 
 
+def rungs_of(trials: Iterable[Trial]) -> Mapping[int, int]:
+    """Return how many trials the scheduler has judged, by step."""
+    judged = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
+    return dict(sorted(Counter(judged).items()))
+
+
 def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
     """Return the number of steps that a search has left; None if the number of its trials or steps is unknown.
 
     Running trials train `step_count` steps, and new ones as many as those that have ended did on average. Steps after
-    a waiting trial's newest checkpoint are trained again. If only some of the paused trials resume, it is unknown.
+    a waiting trial's newest checkpoint are trained again. If only some of the trials that pause resume, it is unknown.
 
     Args:
         trials: all trials so far, each running one with its newest report.
@@ -236,9 +186,7 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     steps_of_new = fmean(last_steps) if last_steps else estimate.step_count
     step_count = estimate.step_count or steps_of_new
-    promotes = estimate.first_pause is not None
-    has_unknown_pauses = not estimate.resumes_paused and any(trial.phase is Phase.PAUSED for trial in trials)
-    if estimate.trial_count is None or not (step_count and steps_of_new) or promotes or has_unknown_pauses:
+    if estimate.trial_count is None or not (step_count and steps_of_new) or not estimate.resumes_paused:
         return None
     steps = max(0, estimate.trial_count - len(trials)) * steps_of_new
     for trial in trials:
@@ -270,29 +218,8 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
     if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), outlook.first_pause or outlook.step_count
+    step, steps = max(trial.step, report.step if report else 0), outlook.step_count
     return min(1.0, step / steps) if steps else 0.0
-
-
-def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:
-    match event:
-        case Finished(trial=trial, reason=reason):
-            ended = experiment.trial(trial)
-            return Note(at, trial, f"{status_label(ended.status, ended.step)}: {first_line(reason)}")
-        case GaveUp(trial=trial, reason=reason):
-            return Note(at, trial, f"errored: {first_line(reason)}", is_bad=True)
-        case AttemptEnded(trial=trial, cause=cause, reason=reason):
-            return Note(at, trial, f"attempt ended: {cause}: {first_line(reason)}", is_bad=True)
-        case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
-            return Note(at, trial, f"attempt {attempt}, from step {step}")
-        case Quarantined(trial=trial, reason=reason):
-            return Note(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
-        case Requeued(trial=trial, reason=reason):
-            return Note(at, trial, f"resumes: {first_line(reason)}")
-        case Decided(trial=trial, decision=Exploit(source=source)):
-            return Note(at, trial, f"exploits {source}")
-        case _:
-            return None
 
 
 # The trials of a search as a table that fits its terminal.
@@ -543,7 +470,7 @@ def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
 
 
 def _note_text(note: Note) -> Text:
-    text = (visible(f"{note.trial} {note.text}"), "red" if note.is_bad else "")
+    text = (visible(note.text), "red" if note.is_bad else "")
     return _cut(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
 
 

@@ -17,7 +17,7 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Digest
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.tuner.derivation import MEASURED, Derivation, Expected, Finding, Observed, Unknown, is_same
+from prefect_tune.tuner.derivation import Derivation, Expected, Finding, Observed, Unknown, is_same
 
 _TIMEOUT = timedelta(minutes=30)
 _LONGEST = 400
@@ -136,8 +136,7 @@ class _Audit:
         return AuditReport(self._state.name, number, *counts, self._difference)
 
     def _compared(self, before: Experiment, event: Event, number: int, writer: Writer) -> Experiment:
-        for each, finding in self._derivation.findings(before, event):
-            self._count(each, finding, number)
+        self._count(event, self._derivation.finding(before, event), number)
         now = after_event(before, event, number, writer)
         self._derivation.record(before, event, now)
         return now
@@ -160,8 +159,8 @@ class _Audit:
 def _shown(event: Event, *others: Event) -> str:
     """Return the type of an event, and its values that differ from those of the first of `others` of this type."""
     other = next((each.model_dump(mode="json") for each in others if each.type == event.type), {})
-    long = set() if other else {"report", "fingerprint", "own_journal"}
-    fields = event.model_dump(mode="json", exclude={"type", *long, *MEASURED})
+    long = set() if other else {"report", "fingerprint", "of_search"}
+    fields = event.model_dump(mode="json", exclude={"type", *long})
     differing = {name: value for name, value in fields.items() if not other or value != other.get(name)}
     words = ", ".join(f"{name} {json.dumps(value)}" for name, value in differing.items() if other or value)
     text = f"{event.type}: {words}" if words else event.type

@@ -44,9 +44,7 @@ class Decisions:
         try:
             answer = self._answer_to(name, self._decided(name, report))
         except BadMetric as error:
-            if (leave := self._failure_handler.undecided(name, error)) is None:
-                return
-            answer = leave
+            answer = self._failure_handler.undecided(name, error)
         self._send(name, answer, report.step)
 
     def carry_out(self, name: str, decision: Decision, step: int) -> None:

@@ -5,39 +5,25 @@ After it, the event is recorded by a `SearchPolicy`, as a running search records
 the same state at each event, in the order in which the results arrived. A new owner begins a new policy and replays the
 journal to it; so does the audit.
 
-    state before ──► findings(event): expected, unknown or observed ──► state after ──► record(event)
+    state before ──► finding(event): expected, unknown or observed ──► state after ──► record(event)
 Never: a policy that reads more of the journal than the search had written; code that only the journal names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-from prefect_tune.attempt.attempt import last_report, meets, next_start
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import BadMetric, BadStop, UnsafePayload
+from prefect_tune.core.errors import BadMetric, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import (
-    FailurePolicy,
-    GiveUp,
-    Quarantine,
-    errors_end_reason,
-    is_forgiven,
-    verdict,
-)
-from prefect_tune.core.experiment.retention import Retention, retired_by_commit
-from prefect_tune.core.experiment.stoppers import of_trials, why_over
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, with_adopted
+from prefect_tune.core.experiment.failure_policy import errors_end_reason
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import (
-    Absorbed,
     Adopted,
     Answered,
-    Cause,
-    Cloned,
-    Committed,
+    AttemptEnded,
     Configured,
     Decided,
     Deletion,
@@ -47,31 +33,29 @@ from prefect_tune.core.journal_events import (
     FinishKind,
     Forked,
     GaveUp,
-    OneTrialsEvent,
     Opened,
     Paused,
-    Quarantined,
     Reported,
     Requeued,
     Resumed,
     Started,
     StopAsked,
     TrialAdded,
+    TrialEvent,
     WarmStart,
 )
-from prefect_tune.core.reasons import AnyReason, code_of, make_reason
-from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.reasons import AnyReason, code_of
+from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.values import canonical_json
+from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.parameters.json_specs import scheduler_from
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_limits import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
 from prefect_tune.trust import code_choices
-from prefect_tune.tuner.repeated_values import ReportCopies, clone_of_source, misplacement_reason
 from prefect_tune.tuner.run_search import policy_of
-from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, finish_of, open_decision, retry_of, trial_id
+from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, open_decision, trial_id
 from prefect_tune.tuner.warm_start import prior_trials_of
 
 # What an event of the journal is to an audit.
@@ -202,7 +186,7 @@ _OF_AN_OPENING = Opened | Adopted | Configured | Answered | Forked | Deletion
 
 
 class Derivation:
-    """The state of an audit: the search's policy after each event, and what the trials have reported."""
+    """The state of an audit: the search's policy after each event, and the last report of each trial."""
 
     def __init__(self, target: StorageTarget, given: Mapping[str, object]) -> None:
         self._target = target
@@ -210,11 +194,8 @@ class Derivation:
         self._plans: dict[int, AuditPlan] = {}  # by term
         self._policy: SearchPolicy | None = None
         self._warm_starts: list[WarmStart] = []
-        self._curves = Curves()
-        self._report_copies = ReportCopies()
-        self._decided_steps: dict[str, tuple[int, int]] = {}  # by trial: the last milestone, and the step that met it
-        self._keeps_reports = False
-        self._requested_in: dict[str, int] = {}  # the term in which the search requested a trial's attempt
+        self._reports: dict[str, StepReport] = {}  # by trial: the last report that its present attempt has journaled
+        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone, the report that met it
         self._is_copy = False
         self._gave_up: GaveUp | None = None  # the last event, if it is one
         self._must_end: AnyReason | None = None  # why the stoppers end the search, as of the last entry
@@ -224,34 +205,29 @@ class Derivation:
         self._is_copy = any(isinstance(event, Forked) and event.trials is not None for event in entry.events)
         self._must_end = self._policy.why_end() if self._policy else None
 
-    def findings(self, before: Experiment, event: Event) -> Iterator[tuple[Event, Finding]]:
-        """Yield what `event` had to be, and for an absorbed entry each event in it, by the state before it."""
+    def finding(self, before: Experiment, event: Event) -> Finding:
+        """Return what `event` had to be, by the state before it."""
         if self._is_copy or isinstance(event, _OF_AN_OPENING):
-            yield event, Observed()
-            return
-        self._begin_policy(before)
-        if isinstance(event, Absorbed):
-            yield from self._absorbed(before, event)
-            return
-        trial = before.trials.get(str(getattr(event, "trial", "")))
-        if (why := misplacement_reason(event, trial, None)) is not None:
-            yield event, Expected((), why)
-        yield from self._repeated(trial, event)
-        yield event, self._finding(before, event)
+            return Observed()
+        if self._policy is None and before.term in self._plans:  # a new owner
+            self._policy = policy_of(self._plans[before.term].plan)
+            self._policy.warm_start(prior_trials_of(self._warm_starts))
+            self._policy.replay(before)
+            self._must_end = self._policy.why_end()
+        return self._finding(before, event)
 
     def record(self, before: Experiment, event: Event, now: Experiment) -> None:
         """Record an event after it was applied, as a running search records what it writes."""
         self._gave_up = event if isinstance(event, GaveUp) else None
         if isinstance(event, Opened | Configured) and now.settings:
-            self._configured(now)
+            plan, earlier = audit_plan(self._target, now, self._given), self._plans.get(now.term)
+            if earlier is None or plan.policy_settings != earlier.policy_settings:
+                self._policy = None
+            self._plans[now.term] = plan
         if isinstance(event, Opened) or self._is_copy:
             self._policy = None
         if isinstance(event, Configured):
             self._warm_starts += event.warm_starts
-        if self._is_copy or not isinstance(event, Absorbed):
-            self._keep_reports(event)
-            for trial in self._trials_of(before, event):
-                self._report_copies.record(trial, event)
         if self._policy is None:
             return
         if now.past_count > before.past_count and not isinstance(event, Configured):
@@ -260,63 +236,35 @@ class Derivation:
                 self._policy.record(trial, past_event)
         if isinstance(event, Requeued):
             self._must_end = self._policy.why_end()  # an errored trial that is begun again counts no more
-        if isinstance(event, Absorbed):
+        if isinstance(event, TrialEvent):
             self._policy.has_trained(now.trial(event.trial))
 
-    def _trials_of(self, before: Experiment, event: Event) -> Sequence[Trial]:
-        names = event.checkpoints if isinstance(event, Adopted) else (str(getattr(event, "trial", "")),)
-        return [trial for name in names if (trial := before.trials.get(name)) is not None]
-
-    def _repeated(self, trial: Trial | None, event: Event) -> Iterator[tuple[Event, Finding]]:
-        """Yield a difference if the journal of a search contains other values of the event already."""
-        expected = self._report_copies.expected_event(trial, event) if trial is not None else None
-        if expected is not None and self._policy is not None and not is_same(event, expected):
-            yield event, Expected([expected])
-
-    def _keep_reports(self, event: Event) -> None:
-        """Keep the reports of trials, if a stopper looks back at them."""
-        if self._keeps_reports:
-            self._curves.tell_event(event)
-
-    def _configured(self, now: Experiment) -> None:
-        plan, earlier = audit_plan(self._target, now, self._given), self._plans.get(now.term)
-        if of_trials(plan.plan.stopper).looks_back and not self._keeps_reports:
-            self._keeps_reports = not any(trial.step for trial in now.trials.values())
-            if not self._keeps_reports:
-                why = "stop: it needs reports from before it was chosen, which the audit has not kept"
-                plan = AuditPlan(plan.plan, {**plan.unknown, "stop": why})
-        if earlier is None or plan.policy_settings != earlier.policy_settings:
-            self._policy = None
-        self._plans[now.term] = plan
-
-    def _begin_policy(self, before: Experiment) -> None:
-        """Begin the policy of a new owner, in the state that the journal implies."""
-        if self._policy is None and before.term in self._plans:
-            self._policy = policy_of(self._plans[before.term].plan)
-            self._policy.warm_start(prior_trials_of(self._warm_starts))
-            self._policy.replay(before)
-            self._must_end = self._policy.why_end()
-
     def _finding(self, before: Experiment, event: Event) -> Finding:
+        if (policy := self._policy) is None:
+            return Observed()  # a single training decides nothing
+        if isinstance(event, TrialAdded):
+            return self._added(before, policy, event)
+        if isinstance(event, StopAsked):
+            return self._stopped(before, policy, event)
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # without one it cannot be applied, and is damage
+        plan = self._plans[before.term]
         match event:
-            case TrialAdded():
-                return self._added(before, event)
-            case StopAsked():
-                return self._stopped(before, event)
-            case Decided() | Resumed() | Finished() | GaveUp() | Requeued() if self._policy is not None:
-                return self._of_search(before, self._policy, event)
-            case Absorbed() | Opened() | Adopted() | Configured() | Answered() | Forked() | Deletion():
+            case Decided() if trial is not None:
+                return self._decided(policy, trial, event, plan)
+            case Reported() if trial is not None:
+                return self._reported(policy, trial, event, plan)
+            case Resumed() if trial is not None:
+                return self._resumed(policy, trial, event, plan)
+            case Finished() if trial is not None and trial.phase is not Phase.RUNNING:
+                return self._finished(before, policy, trial, plan)
+            case Started() | AttemptEnded() | Paused() | Finished() | GaveUp():
+                self._reports.pop(event.trial, None)
+                self._decisions.pop(event.trial, None)
                 return Observed()
             case _:
-                trial = before.trials.get(event.trial)  # without one it cannot be applied, and is damage
-                return Observed() if trial is None else self._of_attempt(before, trial, event)
+                return Observed()
 
-    # ------------------------------------------------------------------------------------------------ the search
-
-    def _added(self, before: Experiment, event: TrialAdded) -> Finding:
-        policy = self._policy
-        if policy is None:
-            return Observed()  # the configuration of a single training is given
+    def _added(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> Finding:
         if why := before.ends or self._must_end:
             return Expected((), f"no new trial: the search ends, {why}")
         if (paused := policy.resume_next()) is not None:
@@ -334,33 +282,21 @@ class Derivation:
             case _:
                 return Expected((), "no new trial yet: the search waits for others to end")
 
-    def _of_search(
-        self, before: Experiment, policy: SearchPolicy, event: Decided | Resumed | Finished | GaveUp | Requeued
-    ) -> Finding:
-        plan, trial = self._plans[before.term], before.trials.get(event.trial)
-        if trial is None:
-            return Observed()  # it cannot be applied, and is damage
-        match event:
-            case Decided():
-                return self._decided(policy, trial, event, plan)
-            case Resumed():
-                return self._resumed(policy, trial, event, plan)
-            case Finished():
-                return self._finished(before, policy, trial, plan)
-            case GaveUp():
-                return _given_up(trial, event, plan.plan.failure_policy)
-            case Requeued():
-                return self._requeued(trial, event, plan)
-
     def _decided(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: AuditPlan) -> Finding:
+        milestone = step = event.report.step
+        last = self._reports.get(trial.trial)
         if self._follows_milestones(trial, plan):
-            milestone, step = policy.milestone(trial), event.report.step
-            if open_decision(trial) is not None or milestone is None or step < milestone:
-                return Expected((), f"no decision at step {step}: {_next_decision(trial, milestone)}")
-            last_step = self._report_copies.last_reported_step(trial.trial)
-            if last_step is not None and milestone <= last_step < step:
-                return Expected((), f"a decision at step {last_step}")
-            self._decided_steps[trial.trial] = (milestone, step)
+            due_at = policy.milestone(trial)
+            if open_decision(trial) is not None or due_at is None or step < due_at:
+                return Expected((), f"no decision at step {step}: {_next_decision(trial, due_at)}")
+            if last is not None and due_at <= last.step < step:
+                return Expected((), f"a decision at step {last.step}")
+            milestone = due_at
+        if last is not None and last.step == step:
+            expected = event.model_copy(update={"report": last})
+            if not is_same(event, expected):
+                return Expected([expected])
+        self._decisions[trial.trial] = (milestone, event.report)
         try:
             decision = policy.decide(trial, event.report)
         except BadMetric as error:
@@ -370,22 +306,25 @@ class Derivation:
 
     def _follows_milestones(self, trial: Trial, plan: AuditPlan) -> bool:
         """Whether the trial's attempt got its milestones from this owner's scheduler, which is known."""
-        requested_in = self._requested_in.get(trial.trial)
-        is_ours = requested_in is None or self._plans.get(requested_in) is plan
+        is_ours = trial.outbox is None or self._plans.get(trial.search_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _reported(self, before: Experiment, trial: Trial, event: Reported) -> Finding:
+    def _reported(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: AuditPlan) -> Finding:
         """Return the decision that is missing if the attempt has passed a milestone without one."""
-        plan, last_step = self._plans.get(before.term), self._report_copies.last_reported_step(trial.trial)
-        if plan is None or self._policy is None or not self._follows_milestones(trial, plan):
+        step = event.report.step
+        last, self._reports[trial.trial] = self._reports.get(trial.trial), event.report
+        milestone, decided = self._decisions.get(trial.trial, (step, None))
+        if decided is not None and decided.step == step:
+            expected = event.model_copy(update={"report": decided})
+            return Observed() if is_same(event, expected) else Expected([expected])
+        if not self._follows_milestones(trial, plan):
             return Observed()
-        decided = self._decided_steps.get(trial.trial)
-        if decided is not None and decided[0] <= event.report.step < decided[1]:
-            return Expected((), f"a decision at step {event.report.step}")
-        milestone = self._policy.milestone(trial)
-        if milestone is None or last_step is None or last_step < milestone:
+        if decided is not None and milestone <= step < decided.step:
+            return Expected((), f"a decision at step {step}")
+        due_at = policy.milestone(trial)
+        if due_at is None or last is None or last.step < due_at:
             return Observed()
-        return Expected((), f"no further step: {_next_decision(trial, milestone)}")
+        return Expected((), f"no further step: {_next_decision(trial, due_at)}")
 
     def _resumed(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: AuditPlan) -> Finding:
         if unknown := plan.unknown.get("scheduler"):
@@ -408,140 +347,30 @@ class Derivation:
             return Expected((), "no end of this trial")
         return Expected([finish_of(*stopped)])
 
-    def _requeued(self, trial: Trial, event: Requeued, plan: AuditPlan) -> Finding:
-        match trial.phase:
-            case Phase.FINISHED:
-                if unknown := plan.unknown.get("stop"):
-                    return Unknown(unknown)
-                is_met = meets(trial, of_trials(plan.plan.stopper), lambda: self._curves.of(trial.trial))
-                return Expected(() if is_met else [extension_of(trial)], "no further step: its stop criterion is met")
-            case Phase.PENDING:
-                is_due = is_forgiven(trial, plan.plan.failure_policy)
-                return Expected([retry_of(trial)] if is_due else (), "no fresh retry budgets")
-            case _:  # `rerun_errored` is a parameter of the run, which no journal holds
-                return Observed() if event == retry_of(trial) else Expected([retry_of(trial)])
-
-    def _stopped(self, before: Experiment, event: StopAsked) -> Finding:
-        if event.request is not None or event.trial is not None or self._policy is None:
+    def _stopped(self, before: Experiment, policy: SearchPolicy, event: StopAsked) -> Finding:
+        if event.request is not None or event.trial is not None:
             return Observed()
         plan = self._plans[before.term]
         why: AnyReason | None = None
         if self._gave_up is not None:
             gave_up, trials = before.trial(self._gave_up.trial), before.trials.values()
             why = errors_end_reason(gave_up, trials, fail_fast=plan.plan.fail_fast)
-        why = why or self._policy.why_end()
+        why = why or policy.why_end()
         if why is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
             return Unknown(plan.unknown.get("stop", _NOT_HELD))
         return Expected([event.model_copy(update={"reason": why})])
 
-    # ---------------------------------------------------------------------------------------------- the attempts
 
-    def _absorbed(self, before: Experiment, event: Absorbed) -> Iterator[tuple[Event, Finding]]:
-        if event.trial not in before.trials:
-            return  # it cannot be applied, and is damage
-        trial = before.trial(event.trial)
-        for each in event.events:
-            if (why := misplacement_reason(each, trial, event)) is not None:
-                yield each, Expected((), why)
-            yield from self._repeated(trial, each)
-            if self._policy is not None and (step := self._report_copies.missing_step(trial, each)) is not None:
-                yield each, Expected((), f"a report of step {step}")
-            match each:
-                case Reported():
-                    yield each, self._reported(before, trial, each)
-                    self._report_copies.record(trial, each)
-                    trial = after(trial, each, event.number, event.writer)
-                case Opened(owner=owner):
-                    self._requested_in[trial.trial] = owner.search_term
-                    yield each, self._retried(trial, each)
-                case TrialAdded():
-                    proposed = each.model_copy(update={"config": trial.config, "fingerprint": trial.fingerprint})
-                    if not is_same(each, proposed):  # a copy of the proposal, which was counted
-                        yield each, Expected([proposed])
-                case Adopted():
-                    yield each, Observed()
-                    self._report_copies.record(trial, each)
-                    trial = with_adopted(trial, each)
-                case Deletion():
-                    yield each, Observed()
-                case _:
-                    yield each, self._of_attempt(before, trial, each)
-                    if isinstance(each, Started):
-                        self._decided_steps.pop(trial.trial, None)
-                    self._report_copies.record(trial, each)
-                    trial = after(trial, each, event.number, event.writer)
-            self._keep_reports(each)
-
-    def _plan_of_attempt(self, before: Experiment, trial: Trial) -> AuditPlan | None:
-        return self._plans.get(self._requested_in.get(trial.trial, before.term))
-
-    def _retried(self, trial: Trial, event: Opened) -> Finding:
-        """Return the end of the trial if the search requested an attempt although a retry budget was spent."""
-        plan, cause = self._plans.get(event.owner.search_term), trial.cause
-        is_requested = event.owner.attempt > trial.attempt > 0 and trial.phase is Phase.PENDING
-        if plan is None or not is_requested or cause in (None, Cause.MACHINE, Cause.PREEMPTED):
-            return Observed()  # the search counts lost attempts, too, which the journal does not hold
-        decided = verdict(trial, cause, plan.plan.failure_policy)
-        if not isinstance(decided, GiveUp):
-            return Observed()
-        return Expected([GaveUp(trial=trial.trial, cause=cause, reason=decided.reason)])
-
-    def _of_attempt(self, before: Experiment, trial: Trial, event: OneTrialsEvent) -> Finding:
-        """Return the finding on an event of an attempt, which only some events need the plan for."""
-        if isinstance(event, Started):
-            return Expected(_starts(trial))
-        plan = self._plan_of_attempt(before, trial)
-        if plan is None:
-            is_decision = isinstance(event, Committed) and event.retires
-            return Unknown(_NO_SETTINGS) if is_decision or isinstance(event, Finished) else Observed()
-        match event:
-            case Committed():
-                return _committed(trial, event, plan.plan.retention or Retention())
-            case Cloned(inherited=False):
-                return _cloned(before, trial, event)
-            case Paused():
-                return Expected(_pauses(trial), "no pause")
-            case Finished():
-                return self._ended(before, trial, event, plan)
-            case Quarantined(kills=True):
-                return _quarantined(trial, event, plan.plan.failure_policy)
-            case _:
-                return Observed()
-
-    def _ended(self, before: Experiment, trial: Trial, event: Finished, plan: AuditPlan) -> Finding:
-        if event.kind is FinishKind.RETURNED:
-            return Expected([event.model_copy(update={"reason": make_reason("returned")})])
-        if event.kind is not FinishKind.CRITERION:
-            ends = _early_ends(before, trial)
-            # A stop request may reach an attempt of a deployment that has outlived its search.
-            return Observed() if not ends and plan.plan.trials == "deployment" else Expected(ends, "no early end")
-        if unknown := plan.unknown.get("stop"):
-            return Unknown(unknown)
-        stopper = of_trials(plan.plan.stopper)
-        curve = self._curves.of(trial.trial) if stopper.looks_back else [last_report(trial)]
-        try:
-            why = why_over(stopper, curve) if curve else None
-        except BadStop as error:
-            return Expected((), f"a failure: {error}")
-        ends = [Finished(trial=trial.trial, reason=why)] if why else []
-        return Expected(ends, "a further step: its stop criterion is not met")
-
-
-_NO_SETTINGS = "outside a search: its journal does not hold the stop criterion and the retention"
 _NOT_HELD = "the search ends by a clock, a missing metric or a choice of a person, which the journal does not hold"
 
 
-MEASURED: Final = {"at", "seconds", "use"}
-"""Fields of events that hold what was measured, and decide nothing."""
-
-
 def is_same(event: Event, other: Event) -> bool:
-    """Return whether two events are the same in the journal, but for what was measured, and for texts of users."""
+    """Return whether two events are the same in the journal, except for texts of users."""
     return event == other or canonical_json(_comparable_json(event)) == canonical_json(_comparable_json(other))
 
 
 def _comparable_json(event: Event) -> Mapping[str, object]:
-    fields = event.model_dump(exclude=MEASURED)
+    fields = event.model_dump()
     for holder in (fields, fields.get("decision")):
         if isinstance(holder, dict) and isinstance(holder.get("reason"), str):
             holder["reason"] = ""
@@ -564,60 +393,8 @@ def _early_ends(before: Experiment, trial: Trial) -> Sequence[Finished]:
     return ends
 
 
-def _pauses(trial: Trial) -> Sequence[Paused]:
-    decided = open_decision(trial)
-    reasons = [trial.exploits.reason] if trial.exploits is not None else []
-    if decided is not None and isinstance(decided.decision, Pause):
-        reasons.append(decided.decision.reason)
-    return [Paused(trial=trial.trial, reason=reason) for reason in reasons]
-
-
-def _starts(trial: Trial) -> Sequence[Started]:
-    """Return the start from the newest checkpoint, and from each newer one that a guest may have quarantined since."""
-    start = next_start(trial)
-    since = [each.checkpoint for each in trial.quarantined_checkpoints if each.since > trial.collected_up_to]
-    newer = [each for each in since if each.sequence > (start.from_sequence or 0)]
-    others = ({"from_step": each.step, "from_sequence": each.sequence} for each in newer)
-    return [start, *(start.model_copy(update=each) for each in others)]
-
-
-def _committed(trial: Trial, event: Committed, policy: Retention) -> Finding:
-    if policy.keeps_all and not event.retires:
-        return Observed()
-    ending = retired_by_commit(trial, event.checkpoint, policy)
-    return Expected([event.model_copy(update={"retires": tuple(each.sequence for each in ending)})])
-
-
 def _next_decision(trial: Trial, milestone: int | None) -> str:
     """Return when the scheduler decides next, for messages."""
     if open_decision(trial) is not None:
         return f"the decision at step {milestone} is not carried out yet"
     return "the scheduler decides nothing more" if milestone is None else f"a decision is due at step {milestone}"
-
-
-def _cloned(before: Experiment, trial: Trial, event: Cloned) -> Finding:
-    """Return the clone that the last exploit asks for; which checkpoint was the newest, only the target knew."""
-    if (exploit := trial.exploits) is None:
-        return Expected((), "no clone: the scheduler has decided none") if trial.own_journal else Observed()
-    event = clone_of_source(before, event)
-    source = event.source
-    if source.trial.trial not in (exploit.source, trial.trial):
-        source = source.model_copy(update={"trial": source.trial.of_experiment.trial_key(exploit.source)})
-    return Expected([event.model_copy(update={"config": exploit.config, "reason": exploit.reason, "source": source})])
-
-
-def _quarantined(trial: Trial, event: Quarantined, policy: FailurePolicy) -> Finding:
-    decided = verdict(trial, trial.cause, policy) if trial.cause is not None else None
-    if not isinstance(decided, Quarantine):
-        return Expected((), "no quarantine")
-    return Expected([event.model_copy(update={"sequence": decided.sequence, "reason": decided.reason})])
-
-
-def _given_up(trial: Trial, event: GaveUp, policy: FailurePolicy) -> Finding:
-    """Return the end by a spent budget; a lost attempt, a failed restore or a missing metric are not in the journal."""
-    if trial.phase is Phase.PENDING and trial.cause is event.cause and code_of(event.reason) != "attempts-lost":
-        decided = verdict(trial, event.cause, policy)
-        if isinstance(decided, GiveUp):
-            reasons = [decided.reason, *([trial.end_reason] if event.cause is Cause.BAD_METRIC else [])]
-            return Expected([event.model_copy(update={"reason": reason}) for reason in reasons])
-    return Unknown("the journal does not hold lost attempts, failed restores and reports without the metric")

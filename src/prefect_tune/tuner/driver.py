@@ -11,147 +11,70 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.attempt.attempt import last_report
+from prefect_tune.attempt.attempt import CurveReader, last_report
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.search_link import AnswerAwaited
+from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.errors import InvalidInput, ResumeFailed, Superseded, TuneError
+from prefect_tune.core.adoption import adopt
+from prefect_tune.core.errors import (
+    IllegalTransition,
+    InvalidInput,
+    JournalCorrupt,
+    ResumeFailed,
+    TuneError,
+    UnknownVersion,
+)
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal.journal import entries_beyond, next_entry
+from prefect_tune.core.experiment.trial import clonable_checkpoint, clone_for
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_live
+from prefect_tune.core.journal.outbox import ClosedOutbox, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
-    Absorbed,
     Cause,
-    Entry,
+    Cloned,
     Event,
-    Opened,
+    Launched,
+    OutboxClosed,
+    Received,
     Resumed,
     SlotFreed,
     TrialAdded,
-    Writer,
 )
+from prefect_tune.core.operations.checkpoint_gc import collectable_origins
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
-from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import (
     AttemptCancelledError,
     AttemptExited,
     Message,
+    PostReceived,
     RemoteAttemptStarted,
     TrialExecutor,
     have_ended,
 )
-from prefect_tune.journal_access import (
-    JournalWriter,
-    Opening,
-    begin_run_clock,
-    current_owner,
-    new_write_id,
-    open_journal,
-    run_now,
-)
+from prefect_tune.journal_access import JournalWriter, begin_run_clock, new_write_id, run_now, set_attempt_crashed
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.storage_retries import on_target
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
+from prefect_tune.tuner.janitor import Janitor
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, finish_of, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import Stopping, StopSource
 
-# Merge the entries of the trials' own journals into the experiment's journal.
-
-_TIMEOUT = timedelta(minutes=5)
-
-
-class TrialJournalMerger:
-    """Merges each entry of each trial's journal, once, in order; a single training has the experiment's only.
-
-    Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
-    """
-
-    def __init__(self, pending_entry: PendingEntry, policy: SearchPolicy, journal_writer: JournalWriter) -> None:
-        self._pending_entry = pending_entry
-        self._policy = policy
-        self._journal_writer = journal_writer
-
-    def absorb(self, wrote: EntryWritten) -> None:
-        """Merge an entry that a trial has announced, after any missing entries before it."""
-        if wrote.journal is not None and wrote.journal.key == self._pending_entry.state.key:
-            self._pending_entry.follow(wrote.events, wrote.journal)
-            return
-        due = self._pending_entry.state.trial(wrote.trial).absorbed + 1
-        if wrote.number > due:
-            self.catch_up(wrote.trial)
-        elif wrote.number == due:
-            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at, writer="owner")
-
-    def catch_up(self, trial: str) -> None:
-        """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
-        if not self._pending_entry.state.trial(trial).own_journal:
-            return  # the experiment's journal holds them
-        absorbed = self._pending_entry.state.trial(trial).absorbed
-
-        def read(store: ObjectStore) -> Sequence[Entry]:
-            with transfer_pool() as transfers:
-                return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
-
-        for entry in on_target(self._journal_writer.target, read, _TIMEOUT):
-            self._take_in(trial, entry.number, entry.events, entry.at, writer=entry.writer)
-
-    def settle(self, trial: str) -> None:
-        """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
-
-        Raises:
-            Superseded: a newer owner of the experiment has opened the trial.
-        """
-        state = self._pending_entry.state
-        if state.trial(trial).phase is Phase.RUNNING:
-            owner = current_owner(search_term=state.term, attempt=state.trial(trial).attempt)
-            open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
-            self.catch_up(trial)
-
-    def require_ours(self) -> None:
-        """Check that no other owner has taken the experiment over. One request: call it only on suspicion.
-
-        Raises:
-            Superseded: another owner has.
-        """
-        written, entry = self._journal_writer.experiment, self._beyond(self._journal_writer.experiment.number)
-        while entry is not None:
-            if entry.term != written.term:
-                owner = next((f", {each.owner}," for each in entry.events if isinstance(each, Opened)), "")
-                raise Superseded(
-                    f"{written.key}: this process is owner {written.term}, and owner {entry.term}{owner} took over "
-                    f"in entry {entry.number}"
-                )
-            entry = self._beyond(entry.number)  # a guest's entry
-
-    def _beyond(self, number: int) -> Entry | None:
-        key = self._journal_writer.experiment.key
-        return on_target(self._journal_writer.target, lambda store: next_entry(store, key, number), _TIMEOUT)
-
-    def _journal(self, trial: str) -> JournalKey:
-        return self._pending_entry.state.key.of_trial(trial)
-
-    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None, *, writer: Writer) -> None:
-        own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at, writer=writer))
-        self._policy.has_trained(self._pending_entry.state.trial(trial))
-
-
 _PATIENCE = timedelta(seconds=0.5)
+_TIMEOUT = timedelta(minutes=5)
 _STARTS_AT_ONCE = 8  # then trials that train get their answers: a start on a cluster takes some 30 ms of this process
 
 
 class Driver:
-    """One owner's run of an experiment.
+    """One owner's run of an experiment, and the only writer of its journal.
 
     Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
+    Attempts in this process submit their events; those on other machines post them, and the driver receives the posts.
     """
 
     def __init__(
@@ -173,9 +96,11 @@ class Driver:
         self._policy = policy
         self._executor = executor
         self._log = log
-        self._pending_entry = PendingEntry(journal_writer, policy, listener, spec.sync.sync_period)
-        self._merger = TrialJournalMerger(self._pending_entry, policy, journal_writer)
-        self._stopping = Stopping(limits, policy, executor, self._pending_entry, log)
+        self._target = journal_writer.target
+        self._janitor = Janitor(journal_writer.target)
+        self._pending_entry = PendingEntry(journal_writer, policy, listener, spec.sync.sync_period, self._janitor)
+        self._curves = CurveReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_curve else None
+        self._stopping = Stopping(limits, policy, executor, self._pending_entry, self._close_outbox, log)
         self._startable: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
         self._decisions = Decisions(
@@ -184,6 +109,7 @@ class Driver:
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._slots: dict[str, tuple[str, float]] = {}  # when each trial got its slot: the run's clock, monotonic
+        self._messages: deque[Message] = deque()  # those that are not handled yet
         self._search_is_done = False
         begin_run_clock()
 
@@ -198,9 +124,22 @@ class Driver:
         try:
             return self._run(stop_source)
         except BaseException:
+            self._pending_entry.drop_actions()
             with suppress(TuneError):  # the error that ended the search is the one to raise
-                have_ended(self._executor, self._spec.grace)
+                have_ended(self._executor, self._spec.grace, self._journal_at_once)
             raise
+        finally:
+            self._janitor.close()
+
+    def _journal_at_once(self, submitted: Sequence[EventsSubmitted]) -> None:
+        """Write what attempts wait for after the loop has failed; they get the error of the write, if that fails."""
+        unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
+        self._messages.clear()
+        for events in (*unhandled, *submitted):
+            self._pending_entry.submit(events)
+        with suppress(TuneError):
+            if self._pending_entry.is_awaited:
+                self._pending_entry.write(may_wait=False)
 
     def _run(self, stop_source: StopSource) -> Experiment:
         self._policy.replay(self._state)
@@ -237,8 +176,9 @@ class Driver:
     def _next_trial(self) -> str | None:
         while self._startable:
             trial = self._startable.popleft()
-            self._merger.settle(trial)
-            self._decisions.decide_what_is_open(trial)
+            self._settle(trial)
+            if not self._is_queued(trial):
+                self._decisions.decide_what_is_open(trial)
             state = self._state.trial(trial)
             if self._stopping.ends:
                 return None
@@ -268,16 +208,16 @@ class Driver:
             return self._without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.own_journal else ONLY_TRIAL
+                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.of_search else ONLY_TRIAL
                 self._put(
-                    TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, own_journal=spec.own_journal)
+                    TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, of_search=spec.of_search)
                 )
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.is_awaited
                 return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
-                if self._spec.own_journal:
+                if self._spec.of_search:
                     are_fewer = len(self._state.trials) < (self._limits.options.trial_count or math.inf)
                     self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
                 self._search_is_done = True
@@ -296,26 +236,45 @@ class Driver:
             for event in self._before_training():
                 self._put(event)
             self._before_training = tuple
+            self._exploit(self._state.trial(trial))
+            if self._executor.is_remote and self._state.trial(trial).outbox is None:
+                self._put(Launched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
         state = self._state.trial(trial)
-        spec = replace(self._spec, trial=self._state.trial_key(trial))
-        number = state.attempt + (not finds)
-        request = AttemptRequest(
-            search_term=self._state.term,
-            attempt=number,
-            config=state.config,
-            reached=state.reached,
-            milestone=self._policy.milestone(state),
-            saves_first=self._policy.saves_first,
-            exploit=state.exploits,
-            last_step=self._limits.options.stopper.step_count if state.exploits else None,
-            quarantines=self._failure_handler.quarantines.pop(trial, ()),
-            answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
-        )
-        self._attempts[trial] = number - 1
+        milestone = self._policy.milestone(state)
+        self._attempts[trial] = state.attempt - finds
         self._slots[trial] = run_now(), time.monotonic()
-        self._pending_entry.then(lambda: self._executor.start(spec, request, number, state.absorbed))
+        self._pending_entry.then(lambda: self._request(trial, milestone))
         if finds:
             self._answer_again(trial)
+
+    def _request(self, name: str, milestone: int | None) -> None:
+        """Start an attempt, or find it; the journal holds everything that the trial is by now."""
+        trial = self._state.trial(name)
+        request = AttemptRequest(
+            search_term=self._state.term,
+            trial=trial.model_copy(update={"past": (), "records": ()}),
+            curve=tuple(self._curves.of(trial)) if self._curves is not None and trial.checkpoints else (),
+            milestone=milestone,
+            saves_first=self._policy.saves_first,
+        )
+        self._executor.start(replace(self._spec, trial=self._state.trial_key(name)), request)
+
+    def _exploit(self, trial: Trial) -> None:
+        """Clone the newest checkpoint of the trial to exploit, if another step follows it; else of the trial itself.
+
+        The new configuration trains at least one step, so that no result is shown beside a configuration without a
+        part in it.
+        """
+        if (exploit := trial.exploits) is None:
+            return
+        for source in (exploit.source, trial.trial):
+            ref = clonable_checkpoint(self._state.trial(source), self._limits.options.stopper.step_count)
+            if ref is not None:
+                copy = clone_for(trial, ref, source)
+                config, reason = exploit.config, exploit.reason
+                self._put(Cloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason))
+                return
+            self._log.warning("trial %s has no checkpoint to exploit from which another step can be trained", source)
 
     def _answer_again(self, name: str) -> None:
         """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
@@ -326,7 +285,7 @@ class Driver:
             return  # it has not asked yet; step 0 is the key of unasked answers
         milestone = self._policy.milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.exploits is None:
-            self._reported(StepReported(name, last_report(trial), asks=True))
+            self._decisions.answer(name, last_report(trial))
         else:
             self._decisions.carry_out(name, trial.exploits or Continue(), trial.step)
 
@@ -334,14 +293,17 @@ class Driver:
 
     def _receive(self, messages: Sequence[Message]) -> None:
         over: list[AttemptExited] = []
-        for message in messages:
-            match message:
-                case StepReported():
-                    self._reported(message)
-                case LatestReport():
-                    self._listener.latest(message)
-                case EntryWritten():
-                    self._merger.absorb(message)
+        self._messages.extend(messages)
+        while self._messages:
+            match message := self._messages.popleft():
+                case EventsSubmitted():
+                    before = self._state.trial(message.trial)
+                    self._pending_entry.submit(message)
+                    self._delete_origins(before)
+                case PostReceived():
+                    self._receive_post(message.trial, message.number, message.events)
+                case AnswerAwaited():
+                    self._decisions.answer(message.trial, message.report)
                 case RemoteAttemptStarted():
                     self._answer_again(message.trial)
                 case AttemptExited():
@@ -357,23 +319,99 @@ class Driver:
     def _free_slot(self, name: str) -> None:
         """Journal how long the trial had its slot; the one slot of a training is its run's."""
         (since, began), trial = self._slots.pop(name), self._state.trial(name)
-        if trial.own_journal:
+        if trial.of_search:
             number = max(trial.attempt, self._attempts[name] + 1)
             held_seconds = round(time.monotonic() - began, 3)
             self._put(SlotFreed(trial=name, attempt=number, since=since, seconds=held_seconds))
 
-    def _reported(self, step: StepReported) -> None:
-        self._listener.reported(step, self._state)
-        if step.asks:
-            self._decisions.answer(step.trial, step.report)
+    def _receive_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
+        """Journal a post of an attempt on another machine, and then delete it, and what it retires."""
+        before = self._state.trial(name)
+        if before.outbox is None or number != before.post + 1:
+            return  # it was received when the outbox was closed
+        try:
+            self._pending_entry.put_all([Received(trial=name, post=number), *events])
+        except IllegalTransition as impossible:
+            self._log.error(
+                "trial %s: post %d cannot follow the journal, and ends the attempt: %s", name, number, impossible
+            )
+            self._fence_off(name, before.outbox)
+            self._put(OutboxClosed(trial=name))
+            return
+        folder, outbox = self._state.trial_key(name), before.outbox
+        self._pending_entry.after_entry(lambda: self._janitor.delete_post(folder, outbox, number))
+        self._pending_entry.after_entry(lambda: self._delete_own(before))
+        self._delete_origins(before)
+
+    def _delete_own(self, before: Trial) -> None:
+        """Delete the checkpoints that the trial had in the state `before` and has retired by the written journal."""
+        trial, folder = self._state.trial(before.trial), self._state.trial_key(before.trial)
+        keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
+        if retired := [key for key in keys if not is_live(trial, key)]:
+            self._janitor.delete_checkpoints(folder, trial, retired)
+
+    def _delete_origins(self, before: Trial) -> None:
+        """Delete retired checkpoints of which the trial had the last clone in the state `before`, after the entry.
+
+        Only the written entry decides: a guest may have quarantined a checkpoint, so that none was retired.
+        """
+        clones = [ref for ref in before.checkpoints if ref.origin is not None]
+        if not clones or self._state.trial(before.trial).checkpoints is before.checkpoints:
+            return
+
+        def delete() -> None:
+            for key in collectable_origins(self._state, clones):
+                self._janitor.delete_checkpoints(key.trial, self._state.trial(key.trial.trial), [key])
+
+        self._pending_entry.after_entry(delete)
+
+    def _fence_off(self, name: str, outbox: int) -> ClosedOutbox:
+        """End the trial's outbox on the target: its attempt can post nothing more. Return what it has posted."""
+        trial, stamp, owner = self._state.trial(name), new_write_id(), str(self._state.owner)
+        return on_target(
+            self._target,
+            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.post, owner, stamp),
+            _TIMEOUT,
+        )
+
+    def _close_outbox(self, name: str) -> None:
+        """Fence off the attempt that posts to the trial's outbox, and receive what it has posted."""
+        trial = self._state.trial(name)
+        if trial.outbox is None:
+            return
+        closed = self._fence_off(name, trial.outbox)
+        for number, post in enumerate(closed.posts, trial.post + 1):
+            self._receive_post(name, number, post.events)
+        if closed.damage:
+            self._log.error("trial %s: %s. What was posted after it counts no more", name, closed.damage)
+        if self._state.trial(name).outbox is not None:  # it has not posted its end
+            self._put(OutboxClosed(trial=name))
+
+    def _is_queued(self, name: str) -> bool:
+        """Whether an earlier search has launched an attempt that has not begun, and will be found again."""
+        trial = self._state.trial(name)
+        is_open = trial.outbox is not None and trial.post == 0
+        return self._executor.survives_search and is_open and trial.phase is Phase.PENDING
+
+    def _settle(self, name: str) -> None:
+        """End an attempt that died without journaling its end, and adopt what it had saved."""
+        if not self._is_queued(name):
+            self._close_outbox(name)
+        trial = self._state.trial(name)
+        if trial.phase is Phase.RUNNING:
+            if trial.supervisor is not None and self._state.owner is not None:
+                set_attempt_crashed(trial.supervisor, self._state.owner)
+            for event in on_target(self._target, lambda store: adopt(store, self._state, trials=[name]), _TIMEOUT):
+                self._put(event)
 
     def _conclude(self, over: AttemptExited) -> None:
-        """Handle the end of an attempt, by the state that its journal gives."""
+        """Handle the end of an attempt, by the state of its trial in the journal."""
+        self._close_outbox(over.trial)
         trial = self._state.trial(over.trial)
         began = trial.attempt > self._attempts.pop(over.trial)
         if self._failure_handler.conclude_undecided(trial.trial):
             pass
-        elif over.error is not None and not (trial.own_journal and isinstance(over.error, Exception)):
+        elif over.error is not None and not (trial.of_search and isinstance(over.error, Exception)):
             raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
         elif isinstance(over.error, AttemptCancelledError) and trial.phase not in ENDED:
             self._stopping.stop_alone(trial.trial, str(over.error))
@@ -382,15 +420,11 @@ class Driver:
             self._failure_handler.give_up(trial.trial, Cause.USER, reason)
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
-        elif trial.trial in self._state.questions:
-            if trial.own_journal:  # the other trials save and end, too
-                self._stopping.end(make_reason("trial-asks", trial=trial.trial))
         elif trial.phase is Phase.PENDING and trial.cause is not None and began:
             self._failure_handler.failed(trial, trial.cause, over.error)
         elif trial.phase is Phase.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._merger.require_ours()  # a newer owner of the search owns the trial too
             self._failure_handler.lost(trial.trial, over.error)
         else:
             self._let_proceed(trial)
@@ -413,18 +447,27 @@ class Driver:
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
         errored = {each.trial for each in self._state.trials.values() if each.phase is Phase.ERRORED}
-        unended = self._unended()
-        for trial in unended:
-            self._merger.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
+        for trial in self._unended():
+            self._receive_posts(trial)  # a trial that ended unnoticed may have to be extended too
         self._requeue()
         for trial in self._unended():
             if self._limits.options.reruns_errored == "only" and trial not in errored:
                 continue
-            if trial not in unended:
-                self._merger.catch_up(trial)
             self._take_on(trial)
         # So that an attempt found again gets a stop as an answer, and is not finished.
         self._pending_entry.write(may_wait=True)
+
+    def _receive_posts(self, name: str) -> None:
+        """Receive what the trial's attempt has posted since the last search read its outbox."""
+        trial, folder = self._state.trial(name), self._state.trial_key(name)
+        if (outbox := trial.outbox) is not None:
+            try:
+                posts = on_target(self._target, lambda store: read_posts(store, folder, outbox, trial.post), _TIMEOUT)
+            except (JournalCorrupt, UnknownVersion):
+                self._close_outbox(name)
+                return
+            for number, post in enumerate(posts, trial.post + 1):
+                self._receive_post(name, number, post.events)
 
     def _unended(self) -> Mapping[str, Trial]:
         """The trials that continue, without those that the scheduler holds paused."""
@@ -433,13 +476,18 @@ class Driver:
         return {each.trial: each for each in trials if each.phase in waiting or self._policy.is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
-        if self._executor.survives_search and self._state.trial(name).phase is Phase.RUNNING:
+        trial = self._state.trial(name)
+        if self._executor.survives_search and trial.phase is Phase.RUNNING and trial.outbox is not None:
             self._found.add(name)
             self._start(name, finds=True)  # the attempt has outlived its search, and needs no free slot
             return
-        self._merger.settle(name)
+        self._settle(name)
         if name in self._state.stops:
+            self._close_outbox(name)
             self._stopping.finish(name)
+            return
+        if self._is_queued(name):
+            self._startable.append(name)
             return
         self._decisions.decide_what_is_open(name)
         trial = self._state.trial(name)

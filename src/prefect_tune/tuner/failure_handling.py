@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.search_link import AnswerAwaited
+from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
@@ -25,7 +26,7 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, Committed, Gav
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.executors.trial_executor import Message
+from prefect_tune.executors.trial_executor import Message, PostReceived
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import retry_of
@@ -47,8 +48,6 @@ class FailureHandler:
         self._log = log
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self._undecided: dict[str, Reason] = {}  # trials whose report lacked the metric, and the error
-        self.quarantines: dict[str, tuple[Quarantined, ...]] = {}
-        """The checkpoints that the next attempt of a trial is to quarantine."""
         running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
         self._has_trained = any(each.step for each in running)  # attempts elsewhere that outlived an earlier run
         self._unimportable = ""  # the first import that failed before anything was trained: it would in all trials
@@ -81,15 +80,12 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
-        if cause is Cause.IMPORT and trial.own_journal and not self._has_trained:
+        if cause is Cause.IMPORT and trial.of_search and not self._has_trained:
             self._unimportable = self._unimportable or f"trial {trial.trial}: {first_line(trial.reason)}"
             self._stopping.ends = True
             return
-        if cause is Cause.BAD_STOP and trial.own_journal and self._limits.why_end(self._pending_entry.state, None):
-            self._log.error("trial %s errored at step %d: %s", trial.trial, trial.step, first_line(trial.reason))
-            return  # the search ends, and its next run tries the trial again
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
-            name, why = f"trial {trial.trial}: " if trial.own_journal else "", first_line(trial.reason)
+            name, why = f"trial {trial.trial}: " if trial.of_search else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stopping.ends else "it is retried"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, why)
         self.retry_or_give_up(trial.trial, cause)
@@ -101,10 +97,9 @@ class FailureHandler:
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                name = f"trial {trial}: " if state.own_journal else ""
+                name = f"trial {trial}: " if state.of_search else ""
                 self._log.error("%sa checkpoint is quarantined: %s", name, first_line(reason))
-                quarantined = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
-                self.quarantines[trial] = (quarantined,)
+                self._pending_entry.put(Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True))
                 self._startable.append(trial)
             case GiveUp(reason=reason):
                 self.give_up(trial, cause, reason)
@@ -141,13 +136,8 @@ class FailureHandler:
             self._pending_entry.lost(trial, str(reason))
             self._startable.append(trial)
 
-    def undecided(self, trial: str, error: BadMetric) -> Leave | None:
-        """Return the answer to a trial about which the scheduler could not decide; `conclude_undecided` gives it up.
-
-        None if no report had the metric: the search then ends, and the trial saves and ends as all do.
-        """
-        if self._stopping.ends_undecided(trial):
-            return None
+    def undecided(self, trial: str, error: BadMetric) -> Leave:
+        """Return the answer to a trial about which the scheduler could not decide; `conclude_undecided` gives it up."""
         reason = self._undecided[trial] = make_reason("raised", text=str(error))
         errored = AttemptEnded(trial=trial, cause=Cause.BAD_METRIC, reason=reason)
         return Leave(outcome=errored, save=False)
@@ -169,7 +159,6 @@ class FailureHandler:
 
 
 def _is_of_a_step(message: Message) -> bool:
-    """A local attempt sends each step; a remote one its newest step, and the entries of its journal."""
-    if isinstance(message, EntryWritten):
-        return any(isinstance(each, Reported | Committed) for each in message.events)
-    return isinstance(message, StepReported | LatestReport)
+    if isinstance(message, EventsSubmitted | PostReceived):
+        return any(isinstance(event, Reported | Committed) for event in message.events)
+    return isinstance(message, AnswerAwaited)

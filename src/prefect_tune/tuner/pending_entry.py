@@ -1,4 +1,8 @@
-"""The journal's next entry: events apply to the state at once, actions run after the entry is written."""
+"""The journal's next entry: events apply to the state at once, actions run after the entry is written.
+
+One entry holds the events of the search and of all attempts that have submitted some since the entry before (group
+commit). While it is written, others submit events for the next one; so a commit waits for two entries at most.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.trial_transitions import repeats
-from prefect_tune.core.journal_events import Absorbed, Event
+from prefect_tune.core.journal.snapshot import snapshot_is_due
+from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
+from prefect_tune.tuner.janitor import Janitor
 from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
@@ -21,75 +28,122 @@ class PendingEntry:
     """The state of the experiment with its unwritten events, and the actions that wait for their write."""
 
     def __init__(
-        self, journal_writer: JournalWriter, policy: SearchPolicy, listener: SearchObserver, sync_period: timedelta
+        self,
+        journal_writer: JournalWriter,
+        policy: SearchPolicy,
+        listener: SearchObserver,
+        sync_period: timedelta,
+        janitor: Janitor,
     ) -> None:
         self._journal_writer = journal_writer
         self._policy = policy
         self._listener = listener
         self._sync_period = sync_period
+        self._janitor = janitor
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
         self._then: list[Callable[[], None]] = []
+        self._after_entry: list[Callable[[], None]] = []
+        self._submitted: list[EventsSubmitted] = []
         self._is_asked_after = False
         self._synced_at = time.monotonic()
         self._status_changed_at: float | None = None  # the first change that is not written yet
 
     @property
     def is_awaited(self) -> bool:
-        """Whether an action waits for the next write."""
-        return bool(self._then)
+        """Whether an action or an attempt waits for the next write."""
+        return bool(self._then) or bool(self._submitted)
 
     def put(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
+        self._put(event, self._after(self.state, event))
+
+    def put_all(self, events: Sequence[Event]) -> None:
+        """Add events to the next entry, all or none.
+
+        Raises:
+            IllegalTransition: they cannot follow the state.
+        """
+        states = [self.state]
+        for event in events:
+            states.append(self._after(states[-1], event))
+        for event, state in zip(events, states[1:], strict=True):
+            self._put(event, state)
+
+    def submit(self, submitted: EventsSubmitted) -> None:
+        """Add the events of an attempt to the next entry, all or none; `submitted.written` gets the state after it."""
+        try:
+            self.put_all(submitted.events)
+        except IllegalTransition as impossible:
+            submitted.written.set_exception(impossible)
+            return
+        except BaseException as error:  # such as one of a scheduler
+            submitted.written.set_exception(_error_for_attempt(error))
+            raise
+        self._submitted.append(submitted)
+
+    def refuse(self, error: BaseException) -> None:
+        """Let the attempts whose events wait know that these are not written."""
+        for submitted in self._submitted:
+            submitted.written.set_exception(_error_for_attempt(error))
+        self._submitted = []
+
+    def _after(self, state: Experiment, event: Event) -> Experiment:
+        return after_event(state, event, self._journal_writer.experiment.number + 1)
+
+    def _put(self, event: Event, state: Experiment) -> None:
         earlier, before = self.state, self.state.past_count
-        self.state = after_event(self.state, event, self._journal_writer.experiment.number + 1)
+        self.state = state
         # The sender of a stop request looks in the journal for the answer, and then for the end.
         self._is_asked_after |= self.state.stop_requests != earlier.stop_requests or self.state.stops != earlier.stops
         if self._status_changed_at is None and _changes_status(event, earlier, self.state):
             self._status_changed_at = time.monotonic()
         self._unwritten.append(event)
-        self._listener.applied(_news_in(event, earlier), self.state)
+        self._listener.applied(event, self.state)
         if self.state.past_count > before:
             trial = self.state.trial(str(getattr(event, "trial", "")))
             for past_event in trial.past[before - self.state.past_count :]:
                 self._policy.record(trial, past_event)
+        if isinstance(event, TrialEvent):
+            self._policy.has_trained(self.state.trial(event.trial))
 
     def lost(self, trial: str, why: str) -> None:
         """Pass on to the listener that an attempt of `trial` ended without journaling its end."""
         self._listener.lost(self.state.trial(trial), why)
 
-    def follow(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """Take over an entry that the attempt of a single training has written to this journal.
-
-        While such an attempt runs, nothing else is put: an entry has one writer.
-
-        Args:
-            events: the events of the entry.
-            experiment: the state after it, which may hold entries of guests before it, too.
-        """
-        for event in events[:-1]:
-            self.state = after_event(self.state, event, experiment.number)
-            self._listener.applied(event, self.state)
-        self.state = self._journal_writer.follow(events, experiment)
-        for event in events[-1:]:
-            self._listener.applied(event, self.state)
-        self._listener.wrote(self.state)
-
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` once every event so far is written."""
         self._then.append(act)
+
+    def after_entry(self, act: Callable[[], None]) -> None:
+        """Call `act` once every event so far is written, without asking for an entry."""
+        self._after_entry.append(act)
+
+    def drop_actions(self) -> None:
+        """Call none of the actions that wait for an entry."""
+        self._then, self._after_entry = [], []
 
     def write(self, *, may_wait: bool) -> Experiment:
         """Write the pending events as one entry, then run the waiting actions; return the experiment as written.
 
         Args:
-            may_wait: whether events that no action and no stop request waits for may stay unwritten until
+            may_wait: whether events that no action, no attempt and no stop request waits for may stay unwritten until
                 `sync_period` has passed since the last write, or 2 s since a trial's status changed.
         """
-        is_awaited = self._then or self._is_asked_after
+        is_awaited = self._then or self._is_asked_after or any(each.is_awaited for each in self._submitted)
         if self._unwritten and (is_awaited or not may_wait or self._is_due()):
-            self._journal_writer.write(self._unwritten)
+            try:
+                self._journal_writer.write(self._unwritten)
+            except BaseException as error:
+                self.refuse(error)
+                raise
             self.state, self._unwritten = self._journal_writer.experiment, []
+            if snapshot_is_due(self.state):
+                self._janitor.write_snapshot(self.state)
+            for submitted in self._submitted:
+                submitted.written.set_result(self.state)
+            self._submitted = []
+            self._then, self._after_entry = [*self._after_entry, *self._then], []
             self._is_asked_after = False
             self._status_changed_at = None
             self._listener.wrote(self.state)
@@ -106,12 +160,11 @@ class PendingEntry:
         return now - self._synced_at >= self._sync_period.total_seconds()
 
 
-def _news_in(event: Event, before: Experiment) -> Event:
-    """Return the event for observers: of an absorbed entry without what the experiment's journal says already."""
-    if not isinstance(event, Absorbed):
-        return event
-    trial = before.trials.get(event.trial)
-    return event.model_copy(update={"events": tuple(each for each in event.events if not repeats(each, trial))})
+def _error_for_attempt(error: BaseException) -> Exception:
+    """Return the error of a write for the attempts that wait for it: an interruption leaves its outcome unknown."""
+    if isinstance(error, Exception):
+        return error
+    return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")
 
 
 def _changes_status(event: Event, before: Experiment, after: Experiment) -> bool:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.attempt import CurveReader, has_had_enough
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -20,10 +20,9 @@ from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import Stopper, metrics_needed, of_experiment, of_trials
+from prefect_tune.core.experiment.stoppers import Stopper, of_experiment, of_trials
 from prefect_tune.core.experiment.summary import Curves, best_label, best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
-from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Configured, Event, WarmStart
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
@@ -37,11 +36,11 @@ from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_her
 from prefect_tune.journal_access import JournalWriter, read_known, write_directly
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
-from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, budgets_of, emitting_events, this_run
+from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver, SearchRecorder
 from prefect_tune.parameters import search_limits
 from prefect_tune.parameters.argument_checks import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.import_check import require_importable
@@ -73,23 +72,23 @@ from prefect_tune.prefect_api.flow_runs import failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals, skip_prefect_introspection
-from prefect_tune.suspension.resume_forms import unjournaled
+from prefect_tune.suspension.resume_forms import is_answered
 from prefect_tune.suspension.suspend_and_resume import (
     SEARCH_QUESTION,
     STOPPED_HERE,
     Turn,
     as_one_owner,
+    ask_if_suspended,
     first_search_turn,
-    next_turn,
     take_over,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
 from prefect_tune.terminal.formatting import format_counts, format_value
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import SearchEstimate, first_pause_of, resumes_paused
+from prefect_tune.terminal.progress_view import SearchEstimate, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of
+from prefect_tune.tuner.search_failure import failure_of
 from prefect_tune.tuner.search_policy import SearchPolicy
 from prefect_tune.tuner.stop_requests import StopRequestPoller
 from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
@@ -203,25 +202,23 @@ def _objective(objective: Objective | None) -> str:
 _LOOK_EVERY = timedelta(seconds=0.5)
 
 
-def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
+def searched(plan: SearchPlan, known: Experiment | None = None) -> Results:
     """Run a search within a flow run; a `known` journal is not read again. Raises what `tune` raises.
 
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
-    metric_check = MetricCheck(plan.objective, get_run_logger(), metrics_needed(of_trials(plan.stopper)))
     if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
         warn_of_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
-        turn: Turn | None = first_search_turn(plan, known)
-        while turn is not None:
-            results, found = _searched(turn, metric_check), turn.found
-            turn = next_turn(turn, SEARCH_QUESTION, results.experiment)
-    error = failure_of(results, found, metric_check)
+        turn = first_search_turn(plan, known)
+        results = _searched(turn)
+        ask_if_suspended(turn.plan, SEARCH_QUESTION, results.experiment)
+    error = failure_of(results, turn.found)
     return results if error is None else failed_by(error, Results)
 
 
-def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
+def _searched(turn: Turn) -> Results:
     plan, name, objective = turn.plan, turn.plan.experiment, turn.plan.objective
     stopper = of_trials(plan.stopper)
     require_possible(spec := trial_spec(plan, stopper))
@@ -229,10 +226,9 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     warn_of_constants(plan, get_run_logger())
     policy = policy_of(plan)
     opening, slots, where = _executor(plan, spec)
-    limits = _limits(turn, spec, stopper, slots, metric_check)
     subscribers = _subscribers(plan)
     known = require_presence(plan.target, name, plan.resume, turn.known)
-    seen = turn.known.experiment if turn.known is not None else turn.state
+    seen = turn.known if turn.known is not None else None
     warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, name, seen)
 
     def search(stop: threading.Event) -> Experiment:
@@ -240,27 +236,27 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             _require_fit(plan, policy)
             state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts, slots)
             turn.reached(state)
-            journal_writer = JournalWriter(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
-            if news := [*unjournaled(turn.news, state), *changes]:
-                journal_writer.write(news)
-            if journal_writer.experiment.questions:
-                return journal_writer.experiment  # no trial starts before they are answered
+            journal_writer = JournalWriter(plan.target, state, write_directly, turn.reached)
+            if turn.answer is not None and not is_answered(state, turn.answer.event.key):
+                changes = [turn.answer.event, *changes]
+            if changes:
+                journal_writer.write(changes)
             # Another run may have added samples between the reading and the opening; the journal has the seed.
             asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
             _warm_start(asks, journal_writer)
             log = get_run_logger()
             log_opening(now, state, slots, where, log)
+            limits = _limits(turn, CurveReader(plan.target, state.key), stopper, slots)
             with (
                 StopRequestPoller(
                     plan.target, state.key, len(state.stop_requests), spec.sync.request_period, stop
                 ) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
-                observers = ObserverGroup([metric_check, ExplorationCheck(objective, log), listener])
                 driver = Driver(
                     *(spec, limits, asks, executor, journal_writer),
                     log=log,
-                    listener=observers,
+                    listener=listener,
                     before_training=lambda: _changed_code(now, state, log),
                 )
                 ended = driver.run(stop_requests)
@@ -275,7 +271,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
 
 
 def _opened(
-    turn: Turn, known: LoadedJournal, warm_starts: Sequence[WarmStart], slots: Slots
+    turn: Turn, known: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
@@ -284,18 +280,17 @@ def _opened(
     """
     plan, log = turn.plan, get_run_logger()
     # Check before the takeover: a refused run must not disturb the present owner.
-    require_same(known.experiment, with_seed_of(known.experiment, plan).settings)
+    require_same(known, with_seed_of(known, plan).settings)
     if plan.on_code_change == "refuse":
-        require_code(known.experiment, plan)
+        require_code(known, plan)
     state = take_over(turn, known, slots.count)
-    warn_of_takeover(known.experiment, log)
+    warn_of_takeover(known, log)
     now, added = search_limits.extended(with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     log_space(state, now, log)
     log_fewer_samples(state, now, log)
-    if not turn.answered:  # errors of this run were logged before the question
-        log_errored(state, now, log)
+    log_errored(state, now, log)
     new = tuple(each for each in warm_starts if each.source not in state.warm_starts)
     configured = Configured(settings=settings, extensions=added, warm_starts=new)
     return state, now, [configured] if settings != state.settings or added or new else []
@@ -329,10 +324,8 @@ def _subscribers(plan: SearchPlan) -> Subscribers:
         trial_count=plan.trial_count,
         step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
-        first_pause=first_pause_of(plan.scheduler),
         resumes_paused=resumes_paused(plan.scheduler),
     )
-    budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
     place = ExperimentAddress(target.uri, plan.experiment)
     return Subscribers(
         target,
@@ -340,7 +333,7 @@ def _subscribers(plan: SearchPlan) -> Subscribers:
         callbacks_for(plan.callbacks),
         outlook,
         in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
-        news=EventContext(place, objective, budgets, sync.sync_period, this_run()),
+        news=EventContext(place, objective),
         live_period=sync.live_period,
     )
 
@@ -353,12 +346,12 @@ def _warm_start(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
         get_run_logger().info(line, len(prior), names, used, extra=NOTICE)
 
 
-def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots, metric_check: MetricCheck) -> SearchLimits:
+def _limits(turn: Turn, curves: CurveReader, stopper: Stopper, slots: Slots) -> SearchLimits:
     return SearchLimits(
         options=turn.plan,
         max_concurrent_trials=slots.count,
-        why_end=lambda state, undecided: STOPPED_HERE if turn.stops else metric_check.why_end(state, undecided),
-        has_had_enough=lambda trial: has_had_enough(spec, trial, stopper),
+        end_reason=STOPPED_HERE if turn.stops else None,
+        has_had_enough=lambda trial: has_had_enough(trial, stopper, curves),
     )
 
 
@@ -461,15 +454,15 @@ class Subscribers:
         search = replace(self._search, generation=journal_writer.experiment.key.generation)
         callbacks = Callbacks(self._callbacks, self._target, search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
-        recorder = AttemptRecorder(journal_writer.experiment)
-        lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
+        recorder = SearchRecorder(journal_writer.experiment)
+        lines = SearchLog(recorder, self._search.objective, self._target.uri, log)
         callbacks.start(journal_writer.experiment)
         try:
             with (
-                reported(Reporter(self._target, recorder.attempts, self._outlook, log), stop) as reporter,
-                emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
-                progress(recorder.attempts, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
-                LiveStatusPublisher(self._target, recorder.attempts, self._live_period, runs),
+                reported(Reporter(self._target, recorder, self._outlook, log), stop) as reporter,
+                emitting_events(EventEmitter(self._news, recorder, log), stop) as emitter,
+                progress(recorder, self._outlook, lines.notes, log, stop, in_terminal=self._in_terminal) as seen,
+                LiveStatusPublisher(self._target, recorder.read, self._live_period, runs),
             ):
                 shows = DisplayGroup([recorder, lines, emitter, seen, reporter], log)
                 yield ObserverGroup([keeper, callbacks, shows])

@@ -10,27 +10,26 @@ from dataclasses import dataclass, replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.attempt import CurveReader, has_had_enough
 from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.shown_text import first_line, plural, visible
-from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.journal_access import JournalWriter, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
+from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup
+from prefect_tune.monitoring.search_observer import DisplayGroup, SearchRecorder
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
@@ -43,10 +42,10 @@ from prefect_tune.suspension.suspend_and_resume import (
     TRAINING_QUESTION,
     Turn,
     as_one_owner,
+    ask_if_suspended,
     code_changed,
     first_turn,
     follow_up,
-    next_turn,
     take_over,
 )
 from prefect_tune.tasks.experiments import check_target, write_entry
@@ -65,17 +64,11 @@ def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | Trial
         `durable_trainable` raises otherwise.
     """
     with quiet_inner_tasks():
-        return _trained_in_turns(plan, config)
-
-
-def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
-    turn: Turn | None = (first := first_turn(Turn(plan), TRAINING_QUESTION, last_form()))
-    spec, stopper = spec_of_one_trial(first.plan, ONLY_TRIAL)
-    require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-    training = _TrainingPlan(spec, storable_config(config), stopper, plan)
-    while turn is not None:
-        state = _trained(training, turn)
-        turn = next_turn(turn, TRAINING_QUESTION, state)
+        turn = first_turn(Turn(plan), TRAINING_QUESTION, last_form())
+        spec, stopper = spec_of_one_trial(turn.plan, ONLY_TRIAL)
+        require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
+        state = _trained(_TrainingPlan(spec, storable_config(config), stopper, plan), turn)
+        ask_if_suspended(turn.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
@@ -99,7 +92,11 @@ class _TrainingPlan:
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
         trial = state.trials.get(ONLY_TRIAL)
-        return trial is not None and trial.phase is Phase.FINISHED and has_had_enough(self.spec, trial, self.stopper)
+        return (
+            trial is not None
+            and trial.phase is Phase.FINISHED
+            and has_had_enough(trial, self.stopper, CurveReader(self.spec.target, state.key))
+        )
 
 
 def _trained(begun: _TrainingPlan, turn: Turn) -> Experiment:
@@ -108,28 +105,26 @@ def _trained(begun: _TrainingPlan, turn: Turn) -> Experiment:
     def train(stop: threading.Event) -> Experiment:
         check_target(target)
         known = turn.known or read_known(target, turn.plan.experiment)
-        training = begun.of(known.experiment)
+        training = begun.of(known)
         spec = training.spec
-        require_same_training(known.experiment, spec, training.config)  # before an earlier owner is superseded
-        if spec.isolation == "process" and not _is_finished(known.experiment):
-            pool.prepare(spec.trainable, get_run_logger())  # a child process starts while the experiment opens
+        require_same_training(known, spec, training.config)  # before an earlier owner is superseded
+        if spec.isolation == "process" and not _is_finished(known):
+            pool.prepare(spec.trainable, get_run_logger())  # its fork server starts while the experiment opens
         opened = _opened(training, turn, known)
-        emitter = EventEmitter(_events_of(spec), known.experiment, get_run_logger())
-        emitter.opened(opened)
-        journal_writer = JournalWriter(spec.target, opened, write_entry, lambda _events, now: turn.reached(now))
+        journal_writer = JournalWriter(spec.target, opened, write_entry, turn.reached)
         with retrying_refusals():
             if news := follow_up(spec, opened, turn):
                 journal_writer.write(news)
-            return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
+            return _driven(training, journal_writer, known, LocalExecutor(pool, launch=call_attempt), stop)
 
-    with process_pool(get_run_logger(), slots=0) as pool, as_one_owner(turn):
+    with TrialProcessPool(slots=0) as pool, as_one_owner(turn):
         return interruptible(train, grace=begun.spec.grace, request_period=begun.spec.sync.request_period)
 
 
 def _driven(
     training: _TrainingPlan,
     journal_writer: JournalWriter,
-    emitter: EventEmitter,
+    before: Experiment,
     executor: TrialExecutor,
     stop: threading.Event,
 ) -> Experiment:
@@ -143,19 +138,19 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count, is_training=True)
-    recorder = AttemptRecorder(state)
-    reporter = Reporter(spec.target, recorder.attempts, outlook, log)
+    recorder = SearchRecorder(state)
+    emitter = EventEmitter(_events_of(spec), recorder, log)
+    reporter = Reporter(spec.target, recorder, outlook, log)
+    lines = SearchLog(recorder, None, spec.target.uri, log)
     with (
         reported(reporter, stop),
-        nullcontext() if is_done else emitting_events(emitter, stop),
-        progress(recorder.attempts, outlook, log, stop, in_terminal=spec.isolation == "process") as shown,
-        LiveStatusPublisher(spec.target, recorder.attempts, spec.sync.live_period),
+        nullcontext() if is_done else emitting_events(emitter, stop, before),
+        progress(recorder, outlook, lines.notes, log, stop, in_terminal=spec.isolation == "process") as shown,
+        LiveStatusPublisher(spec.target, recorder.read, spec.sync.live_period),
     ):
-        lines = SearchLog(state, None, spec.target.uri, log)
         observers = DisplayGroup([recorder, lines, emitter, reporter, shown], log)
-        if not state.questions:  # else they are answered first
-            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
-            state = driver.run(StopSource(stop))
+        driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
+        state = driver.run(StopSource(stop))
         reporter.conclude()  # it draws the last page while the event emitter ends
     return state
 
@@ -173,7 +168,7 @@ class _OneConfig(Proposals):
         del number, config
 
 
-def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
+def _opened(training: _TrainingPlan, turn: Turn, known: Experiment) -> Experiment:
     state = take_over(turn, known, slots=1)
     require_same_training(state, training.spec, training.config)  # another run may have begun it since it was read
     turn.reached(state)
@@ -185,8 +180,7 @@ def _is_finished(state: Experiment) -> bool:
 
 
 def _events_of(spec: TrialSpec) -> EventContext:
-    place = ExperimentAddress(spec.target.uri, spec.trial.experiment)
-    return EventContext(place, sync_period=spec.sync.sync_period, run=this_run())
+    return EventContext(ExperimentAddress(spec.target.uri, spec.trial.experiment))
 
 
 def _log_progress(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:

@@ -44,7 +44,6 @@ from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import TrialId
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.search_limits import SearchLimits
@@ -73,12 +72,19 @@ class Stopping:
     """Decides whether a run of an experiment ends, and stops its trials."""
 
     def __init__(
-        self, limits: SearchLimits, policy: SearchPolicy, executor: TrialExecutor, pending_entry: PendingEntry, log: Log
+        self,
+        limits: SearchLimits,
+        policy: SearchPolicy,
+        executor: TrialExecutor,
+        pending_entry: PendingEntry,
+        close_outbox: Callable[[str], None],
+        log: Log,
     ) -> None:
         self._limits = limits
         self._policy = policy
         self._executor = executor
         self._pending_entry = pending_entry
+        self._close_outbox = close_outbox
         self._log = log
         self._began = time.monotonic()
         self.ends = False
@@ -91,8 +97,8 @@ class Stopping:
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in stop_source.take():
             self._handle(stop_event(self._pending_entry.state, request))
-        if (reason := self._limits.why_end(self._pending_entry.state, None)) is not None:
-            self.end(reason)
+        if self._limits.end_reason is not None:
+            self.end(self._limits.end_reason)
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
@@ -106,13 +112,6 @@ class Stopping:
         """Journal the end and its reason; have every trial save and end."""
         if not self.ends:
             self._end(StopAsked(reason=reason))
-
-    def ends_undecided(self, trial: TrialId) -> bool:
-        """End the experiment if its scheduler can decide about no trial; return whether it ends."""
-        reason = self._limits.why_end(self._pending_entry.state, trial)
-        if reason is not None:
-            self.end(reason)
-        return reason is not None
 
     def finish(self, trial: str) -> None:
         """Finish a trial that has a request to stop, and no running attempt."""
@@ -150,6 +149,7 @@ class Stopping:
         if trial in self._executor:
             self.tell(trial)
         else:
+            self._close_outbox(trial)  # an earlier search may have launched an attempt that has not begun
             self.finish(trial)
 
 
@@ -351,9 +351,9 @@ class _Asking:
             said = Leave(outcome=stopped, save=True) if self._trial else StopAndSave()
             key = state.trial_key(name)
             if name not in self._sent_to and state.trial(name).phase not in ENDED:
-                own = self._loaded(key.journal).trials.get(name)
-                if own is not None and own.phase is Phase.RUNNING:
-                    self._on_store(partial(_answer, key, own.attempt, said))
+                trial = state.trial(name)
+                if trial.outbox is not None:
+                    self._on_store(partial(_answer, key, trial.attempt + (trial.phase is not Phase.RUNNING), said))
                     self._sent_to.add(name)
 
     def _looked_at(self) -> Experiment:

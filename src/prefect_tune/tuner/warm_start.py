@@ -59,7 +59,7 @@ def new_warm_starts(
     found: list[WarmStart] = []
     if not names:
         return found
-    there = (known or read_known(target, own).experiment).warm_starts
+    there = (known or read_known(target, own)).warm_starts
     for name in names:
         if name not in there:
             place, _, experiment = name.rpartition("/")
@@ -69,7 +69,7 @@ def new_warm_starts(
                 raise InvalidInput(
                     f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
                 )
-            state = read_known(where, experiment).experiment
+            state = read_known(where, experiment)
             if not state.number:
                 raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
             found.append(WarmStart(source=name, place=at, trials=tuple(_prior_trials(state))))

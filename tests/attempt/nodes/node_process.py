@@ -13,13 +13,14 @@ from typing import Any
 
 import prefect_tune as pt
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.nodes import first_node, node_stream, other_node
+from prefect_tune.attempt.nodes import first_node, node_connection, other_node
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
+from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_link import StoreLink
@@ -39,18 +40,19 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
             "stopper": pickled_or_path(as_stopper({"step": STEPS})),
             "needs_curve": False,
             "cadence": pt.Cadence(every_steps=2),
-            "own_journal": True,
+            "of_search": True,
             "nodes_per_trial": 2,
             **options,
         }
     )
 
 
-def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], options: dict[str, Any]) -> AnyReason:
+def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> AnyReason:
     """Run one attempt on a node; return why it ended."""
-    secret = options.pop("secret", f"of attempt {attempt}")
+    secret = options.pop("secret", f"of attempt {trial.attempt + 1}")
     spec, log = spec_of(folder, **options), logging.getLogger(f"node-{node}")
-    request = AttemptRequest(config=config, attempt=attempt, search_term=1, secret=secret)
+    request = AttemptRequest(search_term=1, trial=trial, secret=secret)
+    attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
         link = StoreLink(spec.target, spec.trial, attempt).stopped_by(threading.Event()).trained_in(pool)
         try:
@@ -80,18 +82,21 @@ def _fail_once(fault: str) -> None:
     vars(other_node)["_send"] = failing
 
 
-def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, options: Any) -> None:
+def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
     """Run a node, as a machine of its own would; all output goes to `log`."""
     in_own_session(log)
     os.environ["OF_TEST"] = str(folder)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=options.pop("silence", 60)), timedelta(seconds=1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    silence = timedelta(seconds=options.pop("silence", 60))
+    node_connection.SILENCE_TIMEOUT = vars(other_node)["SILENCE_TIMEOUT"] = silence
+    node_connection.ALIVE_INTERVAL = timedelta(seconds=1)
     first_node._FEWER_AFTER = timedelta(seconds=2)
     if fault := options.pop("fault", None):
         vars(first_node)["PARTS_WITHIN"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
             _fail_once(fault)
-    reason = run_node(folder, node, attempt, config, options)
+    reason = run_node(folder, node, trial, options)
     assert isinstance(reason, Reason), reason
     print("ENDED", reason.model_dump_json(), flush=True)

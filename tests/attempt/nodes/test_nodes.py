@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 from statistics import fmean
 
@@ -15,10 +19,10 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.messages.target_messages import Arrived, NodeMessages, write_messages
+from prefect_tune.core.messages.node_messages import NodeAddress, newest_address
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import NodesKey
-from tests.attempt.nodes.cluster import JOURNAL, Cluster, make_silent, read_end
+from tests.attempt.nodes.cluster import TRIAL, Cluster, make_silent, read_end
 from tests.attempt.nodes.node_process import STEPS
 from tests.long_cases import long_after
 
@@ -54,9 +58,6 @@ def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(proce
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 1), first
     assert trial.metrics["world_size"] == 2 * processes
     assert trial.metrics["number"] == fmean(number for _, number in ends.values()), "of the ranks of both nodes"
-    assert (ranks := trial.records[-1].ranks) is not None
-    assert (len(ranks.writing), len(ranks.sending)) == (2 * processes, 2)
-    assert all(each > 0 for each in ranks.sending)
     assert cluster.state() == ends
     assert read_end(second) == make_reason("attempt-over")
     assert cluster.left() == []
@@ -89,6 +90,8 @@ def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continu
     silent = make_silent(1, 8.0) if node else make_reason("node-silent", node=0, seconds=8.0)
     assert read_end(logs[1 - node].read_text()) == silent
     wait_until(lambda: not _trials_below(cluster.folder), logs)
+    if node == 0:
+        cluster.end_attempt()
     cluster.train(attempt=2)
     assert (cluster.trial().phase, cluster.trial().step, cluster.trial().attempt) == (Phase.FINISHED, STEPS, 2)
     assert cluster.state() == undisturbed(2)
@@ -109,14 +112,6 @@ def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(clust
 
 
 @pytest.mark.long
-def test_a_node_that_cannot_be_read_is_one_that_is_missing(cluster: Cluster) -> None:
-    write_as_node(cluster, 2, "of a stranger")
-    first = _train_on_two_of_three(cluster)
-    assert "2 of 3 nodes have arrived" in first
-    assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
-
-
-@pytest.mark.long
 def test_a_node_of_another_request_joins_no_attempt(cluster: Cluster) -> None:
     logs = [cluster.start(0), cluster.start(1), cluster.start(2, secret="of another request")]
     cluster.wait()
@@ -126,24 +121,37 @@ def test_a_node_of_another_request_joins_no_attempt(cluster: Cluster) -> None:
 
 
 def test_a_request_that_is_repeated_after_its_attempt_died_ends_at_once(cluster: Cluster) -> None:
-    """As Dask and Ray repeat the task of a dead worker: the other nodes of that attempt are gone."""
+    """As Dask and Ray repeat the task of a dead worker: the search requests the next attempt."""
     first = cluster.start(0, secret="of the request")
-    wait_until(lambda: any(each.endswith("/0000000001.json") for each in cluster.left()), [first])
+    wait_until(cluster.left, [first])
     cluster.kill()
     again = cluster.start(0, secret="of the request")
     cluster.wait()
-    assert "its worker is gone, and the other nodes with it: all begin again" in again.read_text()
-    assert cluster.trial().attempt == 2
-    assert cluster.left() == []
+    assert "another process trains this attempt" in again.read_text()
+    assert cluster.trial().attempt == 1
 
 
 def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
-    write_as_node(cluster, 1, "of attempt 1")  # the first process
-    logs = [cluster.start(0, silence=5), cluster.start(1, silence=5)]
-    cluster.wait()
-    assert read_end(logs[1].read_text()) == make_reason("node-displaced", node=1, attempt=1)
+    config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
+    logs = [cluster.start(node, config=config) for node in range(2)]
+    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    late = cluster.start(1, config=config)
+    cluster.nodes[-1].join(60)
+    assert read_end(late.read_text()) == make_reason("node-not-needed")
+
+
+def test_a_node_that_is_stopped_is_lost(cluster: Cluster) -> None:
+    config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
+    logs = [cluster.start(node, config=config, silence=5) for node in range(2)]
+    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    stopped = cluster.nodes[1].pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    cluster.nodes[0].join(60)
     assert read_end(logs[0].read_text()) == make_silent(1, 5.0)
-    assert cluster.checkpoints() == []
+    os.kill(stopped, signal.SIGCONT)
+    cluster.nodes[1].join(60)
+    assert read_end(logs[1].read_text()).code in ("attempt-over", "node-silent")
 
 
 @pytest.mark.long
@@ -170,26 +178,53 @@ def test_a_target_that_fails_a_node_fails_that_save_alone_while_all_train_on(
     record_property("longest time between two steps, seconds", trial.metrics["longest"])
 
 
-def test_what_another_one_writes_for_a_node_is_not_read(cluster: Cluster) -> None:
-    write_as_node(cluster, 1, "of a stranger")
-    log = cluster.start(0)
+class Payload:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.witness,)
+
+
+@pytest.mark.parametrize(
+    ("has_secret", "said"),
+    [(False, "AuthenticationError: digest received was wrong"), (True, "expected a JSON object")],
+)
+def test_a_stranger_and_a_pickle_are_refused_and_the_nodes_train(
+    has_secret: bool, said: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    logs = [cluster.start(0)]
+    with cluster.target.open(timeout=timedelta(minutes=1)) as store:
+        trial = TRIAL
+        wait_until(lambda: newest_address(store, trial, 1) is not None, logs)
+        found = newest_address(store, trial, 1)
+    assert found is not None
+    key, address = found
+    assert address.host == "127.0.0.1"
+    authkey = address.connection_key(key, "of attempt 1" if has_secret else "of a stranger")
+    try:
+        with Client((address.host, address.port), authkey=authkey) as connection:
+            connection.send(Payload(tmp_path / "unpickled"))
+            wait_until(lambda: said in logs[0].read_text(), logs)
+    except AuthenticationError:
+        assert not has_secret
+    wait_until(lambda: said in logs[0].read_text(), logs)
+    logs.append(cluster.start(1))
     cluster.wait()
-    reason = read_end(log.read_text())
-    assert reason.code == "nodes-missing"
-    assert "node 1 wrote what cannot be read" in str(reason)
-    assert "expected the signature of a node of this attempt" in str(reason)
-    assert cluster.trial().step == 0
+    assert cluster.state() == undisturbed(2)
+    assert not (tmp_path / "unpickled").exists()
 
 
-def write_as_node(cluster: Cluster, node: int, secret: str) -> None:
-    """Write the first message of a node, as another process than that of the test."""
-    nodes = NodesKey(trial=JOURNAL.of_experiment.trial_key("00000"), attempt=1)
-    forged = NodeMessages(write_id="of another process", has_read={}, messages=(Arrived(host="elsewhere"),))
-    with cluster.target.open(timeout=timedelta(seconds=30)) as store:
-        write_messages(store, nodes, node, 1, forged, secret)
+def test_a_node_that_has_read_another_address_has_another_key() -> None:
+    key = NodesKey(trial=TRIAL, attempt=1)
+    read, true = (NodeAddress(host="127.0.0.1", port=port, request="") for port in (1, 2))
+    assert read.connection_key(key, "secret") != true.connection_key(key, "secret")
+    assert read.connection_key(key, "secret") != read.connection_key(key.model_copy(update={"attempt": 2}), "secret")
 
 
-def wait_until(condition: Callable[[], bool], logs: Sequence[Path]) -> None:
+def wait_until(condition: Callable[[], object], logs: Sequence[Path]) -> None:
     until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, "\n".join(each.read_text() for each in logs)

@@ -185,82 +185,35 @@ REASONS = {
         import threading
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     """,
-    "its import started processes that still run:": """
-        import subprocess
-        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    """,
-    "its import started processes that still run: ": """
-        import subprocess
-        subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 &"], check=True)
-    """,
-    "its import made temporary files, which forks would share: model": """
-        import tempfile
-        open(tempfile.gettempdir() + "/model", "w").close()
-    """,
-    "its import installed handlers of signals: SIGCHLD": """
-        import signal
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    """,
     "its import left open: /dev/full": """
         left = os.open("/dev/full", os.O_WRONLY)
         os.dup2(left, 1)
         os.close(left)
     """,
+    "its import left open: pipe:": """
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
+    """,
     "its import left open: socket:": """
         import socket
         left = socket.socket()
     """,
-    "its import left open: /proc/": """
-        left = open("/proc/self/status")
-    """,
-    "its import left open: /dev/null": """
-        left = open(os.devnull, "w")
-    """,
-    "its import left open: shared memory": """
-        import multiprocessing
-        left = multiprocessing.Lock()
-        left.acquire()
-    """,
-    "its import set a timer": """
-        import signal
-        signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-    """,
-    "its import left open: a GPU": """
-        import sys, unittest.mock
-        sys.modules["torch"] = torch = unittest.mock.MagicMock()
-        torch.cuda.is_initialized.return_value = True
-    """,
-    "its import installed handlers of signals: SIGUSR1": """
-        import signal
-        signal.signal(signal.SIGUSR1, lambda *_: None)
-    """,
-    "a fork of it started threads that still run: Thread-": """
-        import threading
-        lock = threading.Lock()
-        def hold():
-            with lock:
-                threading.Event().wait()
-        os.register_at_fork(after_in_child=lambda: threading.Thread(target=hold, daemon=True).start())
-    """,
-    "a fork of it started threads that still run: second": """
+    "threads run beside its forks: late": """
         import threading
         forks = []
         def start():
             forks.append(1)
-            if len(forks) == 2:
-                threading.Thread(target=threading.Event().wait, daemon=True, name="second").start()
-        os.register_at_fork(after_in_child=start)
+            if len(forks) == 1:
+                threading.Thread(target=threading.Event().wait, daemon=True, name="late").start()
+        os.register_at_fork(after_in_parent=start)
     """,
-    "a fork of it left open: /dev/null": """
-        os.register_at_fork(after_in_child=lambda: os.open(os.devnull, os.O_WRONLY))
-    """,
-    "started processes that still run: ": """
-        import subprocess
-        os.register_at_fork(after_in_child=lambda: subprocess.Popen(["sleep", "600"]))
-    """,
-    "a fork of it installed handlers of signals: SIGUSR2": """
-        import signal
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR2, lambda *_: None))
+    "threads run beside its forks: 1 thread of libraries, without names": """
+        import _thread, ctypes, time
+        def hold():
+            ctypes.CDLL(None).prctl(15, b"")
+            time.sleep(3600)
+        _thread.start_new_thread(hold, ())
+        time.sleep(0.3)
     """,
     "it imports JAX, which cannot be forked": """
         import sys, types
@@ -281,6 +234,30 @@ def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
     assert "each trial imports it" in reason
     assert [each["x"] for each in found] == [0, 1, 2]
     assert module.imports[1:] == [each["pid"] for each in found]
+
+
+FORKED = {
+    "no stdout": "sys.stdout = None",
+    "a stdout that cannot be flushed": "class Odd:\n    def write(self, text): pass\nsys.stdout = Odd()",
+}
+
+
+@pytest.mark.parametrize("hazard", FORKED)
+def test_what_forks_bear_is_no_reason(hazard: str, trains: Trains, module: Module, recorder: LogRecorder) -> None:
+    module.write(f"import sys\n{FORKED[hazard]}\n{QUIET}")
+    assert [each["x"] for each in trains(3)] == [0, 1, 2]
+    assert (len(module.imports), recorder.reasons) == (1, [])
+
+
+def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
+    trains: Trains, recorder: LogRecorder
+) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        found = trains(2)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert ([each["x"] for each in found], recorder.reasons) == ([0, 1], [])
 
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
@@ -428,3 +405,83 @@ def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_tr
     assert [each["x"] for each in trains(3)] == [0, 1, 2]
     cut = [each for each in recorder.reasons if "had not exited 5 s after its end, and was killed: handlers" in each]
     assert len(cut) == 2
+
+
+# ------------------------------------------- what the first optimizer of PyTorch imports, with a package of its name
+
+TORCH = """
+import importlib
+from types import SimpleNamespace
+
+class SGD:
+    def __init__(self, parameters, lr):
+        importlib.import_module("torch._dynamo")
+
+    def step(self):
+        pass
+
+optim = SimpleNamespace(SGD=SGD)
+cuda = SimpleNamespace(is_initialized=lambda: False)
+
+def nothing(*_, **__):
+    return None
+
+zeros = seed = manual_seed = initial_seed = get_rng_state = set_rng_state = nothing
+"""
+DYNAMO = """
+import os
+with open({imports!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+"""
+TRAIN = """
+import sys, torch
+def measured(config):
+    late = "torch._dynamo" in sys.modules
+    torch.optim.SGD([0], lr=0.0).step()
+    return {"late": late}
+"""
+WITHOUT = """
+import sys, torch
+def measured(config):
+    return {"late": "torch._dynamo" in sys.modules}
+"""
+
+
+@pytest.fixture
+def imports(tmp_path: Path, module: Module) -> Path:
+    """Write the packages, and return the file to which each import of `torch._dynamo` adds its process."""
+    del module  # which has put the folder on the path
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    (tmp_path / "torch" / "_dynamo.py").write_text(DYNAMO.format(imports=str(tmp_path / "late imports")))
+    return tmp_path / "late imports"
+
+
+def test_where_the_code_names_an_optimizer_one_process_imports_what_it_needs(
+    trains: Trains, module: Module, imports: Path, recorder: LogRecorder
+) -> None:
+    module.write(TRAIN)
+    found = trains(3)
+    assert [each["late"] for each in found] == [True] * 3
+    assert imports.read_text().split() == [str(each) for each in module.imports]
+    assert recorder.reasons == []
+
+
+def test_trials_without_an_optimizer_import_nothing_late(trains: Trains, module: Module, imports: Path) -> None:
+    module.write(WITHOUT)
+    assert [each["late"] for each in trains(3)] == [False] * 3
+    assert not imports.exists()
+
+
+def test_a_late_import_that_starts_a_thread_ends_the_forks_and_no_trial(
+    trains: Trains, module: Module, imports: Path, tmp_path: Path, recorder: LogRecorder
+) -> None:
+    threads = "threading.Thread(target=threading.Event().wait, daemon=True, name='of dynamo').start()"
+    (tmp_path / "torch" / "_dynamo.py").write_text(f"import threading\n{threads}\n")
+    module.write(TRAIN)
+    found = trains(3)
+    assert (len(module.imports), different(found)) == (4, 3)
+    (reason,) = recorder.reasons
+    assert "trials cannot be forked after its import" in reason
+    assert "threads that still run: of dynamo" in reason
+    assert not imports.exists()

@@ -11,8 +11,7 @@ from contextvars import ContextVar
 import pytest
 
 from prefect_tune.attempt.processes import process_output
-from prefect_tune.attempt.processes.output_lines import OutputLines
-from prefect_tune.attempt.processes.process_output import TrialOutput
+from prefect_tune.attempt.processes.process_output import OutputLines, TrialOutput
 from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -19,12 +20,14 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes import fork_client
+from prefect_tune.attempt.processes import fork_servers
+from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServer
 from prefect_tune.attempt.processes.process_channel import trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import StopAndSave, TrialEnded
+from prefect_tune.core.messages.process_messages import StepDone, StopAndSave, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
+from prefect_tune.core.shown_text import first_line
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
     Family,
@@ -40,6 +43,7 @@ from tests.fakes.trial_processes import (
 )
 from tests.long_cases import long_after
 from tests.trainables.processes.forked import daemonizes, dies, exits_at_sigterm, looks_around, prints, waits
+from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import Act, acts_of
 
 LOG = log_to(LogRecorder())
@@ -154,19 +158,6 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
         pool.prepare("tests.trainables.processes.forked:looks_around", LOG)
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
         found_in(pool, tmp_path)
-
-
-@pytest.mark.long
-def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
-    with family() as ours, TrialProcessPool(slots=1) as pool:
-        seeded = [found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
-        server = ours.one("tune-forkserver")
-        assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(pool, tmp_path)["hash"]
-        assert server in ours.pids("tune-forkserver")
-        assert found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
-        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "two; a fork has their name for a moment")
-        found_in(pool, tmp_path, {"PYTHONHASHSEED": "8"})
-        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "the end of the one not used for longest")
 
 
 def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
@@ -340,47 +331,16 @@ def test_a_fork_server_that_is_stopped_is_replaced(
     found_in(pool, tmp_path)
     stopped = ours.one("tune-forkserver")
     os.kill(stopped, signal.SIGSTOP)
-    monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=15))
-    found_in(pool, tmp_path)  # in a process that was forked ahead
+    monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=15))
     found_in(pool, tmp_path)
     assert ours.one("tune-forkserver") != stopped
-
-
-@pytest.mark.parametrize("dies", ["trial", "tune-subreaper"])
-def test_a_process_that_was_forked_ahead_and_died_is_replaced(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path, dies: str
-) -> None:
-    before = found_in(pool, tmp_path)
-    os.kill(ours.one(dies), signal.SIGKILL)
-    until(lambda: ours.names() == {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
-    assert found_in(pool, tmp_path)["pid"] != before["pid"]
-
-
-def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same(
-    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(_forks: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-        assert isinstance(messages_of(channel)[-1], TrialEnded)
-        monkeypatch.setattr(fork_client.ForkServer, "fork", no_room)
-
-
-def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
-    with family() as ours, TrialProcessPool(slots=2) as made, ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda _: found_in(made, tmp_path), range(9)))
-        time.sleep(0.3)  # for one too many, which takes some milliseconds
-        ahead = set(ours.pids("trial"))
-        assert len(ahead) == 2
-        assert found_in(made, tmp_path)["pid"] in ahead
 
 
 @pytest.mark.parametrize("stopped", ["trial", "tune-subreaper"])
 def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
-    monkeypatch.setattr(fork_client, "_GOODBYE", timedelta(seconds=0.5))
+    monkeypatch.setattr(fork_servers, "_EXIT_TIMEOUT", timedelta(seconds=0.5))
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
@@ -394,12 +354,12 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 
 
 @pytest.mark.long
-def test_a_machine_without_room_for_another_process_is_named_in_the_error() -> None:
-    ours, subreapers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, subreapers:
-        subreapers.send(b"failed 11")
-        with pytest.raises(BlockingIOError, match="cannot be forked"):
-            fork_client._started_pid(ours)
+def test_a_machine_without_room_for_another_process_is_named_in_the_error(
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_servers, "read_message", lambda *_: "failed 11")
+    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.process(start_of(prints, tmp_path), LOG):
+        pass
 
 
 @pytest.mark.long
@@ -422,3 +382,116 @@ def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Pa
     gate.touch()
     assert isinstance(messages_of(channel)[-1], TrialEnded)
     attempt.__exit__(None, None, None)
+
+
+_NOT_TEXT = b"\xff\xfe odd) S"
+
+
+@contextmanager
+def a_process_whose_name_is_no_text() -> Iterator[None]:
+    """As Linux makes them: it cuts a name to 15 bytes, even in the middle of a character."""
+    context = multiprocessing.get_context("fork")
+    named = context.Event()
+
+    def idle() -> None:
+        ctypes.CDLL(None).prctl(15, _NOT_TEXT)
+        named.set()
+        time.sleep(600)
+
+    process = context.Process(target=idle)
+    process.start()
+    try:
+        assert named.wait(60)
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == _NOT_TEXT + b"\n"
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
+        config = {"witness": str(witness), "gate": ""}
+        with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+            assert isinstance(messages_of(channel)[-1], TrialEnded)
+            assert channel.end() == ProcessEnd(exit_code=0)
+        left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
+        assert len(left) == 3
+        assert not set(left) & set(ours.pids())
+
+
+# ------------------------------------------- code that keeps running after a step or a trial: forks, threads, a cleanup
+
+
+def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with family(), TrialProcessPool(slots=1) as made:
+        start = start_of(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
+        with made.process(start, LOG) as channel:
+            found = metrics_of(channel)
+            channel.end()
+    assert found["code"] == 7
+    assert [each.step for each in acts_of(witness) if each.act == "cleanup"] == [found["pid"]]
+
+
+def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
+    with family(), TrialProcessPool(slots=1) as made:
+        for _ in range(2):
+            with made.process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
+                *said, ended = messages_of(channel)
+                assert isinstance(ended, TrialEnded), ended
+                channel.end()
+    metrics = [each.report.metrics for each in said if isinstance(each, StepDone)]
+    assert [each["loss"] for each in metrics] == [1.0, 1.0]
+    assert "an earlier trial of this process" in str(metrics[-1]["became"])
+
+
+def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path) -> None:
+    with family(), ExitStack() as pool:
+        made = pool.enter_context(TrialProcessPool(slots=4))
+        with ExitStack() as trials:
+            start = start_of(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
+            for channel in [trials.enter_context(made.process(start, LOG)) for _ in range(4)]:
+                assert isinstance(messages_of(channel)[-1], TrialEnded)
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 15  # one by one it takes 20
+
+
+def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    directory, staging = tmp_path / "checkpoint", tmp_path / "staging"
+    directory.mkdir()
+    start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
+    with family(), TrialProcessPool(slots=1) as made, made.process(start, LOG) as channel:
+        failure = require_failure(messages_of(channel, seconds=30)[-1])
+    refused = f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"
+    assert first_line(failure.reason) == refused
+
+
+# ------------------------------------------- unclosed files, which Python reports as `ResourceWarning`
+
+_LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
+
+
+def _served(forks: ForkServer) -> None:
+    child = forks.fork()
+    assert isinstance(child, ForkedProcess)
+    child.connection.close()
+    assert child.end(timedelta(seconds=60)) == 0
+
+
+def test_a_fork_server_its_subreapers_and_their_trials_leave_no_socket_open(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in _LOUD.items():
+        monkeypatch.setenv(name, value)
+    forks = ForkServer()
+    _served(forks)
+    _served(forks)
+    last = forks.fork()
+    assert last is not None
+    forks.end()
+    last.connection.close()
+    assert last.end(timedelta(seconds=60)) == 0
+    assert capfd.readouterr().err == ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes import fork_client, process_output, process_pool
-from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.processes import fork_servers, process_output, process_pool
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.core.reasons import ProcessEnd
+from prefect_tune.executors.prestart import _LateLog, prestarting
+from prefect_tune.executors.prestart import process_pool as take_pool
 from prefect_tune.runtime.trainable import Reuse
+from prefect_tune.terminal.live_display import NOTICE
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.long_cases import long_after
@@ -63,8 +68,10 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
     with nothing_left(), TrialProcessPool(slots=2, reuse="auto") as pool:
         pool.prepare(f"{module.name}:train", log_to(recorder))
         until(flag.exists, what=lambda: "an import")
-        (template,) = pool._forks._templates.values()
-        until(lambda: template.was_forked, what=lambda: "the answer of the fork server")  # else it is replaced unsaid
+        (template,) = pool._servers._templates.values()
+        until(
+            lambda: template.process is not None, what=lambda: "the answer of the fork server"
+        )  # else it is replaced unsaid
         kill(ours, whom)
         until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
         with pool.process(module.start(1), log_to(recorder)) as channel:
@@ -123,9 +130,10 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
 
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
         monkeypatch.setattr("os.memfd_create", full)
-        with pytest.raises(OSError, match="No space"), pool.process(module.start(), log_to(recorder)):
-            pass
+        with pool.process(module.start(7), log_to(recorder)) as channel:
+            assert metrics_of(channel)["x"] == 7
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
+    assert "No space left on device" in recorder.reasons[0]
 
 
 @pytest.mark.long
@@ -159,18 +167,17 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
                 pids.append(metrics_of(channel)["pid"])
             pool.dismiss()
             until(lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}")
-            monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
-            monkeypatch.setattr(process_pool, "_BEGINS", timedelta(seconds=3))
+            monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=3))
+            monkeypatch.setattr(process_pool, "_BEGIN_TIMEOUT", timedelta(seconds=3))
     assert pids[0] not in module.imports
     assert pids[1:] == module.imports[1:]
     assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("slots", [0, 1], ids=["in the trial's process", "in the template"])
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_an_import_that_takes_long_says_so_again_and_again(
-    module: Module, recorder: LogRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, reuse: Reuse
+    module: Module, recorder: LogRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: Reuse
 ) -> None:
     monkeypatch.setattr(process_output, "_FIRST_NOTE", timedelta(seconds=0.1))
     module.write(f"""
@@ -187,10 +194,97 @@ def test_an_import_that_takes_long_says_so_again_and_again(
     def notes() -> list[str]:
         return [each for each in recorder.lines if each.startswith(f"importing trainable '{module.name}:train'")]
 
-    with nothing_left(), TrialProcessPool(slots=slots, reuse=reuse) as pool, ThreadPoolExecutor(1) as threads:
-        if not slots:
-            pool.prepare(f"{module.name}:train", log_to(recorder))
+    with nothing_left(), TrialProcessPool(slots=1, reuse=reuse) as pool, ThreadPoolExecutor(1) as threads:
         training = threads.submit(train, pool)
         until(lambda: len(notes()) >= 2, seconds=60, what=lambda: f"two notes, not {recorder.lines}")
         (tmp_path / "go").touch()
         assert training.result() == 7
+
+
+# ---------------------------------------------------------------------------------------------------- in a worker
+
+
+def test_attempts_of_a_search_in_one_worker_share_an_import(
+    module: Module, ours: Family, recorder: LogRecorder
+) -> None:
+    def train(search: str) -> int:
+        with worker_pool(search, "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+            return int(metrics_of(channel)["pid"])
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(train, ["first"] * 6))) == 6
+    assert len(module.imports) == 1
+    train("second")
+    assert len(module.imports) == 2
+    until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
+    with worker_pool("another", "never"):
+        until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
+
+
+def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
+    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_pool, "_IDLE_TIMEOUT", timedelta(0))
+    with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        metrics_of(channel)
+    ours.require_none()
+
+
+# ---------------------------------------------------------------- a pool that starts before its flow
+
+
+def trained(module: Module, recorder: LogRecorder, slots: int, reuse: Reuse) -> Mapping[str, Any]:
+    """Train two trials, one after the other, as a search does; return the metrics of the last one."""
+    log = log_to(recorder)
+    with take_pool(log, slots=slots, reuse=reuse) as pool:
+        pool.prepare(f"{module.name}:train", log)
+        for x in (1, 2):
+            with pool.process(module.start(x), log) as channel:
+                metrics = metrics_of(channel)
+    return metrics
+
+
+def test_the_prestarted_pool_has_imported_the_module_and_its_flow_logs_what_that_printed(
+    module: Module, recorder: LogRecorder
+) -> None:
+    module.write("print('imported', flush=True)\ndef measured(config): return {'x': config['x']}")
+    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
+        assert trained(module, recorder, 2, "auto")["x"] == 2
+        assert len(module.imports) == 1
+    assert recorder.lines.count("imported") == 1
+
+
+def test_a_notice_that_is_logged_before_the_flow_has_a_log_is_one_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    late = _LateLog()
+    late.info("cannot be %s", "forked", extra=NOTICE)
+    late.forward_to(logging.getLogger("of the run"))
+    late.info("later", extra=NOTICE)
+    assert [record.message for record in caplog.records if hasattr(record, "is_notice")] == [
+        "cannot be forked",
+        "later",
+    ]
+
+
+def test_it_serves_one_search(module: Module, recorder: LogRecorder) -> None:
+    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
+        for imports in (1, 2):
+            assert trained(module, recorder, 2, "auto")["x"] == 2
+            assert len(module.imports) == imports
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("slots", "reuse"), [(3, "auto"), (2, "never")])
+def test_one_that_does_not_fit_has_ended_before_the_search_trains(
+    module: Module, recorder: LogRecorder, ours: Family, slots: int, reuse: Reuse
+) -> None:
+    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
+        log = log_to(recorder)
+        with take_pool(log, slots=slots, reuse=reuse):
+            assert not ours.pids()
+        assert trained(module, recorder, slots, reuse)["x"] == 2
+
+
+def test_one_without_a_search_ends_with_its_block(module: Module, ours: Family) -> None:
+    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
+        ours.one("tune-forkserver")

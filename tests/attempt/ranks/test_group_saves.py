@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from prefect_tune.attempt import group_saves
 from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
@@ -158,23 +156,6 @@ def test_the_part_of_a_rank_that_does_not_exist_makes_no_checkpoint_whole() -> N
     saves.add(5, part(1, None))
     assert saves.add(1, part(1, None)) is None
     assert saves.add(2, part(1, None)) is not None
-
-
-def test_a_checkpoint_says_how_long_each_rank_wrote_and_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = iter([10.0, 12.5, 11.0])
-    monkeypatch.setattr(group_saves, "time", SimpleNamespace(monotonic=lambda: next(at)))
-    saves = GroupSaves(3)
-    saves.add(2, part(4, None).model_copy(update={"writing_seconds": 0.5}))
-    saves.hand_over(done(4).model_copy(update={"writing_seconds": 2.0}))
-    whole = saves.add(1, part(4, None))
-    assert whole is not None
-    assert (whole.writing, whole.waiting) == ([2.0, 0.0, 0.5], [0.0, 1.5, 2.5])
-
-
-def test_one_process_measures_no_ranks() -> None:
-    whole = GroupSaves(1).hand_over(done(1))
-    assert whole is not None
-    assert (whole.writing, whole.waiting) == ((), ())
 
 
 def rank_metrics(step: int, loss: float) -> RankMetrics:

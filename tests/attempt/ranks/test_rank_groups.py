@@ -26,7 +26,6 @@ from tests.trainables.grouped import (
     RestartsItsProgram,
     Sharded,
     SlowSetup,
-    SlowToWrite,
     differs,
     elastic,
     lagging,
@@ -375,13 +374,6 @@ def test_a_last_checkpoint_that_a_rank_did_not_save_in_time_is_trained_and_saved
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
         assert {each.name: each.read_text() for each in Path(directory).iterdir()} == {"rank-0": "4", "rank-1": "4"}
-
-
-def test_ranks_ask_a_person_with_their_checkpoint_whichever_writes_first(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="runs without a Prefect server"):
-        trained(tmp_path, SlowToWrite)
-    [checkpoint] = [each for each in pt.load_results(str(tmp_path), "e").trials["trial"].checkpoints if each.step == 3]
-    assert checkpoint.step == 3
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import prefect_tune as pt
 from tests.fakes.command_line import Run
 from tests.fakes.untrusted import require_visible
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 def prints(config: dict[str, Any]) -> None:

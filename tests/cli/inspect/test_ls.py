@@ -10,7 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.journal.journal import as_of
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run
@@ -116,13 +116,13 @@ def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Ru
     assert [(each["experiment"], each["damage"] is None) for each in listed] == [("torn", False), ("whole", True)]
 
 
-def test_an_altered_entry_before_a_segment_is_a_warning_of_show_and_an_error_of_audit_with_what_to_do(
+def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of_audit_with_what_to_do(
     run: Run, tmp_path: Path
 ) -> None:
     for name in ("whole", "torn"):
         write_experiment(tmp_path, name, list(range(1, 10)))
         state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10, side_by_side=map)
-        write_due_segment(PosixStore(tmp_path), state)
+        write_snapshot(PosixStore(tmp_path), state)
     entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes().replace(b'"trial"', b'"Trial"'))

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.open_target import caught_up
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import CheckpointRef
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.command_line import Run
 from tests.fakes.servers.processes import free_port
@@ -69,21 +66,11 @@ def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
     pt.save_checkpoint.fn(write(tmp_path / "a", {"w": b"1"}), target=target, experiment="own", step=1)
     before = files_in(target)
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
-    for options in ([], ["--fork", "copy"]):
-        done = run("resume", target, "own", *options)
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert done.err.startswith(
-            f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
-            "run that flow again with the same target and experiment, or, if it is of a deployment, Retry its last "
-            "run, script "
-        )
+    done = run("resume", target, "own")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith(
+        f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
+        "run that flow again with the same target and experiment, or, if it is of a deployment, Retry its last "
+        "run, script "
+    )
     assert files_in(target) == before
-
-
-def test_the_step_of_a_trial_is_not_below_that_of_its_own_journal() -> None:
-    saved = CheckpointRef(sequence=1, step=5, metrics={"loss": 0.5})
-    today = Trial(trial="0", config={}, step=5, metrics={"loss": 0.5}, checkpoints=(saved,))
-    known = Trial(trial="0", config={}, step=3, metrics={"loss": 0.7})
-    assert (caught_up(known, today).step, caught_up(known, today).metrics) == (5, {"loss": 0.5})
-    live = known.model_copy(update={"step": 7})
-    assert (caught_up(live, today).step, caught_up(live, today).checkpoints) == (7, (saved,))

@@ -17,7 +17,6 @@ from tests.fakes.command_line import Run
 from tests.trainables.grouped import Talkative, late_at_last
 
 SAVES = 3
-SLOW_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -65,54 +64,18 @@ def test_a_line_of_a_rank_begins_with_its_trial_and_its_rank(search: Search) -> 
     assert "trial 00000/rank 1: rank 1 is here" in search.log
 
 
-def test_show_has_the_ranks_of_each_attempt_their_saves_and_the_one_that_was_killed(run: Run, search: Search) -> None:
-    shown = run("show", search.target, "e", "--trial", "00000", columns=160).out
-    table = shown[shown.index("attempt  ranks") :].splitlines()
-    assert table[0].split("  ")[0] == "attempt"
-    assert re.fullmatch(
-        r"1 +2 +0\.\d+ s \(rank 1\) +0\.\d+ s \(rank 0\) for rank 1 +[\d.]+ s +rank 1: ended by SIGKILL, the cause",
-        table[1].rstrip(),
-    )
-    assert re.fullmatch(r"2 +2 +0\.\d+ s \(rank 1\) +0\.\d+ s \(rank 0\) for rank 1 +[\d.]+ s", table[2].rstrip())
-
-
-@pytest.mark.long
-def test_the_json_has_the_seconds_of_saves_on_each_rank(run: Run, search: Search) -> None:
+def test_show_and_report_name_the_rank_that_was_killed(run: Run, search: Search) -> None:
+    shown = run("show", search.target, "e", "--trial", "00000", columns=200).out
+    table = shown[shown.index("attempt  in all") :].splitlines()
+    assert table[1].rstrip().endswith("rank 1: ended by SIGKILL, the cause")
+    assert "rank 1" not in table[2]
     first, second = json.loads(run("show", search.target, "e", "--trial", "00000", "--json").out)["cost"]
     assert first["ends"] == [{"ranks": [1], "how": "ended by SIGKILL", "is_cause": True}]
     assert "ends" not in second
-    for attempt, saves in ((first, 2), (second, 1)):
-        ranks = attempt["ranks"]
-        assert (ranks["count"], ranks["nodes"], ranks["slowest"]) == (2, 1, 1)
-        quick, slow = ranks["writing_seconds"]
-        assert quick < slow
-        assert slow >= saves * SLOW_SECONDS
-        assert ranks["waiting_seconds"][0] > ranks["waiting_seconds"][1] == 0
-        assert len(ranks["sending_seconds"]) == 1
-
-
-@pytest.mark.long
-def test_the_report_has_the_ends_of_ranks_and_what_saves_waited_for_the_slowest(run: Run, search: Search) -> None:
     page = search.target / "page.html"
     assert run("report", search.target, "e", "--output", page).code == 0
-    assert re.search(r"saves waited 0\.\d+ s for them", page.read_text())
     pictures = [b64decode(each).decode() for each in re.findall(r'svg\+xml;base64,([^"]*)"', page.read_text())]
-    assert pictures
-    [timeline] = [each for each in pictures if "without-server" in each]
-    assert ">rank 1: ended by SIGKILL, the cause</text>" in timeline
-    assert "interrupted; 2 ranks; rank 1: ended by" in timeline
-    assert "<title>rank 0: like the others</title>" in timeline
-    cost = json.loads(run("report", search.target, "e", "--json").out)["cost"]
-    waited = search.results.cost.waited_for_ranks_seconds
-    assert cost["waited_for_ranks_seconds"] == waited >= SAVES * SLOW_SECONDS / 2
-
-
-@pytest.mark.long
-def test_a_segment_and_the_whole_journal_have_the_same_ranks(search: Search) -> None:
-    costs = search.results.cost.attempts
-    again = pt.load_results(str(search.target), "e").cost.attempts
-    assert [each.ranks for each in costs] == [each.ranks for each in again]
-    assert all(each.ranks is not None for each in costs)
+    assert any("interrupted; rank 1: ended by SIGKILL, the cause" in each for each in pictures)
 
 
 def test_a_single_process_stores_and_shows_no_ranks(run: Run, tmp_path: Path) -> None:
@@ -120,7 +83,7 @@ def test_a_single_process_stores_and_shows_no_ranks(run: Run, tmp_path: Path) ->
         pt.durable_trainable(late_at_last, {"steps": 2}, target=str(tmp_path), experiment="e")
     [attempt] = json.loads(run("show", tmp_path, "e", "--json").out)["cost"]
     assert not attempt.keys() & {"ranks", "ends"}
-    assert "waiting for others" not in run("show", tmp_path, "e").out
+    assert "ended otherwise" not in run("show", tmp_path, "e").out
     entries = "".join(path.read_text() for path in tmp_path.rglob("journal/*.json"))
     assert '"committed"' in entries
     assert '"ranks"' not in entries

@@ -205,7 +205,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
         ((*TO, "--name", "x", "--param", 'advanced={"sede": 3}'), r"no parameter 'sede': did you mean 'seed'?"),
         ((*TO, "--name", "x", "--param", "advanced=seed"), "advanced: expected an object with parameters"),
         ((*TO, "--name", "x", "--params", "[1]"), "--params: expected a JSON object"),
-        ((*TO, "--name", "x", "--cron", "0 2 * * *"), "'trainable', 'target' missing"),
+        ((*TO, "--name", "x", "--cron", "0 2 * * *"), "'trainable' is a required property"),
         *(((*TO, "--name", "x", "--every-seconds", each), "expected more than 0") for each in ("0", "nan", "inf")),
         ((*TO, "--name", "x", "--param", "target=s3-target/gone"), "no block 's3-target/gone' is saved"),
     ],

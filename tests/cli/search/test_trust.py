@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.command_line import Run
 from tests.fakes.untrusted import TRAIN, Untrusted, describe, untrusted_folder
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def _damage(target: Path, step: int) -> tuple[Path, bytes]:
     return path, was
 
 
-@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_maintain_ends_with_4_where_it_finds_damage_and_what_is_whole_again_is_released(run: Run, target: Path) -> None:
     path, was = _damage(target, 6)
     done = run("maintain", target, "--verify", "all", "--json")

@@ -154,7 +154,7 @@ def test_damage_is_sent_again_to_a_new_path_and_nothing_that_was_published_is_re
     rotten = shared_blobs(newest(session))[0]
     rot(store, rotten)
     before = {each.path: bytes(store.read(each.path)) for each in store.list(KEY.folder)}
-    begun = session.experiment.number
+    begun = session.trial.next_sequence
     saves(session)
     assert {path: bytes(store.read(path)) for path in before} == before
     sent_again = newest(session).blob_paths() - before.keys()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.checkpoints import manifest
-from prefect_tune.core.checkpoints.commit import CommitResult, commit, reusable
+from prefect_tune.core.checkpoints.commit import Save, commit, reusable
 from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, About, FileStat, Manifest, groups, pieces
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -48,7 +48,7 @@ def save(
     collected_up_to: int = 0,
     write_id: str = "w1",
     empty: tuple[str, ...] = (),
-) -> CommitResult:
+) -> Save:
     reuse = reusable(store, KEY, parent, collected_up_to)
     about = ABOUT.model_copy(update={"write_id": write_id})
     source = MemoryFiles(files, empty)
@@ -403,17 +403,16 @@ def test_the_manifest_of_another_checkpoint_is_not_taken_for_this_one() -> None:
 
 
 @tiny
-def test_a_save_after_a_fork_refers_to_no_bytes_of_the_other_experiment() -> None:
-    """The origin keeps its blobs for the fork's first clone, and only while that clone is live."""
+def test_a_save_after_a_clone_refers_to_no_bytes_of_the_other_trial() -> None:
+    """The origin keeps its blobs for the clone, and only while that is live."""
     store = MemoryStore()
     files = {"a": bytes(range(BLOB)), "b": b"tail"}
     origin = save(store, files).manifest
-    fork = TrialKey(experiment="fork", generation=1, trial="t")
-    forked = CheckpointKey(trial=fork, step=1, sequence=1)
+    other = TrialKey(experiment=origin.experiment, generation=1, trial="other")
+    new = CheckpointKey(trial=other, step=1, sequence=1)
 
-    reuse = reusable(store, fork, origin, 0)
-    saved = commit(store, forked, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse, side_by_side=map)
+    reuse = reusable(store, other, origin, 0)
+    saved = commit(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse, side_by_side=map)
     assert saved.sent_bytes == sum(map(len, files.values())) + 3
-    assert {blob.experiment for blob in saved.manifest.blobs} == {None}
     store.delete(sorted(origin.blob_paths()))
-    assert restored(store, read_manifest(store, forked)) == {**files, "c": b"new"}
+    assert restored(store, read_manifest(store, new)) == {**files, "c": b"new"}

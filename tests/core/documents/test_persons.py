@@ -1,4 +1,4 @@
-"""What the journal stores about users: questions, answers, and runs that they started by hand."""
+"""What the journal stores about users: runs that they started by hand."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefect_tune.core.errors import JournalCorrupt
-from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal_events import (
-    Absorbed,
-    Answered,
-    AttemptEnded,
-    Cause,
     CheckpointRef,
     Committed,
     Decided,
     Event,
     Finished,
-    FinishKind,
     Owner,
-    Question,
     Started,
     TrialAdded,
 )
@@ -29,13 +22,6 @@ from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
-
-ASKED = Question(key="k", question="Continue?", fields={"go_on": True})
-
-
-def asks(trial: str = "t") -> AttemptEnded:
-    return AttemptEnded(trial=trial, cause=Cause.PREEMPTED, reason="", question=ASKED)
-
 
 COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
 DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
@@ -86,33 +72,3 @@ def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None
     assert restarts(experiment, "run", "run") == [1, 2]
     assert experiment.write(Started(trial="t", attempt=1, from_step=0)).restarts == 2
     assert experiment.write(*progress).restarts == 0
-
-
-def test_a_question_is_open_until_it_is_answered() -> None:
-    experiment = begun()
-    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), asks())
-    assert dict(asked.questions) == {"t": ASKED}
-    other = experiment.write(Answered(key="another", answer={}, trial="t"))
-    assert dict(other.questions) == {"t": ASKED}
-    answer = Answered(key="k", answer={"go_on": False}, trial="t", flow_run="run")
-    answered = experiment.write(answer)
-    assert (dict(answered.questions), answered.answers[-1]) == ({}, answer)
-
-
-def test_a_question_of_a_trial_that_has_ended_needs_no_answer() -> None:
-    experiment = begun()
-    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), asks())
-    assert after_event(asked, Finished(trial="t", reason="stopped", kind=FinishKind.STOPPED), 9).questions == {}
-
-
-def test_a_question_reaches_the_experiment_through_the_trials_own_journal() -> None:
-    experiment = begun()
-    experiment.write(TrialAdded(trial="u", config={}, own_journal=True))
-    entry = Absorbed(trial="u", number=1, events=(Started(trial="u", attempt=1, from_step=0), asks("u")))
-    assert dict(experiment.write(entry).questions) == {"u": ASKED}
-
-
-def test_nobody_asks_who_is_not_there() -> None:
-    experiment = begun()
-    with pytest.raises(JournalCorrupt, match="never added"):
-        experiment.write(asks("gone"))

@@ -12,9 +12,11 @@ from pathlib import Path
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
 from prefect_tune.core.reasons import make_reason
 from tests.core.driver import KEY, Session, Witness
+from tests.core.histories import snapshots_every
 from tests.fakes.stores.memory_store import MemoryStore
 
 
+@snapshots_every(10)
 def golden_run() -> MemoryStore:
     """A run with every event: two owners, an adoption, a retirement, a quarantine, an end and a requeue."""
     store, witness = MemoryStore(), Witness()

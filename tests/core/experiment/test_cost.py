@@ -31,11 +31,9 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.usage_records import (
     AttemptUse,
-    GroupSeconds,
     GroupUse,
     PhaseSeconds,
     RankEnd,
-    RankSeconds,
     RunRecord,
     ended_after,
     seen,
@@ -56,7 +54,7 @@ def opened(term: int, seconds: float, slots: int | None = 2) -> Opened:
 
 
 def added(trial: str = "t") -> TrialAdded:
-    return TrialAdded(trial=trial, config={}, own_journal=False)
+    return TrialAdded(trial=trial, config={}, of_search=False)
 
 
 def started(attempt: int, seconds: float | None, step: int = 0, sequence: int | None = None) -> Started:
@@ -314,26 +312,13 @@ def test_each_category_has_a_key_and_says_what_it_means() -> None:
     assert all(each.meaning.endswith(".") for each in Category)
 
 
-RANKS = RankSeconds(writing=(1, 2), waiting=(3, 0), sending=(4,))
-
-
-def test_a_lost_attempt_has_the_ranks_of_its_last_commit_and_one_that_ended_those_of_its_end() -> None:
-    saved = GroupSeconds(start=10, training=50, saving=5, ranks=RANKS)
-    begun = [opened(1, 0), added(), started(1, 10), committed(1, 5, 50, saved)]
-    assert [each.ranks for each in cost(*begun, until=200).attempts] == [RANKS]
-    end = saved.model_copy(update={"ranks": RANKS.plus(writing=(1, 1), waiting=(0, 0.5), sending=(1,))})
+def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:
     ends = (RankEnd(ranks=(1,), how="exited with code 3", is_cause=True),)
-    event = AttemptEnded(trial="t", cause=Cause.USER, reason="x", use=GroupUse(seconds=end, ends=ends))
+    event = AttemptEnded(trial="t", cause=Cause.USER, reason="x", use=GroupUse(seconds=PhaseSeconds(), ends=ends))
     read = AttemptEnded.model_validate_json(event.model_dump_json())
     assert read == event
-    [attempt] = cost(*begun, read, freed(1, 5, 100), until=200).attempts
-    assert attempt.ranks == RankSeconds(writing=(2, 3), waiting=(3, 0.5), sending=(5,))
-    assert isinstance(attempt.use, GroupUse)
-    assert attempt.use.ends == ends
-
-
-def test_nodes_that_sent_nothing_at_the_end_may_be_left_out_of_a_save() -> None:
-    assert RankSeconds(writing=(0,), waiting=(0,), sending=(1, 2, 3)).plus(sending=(1,)).sending == (2, 2, 3)
+    [attempt] = cost(opened(1, 0), added(), started(1, 10), read, freed(1, 5, 100), until=200).attempts
+    assert attempt.rank_ends == ends
 
 
 def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:

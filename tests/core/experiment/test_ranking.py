@@ -18,7 +18,6 @@ from prefect_tune.core.experiment.summary import (
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Started
 from prefect_tune.core.search.objective import Objective, objective_of
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -74,12 +73,11 @@ def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed
 def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_has_made_one_itself() -> None:
     saved, copy = (CheckpointRef(step=4, sequence=number, metrics={"loss": 1.0}) for number in (7, 9))
     source = Trial(trial="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
-    where = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="b"), step=4, sequence=7)
     clone = after(
         Trial(trial="a", config={"lr": 1}),
-        Cloned(trial="a", checkpoint=copy, source=where, config={"lr": 2}, reason="behind"), 9,
-    )  # fmt: skip
-    started = after(clone, Started(trial="a", attempt=1, from_step=4, from_sequence=9), 10)
+        Cloned(trial="a", checkpoint=copy, source="b", config={"lr": 2}, reason="behind"),
+    )
+    started = after(clone, Started(trial="a", attempt=1, from_step=4, from_sequence=9))
     for each in (clone, started):
         assert [found.trial for found, _ in ranked([each, source], LOSS)] == ["b", "a"]
     own = with_report(started, StepReport(step=5, metrics={"loss": 1.0}))

@@ -8,10 +8,12 @@ from typing import get_args
 import pytest
 
 from prefect_tune.core.errors import IllegalTransition
+from prefect_tune.core.experiment.trial import Clone
 from prefect_tune.core.experiment.trial_transitions import (
     Phase,
     Trial,
     after,
+    is_collectable,
     is_held,
     is_live,
     newest_checkpoint,
@@ -23,9 +25,8 @@ from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,
+    CheckpointOrigin,
     CheckpointRef,
-    Claim,
-    Claimed,
     Cloned,
     Committed,
     Decided,
@@ -33,10 +34,13 @@ from prefect_tune.core.journal_events import (
     FinishKind,
     ForkedTrial,
     GaveUp,
+    Launched,
     OneTrialsEvent,
+    OutboxClosed,
     Paused,
     Pinned,
     Quarantined,
+    Received,
     Reported,
     Requeued,
     Resumed,
@@ -45,22 +49,15 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.schedulers.base import Continue
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
 
 PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
-BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
+BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), next_sequence=8, trained_seconds=50.0)
 
-ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="u"), step=9, sequence=4)
-COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
-
-
-def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE, *, released: bool = False) -> Claimed:
-    journal = JournalKey(experiment="e", generation=1, trial="u")
-    claim = Claim(step=step, sequence=sequence, clone=clone, journal=journal, term=2)
-    return Claimed(trial="t", claim=claim, released=released)
-
+ORIGIN = CheckpointOrigin(trial="u", step=2, sequence=4)
+COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0, origin=ORIGIN)
 
 EVENTS: Mapping[str, OneTrialsEvent] = {
     "started": Started(trial="t", attempt=2, from_step=3, from_sequence=7),
@@ -69,9 +66,7 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "retired": Retired(trial="t", retires=()),
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
     "pinned": Pinned(trial="t", sequence=7),
-    "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
-    "inherited": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, inherited=True),
-    "claimed": claim_to(3, 7),
+    "cloned": Cloned(trial="t", checkpoint=COPY, source="u", config={"rate": 2}, reason="behind"),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, reason="ValueError"),
     "gave-up": GaveUp(trial="t", cause=Cause.USER, reason="spent"),
     "finished": Finished(trial="t", reason="enough", kind=FinishKind.RETURNED),
@@ -79,8 +74,12 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "paused": Paused(trial="t", reason="rung 3"),
     "resumed": Resumed(trial="t"),
     "decided": Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
+    "launched": Launched(trial="t", outbox=3),
+    "received": Received(trial="t", post=5),
+    "outbox-closed": OutboxClosed(trial="t"),
     "slot-freed": SlotFreed(trial="t", attempt=1, since="2026-11-26T03:00:00+00:00", seconds=2.5),
 }
+OF_AN_OUTBOX = ("launched", "received", "outbox-closed")
 LEGAL = {
     (PENDING, "started"): RUNNING,
     (PENDING, "gave-up"): ERRORED,
@@ -96,7 +95,6 @@ LEGAL = {
     (PENDING, "requeued"): PENDING,
     (RUNNING, "paused"): PAUSED,
     (PAUSED, "resumed"): PENDING,
-    (PAUSED, "started"): RUNNING,
     (PAUSED, "finished"): FINISHED,
     (PAUSED, "gave-up"): ERRORED,
     (PENDING, "paused"): PAUSED,
@@ -107,7 +105,7 @@ LEGAL = {
     **{
         (status, event): status
         for status in Phase
-        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "inherited", "slot-freed")
+        for event in ("retired", "quarantined", "pinned", "decided", "slot-freed", *OF_AN_OUTBOX)
     },
 }
 
@@ -119,11 +117,12 @@ def of(status: Phase, **changes: object) -> Trial:
 @pytest.mark.parametrize("name", EVENTS)
 @pytest.mark.parametrize("status", Phase)
 def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name: str) -> None:
+    outbox = 2 if name in ("received", "outbox-closed") else None
     if (status, name) in LEGAL:
-        assert after(of(status), EVENTS[name], 9).phase is LEGAL[status, name]
+        assert after(of(status, outbox=outbox, outbox_count=2, post=4), EVENTS[name]).phase is LEGAL[status, name]
     else:
         with pytest.raises(IllegalTransition, match=f"{status}.*'{name}'"):
-            after(of(status), EVENTS[name], 9)
+            after(of(status), EVENTS[name])
 
 
 def test_every_event_of_a_trial_is_in_that_table() -> None:
@@ -132,20 +131,54 @@ def test_every_event_of_a_trial_is_in_that_table() -> None:
 
 @pytest.mark.parametrize("status", Phase)
 def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Phase) -> None:
-    origin = of(status, cloned=7, quarantined=(6,), collected_up_to=5, lost_checkpoints=1, started_from=7, absorbed=9)
-    forked = with_fork(origin, ForkedTrial(checkpoints=(COPY,), absorbed=3))
+    clone = Clone(step=3, sequence=7, trial="u", clone_sequence=4)
+    origin = of(status, cloned=7, quarantined=(6,), collected_up_to=5, lost_checkpoints=1, started_from=7, outbox=2)
+    forked = with_fork(origin.model_copy(update={"clones": (clone,)}), ForkedTrial(checkpoints=(COPY,)))
     assert forked.phase is (PENDING if status is RUNNING else status)
-    assert (forked.checkpoints, forked.absorbed, forked.step) == ((COPY,), 3, 5)
-    assert (forked.cloned, forked.quarantined, forked.collected_up_to, forked.started_from) == (None, (), 0, None)
+    assert (forked.checkpoints, forked.clones, forked.outbox, forked.step) == ((COPY,), (clone,), None, 5)
+    assert (forked.cloned, forked.quarantined, forked.started_from) == (None, (), None)
+    assert (forked.next_sequence, forked.settled_from, forked.collected_up_to) == (8, 8, 8)
 
 
-def test_an_inherited_checkpoint_is_the_newest_and_leaves_the_steps_of_the_trial() -> None:
-    inherited = after(of(FINISHED), EVENTS["inherited"], 9)
-    assert (newest_checkpoint(inherited), inherited.step, inherited.cloned) == (COPY, 5, None)
+@pytest.mark.parametrize(
+    ("event", "outbox", "post"),
+    [
+        pytest.param(Launched(trial="t", outbox=3), 2, 4, id="a second outbox beside an open one"),
+        pytest.param(Launched(trial="t", outbox=2), None, 4, id="an outbox that was used before"),
+        pytest.param(Launched(trial="t", outbox=4), None, 4, id="an outbox that is skipped"),
+        pytest.param(Received(trial="t", post=4), 2, 4, id="a post twice"),
+        pytest.param(Received(trial="t", post=6), 2, 4, id="a post after one that is missing"),
+        pytest.param(Received(trial="t", post=5), None, 4, id="a post of a closed outbox"),
+        pytest.param(OutboxClosed(trial="t"), None, 4, id="an end without an outbox"),
+    ],
+)
+def test_an_outbox_is_used_once_and_its_posts_are_received_in_order(
+    event: OneTrialsEvent, outbox: int | None, post: int
+) -> None:
+    with pytest.raises(IllegalTransition, match="cannot follow outbox"):
+        after(of(RUNNING, outbox=outbox, outbox_count=2, post=post), event)
+
+
+def test_saves_attempts_and_limits_count_the_sequence_up() -> None:
+    trial = after(of(PENDING), EVENTS["started"])
+    assert (trial.next_sequence, trial.settled_from) == (9, 9), "an earlier attempt may still save"
+    trial = after(trial, Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=9)))
+    assert (trial.next_sequence, trial.collected_up_to) == (10, 0)
+    trial = after(trial, Retired(trial="t", retires=()))
+    assert (trial.next_sequence, trial.collected_up_to) == (11, 11)
+    trial = with_adopted(trial, Adopted(reached={"t": 5}))
+    assert (trial.next_sequence, trial.settled_from) == (12, 12)
+    first = after(Trial(trial="n", config={}), Started(trial="n", attempt=1, from_step=0))
+    assert (first.next_sequence, first.settled_from) == (1, 1)
+
+
+def test_an_attempt_elsewhere_may_still_hand_over_its_saves_when_an_owner_vanished() -> None:
+    lost = with_adopted(of(RUNNING, outbox=1), Adopted(reached={"t": 9}))
+    assert (lost.next_sequence, lost.settled_from, lost.vanished) == (8, 1, False)
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
-    started = after(of(PENDING), EVENTS["started"], 9)
+    started = after(of(PENDING), EVENTS["started"])
 
     assert (started.attempt, started.step, started.metrics, started.trained_seconds) == (2, 3, {"loss": 0.5}, 30)
     assert started.wasted_steps == 2
@@ -168,18 +201,18 @@ def test_no_attempt_starts_from_anything_but_a_live_checkpoint(
 ) -> None:
     started = Started(trial="t", attempt=attempt, from_step=step, from_sequence=sequence)
     with pytest.raises(IllegalTransition):
-        after(of(PENDING, checkpoints=checkpoints), started, 9)
+        after(of(PENDING, checkpoints=checkpoints), started)
 
 
 def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
-    started = after(of(PENDING, checkpoints=(), quarantined=(7,)), Started(trial="t", attempt=2, from_step=0), 9)
+    started = after(of(PENDING, checkpoints=(), quarantined=(7,)), Started(trial="t", attempt=2, from_step=0))
     assert (started.step, started.metrics, started.wasted_steps) == (0, {}, 5)
 
 
 @pytest.mark.parametrize("step", [5, 4, 0])
 def test_no_step_is_counted_twice(step: int) -> None:
     with pytest.raises(IllegalTransition, match=f"step {step} is reported after step 5"):
-        after(of(RUNNING), Reported(trial="t", report=StepReport(step=step, metrics={})), 9)
+        after(of(RUNNING), Reported(trial="t", report=StepReport(step=step, metrics={})))
 
 
 @pytest.mark.parametrize(
@@ -193,29 +226,29 @@ def test_no_step_is_counted_twice(step: int) -> None:
 )
 def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:
     new = CheckpointRef(step=5, sequence=sequence)
-    with pytest.raises(IllegalTransition, match=f"begun after entry {sequence}"):
-        after(of(RUNNING, **changes), Committed(trial="t", checkpoint=new), 10)
+    with pytest.raises(IllegalTransition, match=f"has sequence {sequence}"):
+        after(of(RUNNING, **changes), Committed(trial="t", checkpoint=new))
     with pytest.raises(IllegalTransition):
         with_adopted(of(RUNNING, **changes), Adopted(checkpoints={"t": (new,)}))
 
 
 def test_a_commit_draws_the_line_only_if_it_retires() -> None:
     new = CheckpointRef(step=5, sequence=8)
-    kept = after(of(RUNNING), Committed(trial="t", checkpoint=new), 9)
-    retired = after(of(RUNNING), Committed(trial="t", checkpoint=new, retires=(7,)), 9)
+    kept = after(of(RUNNING), Committed(trial="t", checkpoint=new))
+    retired = after(of(RUNNING), Committed(trial="t", checkpoint=new, retires=(7,)))
 
     assert (kept.checkpoints, kept.collected_up_to) == ((SAVED, new), 0)
     assert (retired.checkpoints, retired.collected_up_to) == ((new,), 9)
 
 
 def test_a_retirement_draws_the_line_even_for_nothing() -> None:
-    line = after(of(PENDING), Retired(trial="t", retires=()), 9)
+    line = after(of(PENDING), Retired(trial="t", retires=()))
     assert (line.checkpoints, line.collected_up_to) == ((SAVED,), 9)
 
 
 def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
     failing = of(RUNNING, machine_failures=3, user_failures=2, same_start=2)
-    committed = after(failing, EVENTS["committed"], 9)
+    committed = after(failing, EVENTS["committed"])
     adopted = with_adopted(failing, Adopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
 
     for trial in (committed, adopted):
@@ -223,17 +256,17 @@ def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users
 
 
 def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -> None:
-    aside = after(of(PENDING), EVENTS["quarantined"], 9)
+    aside = after(of(PENDING), EVENTS["quarantined"])
 
     assert newest_checkpoint(aside) is None
     assert (aside.quarantined, aside.collected_up_to) == ((7,), 9)
 
 
 def test_a_pin_can_be_set_and_taken_away() -> None:
-    pinned = after(of(PENDING), Pinned(trial="t", sequence=7), 9)
+    pinned = after(of(PENDING), Pinned(trial="t", sequence=7))
     assert [each.pinned for each in pinned.checkpoints] == [True]
-    assert after(pinned, Pinned(trial="t", sequence=7, pinned=False), 10).checkpoints == (SAVED,)
-    assert after(pinned, Pinned(trial="t", sequence=8), 10).checkpoints == pinned.checkpoints
+    assert after(pinned, Pinned(trial="t", sequence=7, pinned=False)).checkpoints == (SAVED,)
+    assert after(pinned, Pinned(trial="t", sequence=8)).checkpoints == pinned.checkpoints
 
 
 @pytest.mark.parametrize(
@@ -249,32 +282,32 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
     ],
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"), 9)
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
     assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
 
 
 def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"), 9)
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"))
     assert ended.reason == "its owner vanished"
     again = Started(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
-    assert after(ended, again, 9).reason == ""
+    assert after(ended, again).reason == ""
 
 
 def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happens() -> None:
     trial = of(PENDING)
     for count in (1, 2, 3):
-        trial = after(trial, Started(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7), 9)
+        trial = after(trial, Started(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7))
         died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", at_start=True)
-        trial = after(trial, died, 9)
+        trial = after(trial, died)
         assert trial.same_start == count
     elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
-    assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5), 9).same_start == 0
-    later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7), 9)
-    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, reason=""), 9).same_start == 0
+    assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5)).same_start == 0
+    later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7))
+    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, reason="")).same_start == 0
 
 
 @pytest.mark.parametrize(
-    ("reached", "has_own_journal", "wasted", "at_least"),
+    ("reached", "elsewhere", "wasted", "at_least"),
     [
         pytest.param(None, False, 2, False, id="its owner has journaled its end"),
         pytest.param(0, False, 2, True, id="no live status"),
@@ -284,16 +317,16 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
     ],
 )
 def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
-    reached: int | None, wasted: int, *, has_own_journal: bool, at_least: bool
+    reached: int | None, wasted: int, *, elsewhere: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
     lost = Adopted(reached={} if reached is None else {"t": reached})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
-    trial = after(with_adopted(of(RUNNING), lost, has_own_journal=has_own_journal), ended, 9)
-    trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7), 10)
+    trial = after(with_adopted(of(RUNNING, outbox=1 if elsewhere else None), lost), ended)
+    trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7))
     assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
-    again = after(trial, ended, 11)
-    again = after(again, started.model_copy(update={"attempt": 3}), 12)
+    again = after(trial, ended)
+    again = after(again, started.model_copy(update={"attempt": 3}))
     assert (again.wasted_steps, again.wasted_at_least) == (wasted, at_least)  # counted once
     number = f"{'at least ' * at_least}{wasted}"
     assert trial.wasted_count == number
@@ -308,15 +341,15 @@ def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> N
 
 
 def test_giving_up_and_finishing_say_why() -> None:
-    assert after(of(RUNNING), EVENTS["gave-up"], 9).reason == "spent"
-    finished = after(of(RUNNING), EVENTS["finished"], 9)
+    assert after(of(RUNNING), EVENTS["gave-up"]).reason == "spent"
+    finished = after(of(RUNNING), EVENTS["finished"])
     assert (finished.reason, finished.finish_kind) == ("enough", FinishKind.RETURNED)
-    assert after(finished, EVENTS["requeued"], 10).finish_kind is None
+    assert after(finished, EVENTS["requeued"]).finish_kind is None
 
 
 def test_who_is_requeued_has_fresh_budgets() -> None:
     spent = of(ERRORED, user_failures=4, machine_failures=11, same_start=3)
-    again = after(spent, EVENTS["requeued"], 9)
+    again = after(spent, EVENTS["requeued"])
     assert (again.user_failures, again.machine_failures, again.same_start, again.reason) == (0, 0, 0, "more")
 
 
@@ -328,44 +361,38 @@ def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
 
 def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
     failing = of(PENDING, machine_failures=3, user_failures=2, wasted_steps=1)
-    cloned = after(failing, EVENTS["cloned"], 9)
+    cloned = after(failing, EVENTS["cloned"])
 
     assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
     assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
     assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
-    started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8), 10)
+    started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8))
     assert (started.phase, started.step, started.wasted_steps) == (RUNNING, 2, 1)
 
 
 def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
-    keeps = Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, reason="fork")
-    assert after(of(PAUSED, config={"rate": 1}), keeps, 9).config == {"rate": 1}
+    keeps = Cloned(trial="t", checkpoint=COPY, source="u", reason="behind")
+    assert after(of(PAUSED, config={"rate": 1}), keeps).config == {"rate": 1}
 
 
 def test_a_clone_that_was_overtaken_is_none() -> None:
-    with pytest.raises(IllegalTransition, match="begun after entry 8"):
-        after(of(PENDING, collected_up_to=9), EVENTS["cloned"], 10)
+    with pytest.raises(IllegalTransition, match="has sequence 8"):
+        after(of(PENDING, collected_up_to=9), EVENTS["cloned"])
 
 
-def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_releases_it() -> None:
-    key = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="t"), step=3, sequence=7)
-    other = ELSEWHERE.model_copy(update={"step": 10})
-    trial = after(of(FINISHED), claim_to(3, 7), 9)
-    assert (is_live(trial, key), is_held(trial, key)) == (True, False)
-    assert after(trial, claim_to(3, 7), 10) == trial  # applied twice
-
-    trial = after(trial, Retired(trial="t", retires=(7,)), 10)
-    assert (is_live(trial, key), is_held(trial, key)) == (False, True)
-
-    trial = after(trial, claim_to(3, 7, other), 11)  # a clone of the clone
-    trial = after(trial, claim_to(3, 7, released=True), 12)
-    assert is_held(trial, key)
-    trial = after(trial, claim_to(3, 7, other, released=True), 13)
-    assert not is_held(trial, key)
-    assert after(trial, claim_to(3, 7, other, released=True), 14) == trial
+def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
+    folder = TrialKey(experiment="e", generation=1, trial="t")
+    key = CheckpointKey(trial=folder, step=3, sequence=7)
+    trial = of(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
+    assert (is_live(trial, key), is_held(trial, key), is_collectable(trial, key)) == (True, False, False)
+    trial = after(trial, Retired(trial="t", retires=(7,)))
+    assert (is_live(trial, key), is_held(trial, key), is_collectable(trial, key)) == (False, True, False)
+    trial = trial.model_copy(update={"clones": ()})
+    assert (is_held(trial, key), is_collectable(trial, key)) == (False, True)
+    other = Trial(trial="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=_origin_of(key)),))
+    assert is_live(other, key)
+    assert folder.of_experiment.trial_key("u").checkpoint_key(other.checkpoints[0]) == key
 
 
-@pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])
-def test_what_is_no_checkpoint_cannot_be_claimed(step: int, sequence: int) -> None:
-    with pytest.raises(IllegalTransition, match="is no longer a checkpoint"):
-        after(of(RUNNING), claim_to(step, sequence), 9)
+def _origin_of(key: CheckpointKey) -> CheckpointOrigin:
+    return CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)

@@ -15,9 +15,8 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.core.journal_events import (
-    Absorbed,
     Adopted,
     CheckpointRef,
     Committed,
@@ -69,13 +68,13 @@ def running(store: MemoryStore) -> Experiment:
     return journal.append(store, experiment, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
 
 
-def with_steps(store: MemoryStore, steps: int, *, segments: bool = False) -> Experiment:
+def with_steps(store: MemoryStore, steps: int, *, snapshot: bool = False) -> Experiment:
     """A journal with this number of entries, and three more."""
     experiment = running(store)
     for step in range(1, steps + 1):
         experiment = journal.append(store, experiment, [report(step)], stamp(f"step {step}"))
-        if segments:
-            write_due_segment(store, experiment)
+        if snapshot and step == steps - 3:
+            write_snapshot(store, experiment)
     return experiment
 
 
@@ -234,40 +233,7 @@ def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_gues
     owner = running(MemoryStore())
     by_owner = after_event(owner, GUESTS[0], 4, "owner").trial("t")
     by_guest = after_event(owner, GUESTS[0], 4, "guest").trial("t")
-    assert (by_owner.collected_up_to, by_guest.collected_up_to) == (4, 0)
-    known = after_event(owner, TrialAdded(trial="u", config={}, own_journal=True), 4)
-    for writer, limit in (("owner", 1), ("guest", 0)):
-        events = (GUESTS[0].model_copy(update={"trial": "u"}),)
-        copied = Absorbed.model_validate({"trial": "u", "number": 1, "events": events, "writer": writer})
-        assert after_event(known, copied, 5).trial("u").collected_up_to == limit
-
-
-def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
-    store, key = MemoryStore(), JournalKey(experiment="e", generation=1, trial="t")
-    experiment = running(store)
-    own = journal.take_over(store, key, YOU, stamp("own"), side_by_side=map)
-    own = journal.append(store, own, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
-
-    assert sorted(path for path in store.objects if path.startswith("e/1/trials/")) == [
-        "e/1/trials/t/journal/0000000001.json",
-        "e/1/trials/t/journal/0000000002.json",
-    ]
-    assert journal.load(store, key, side_by_side=map) == own
-    assert (own.key, own.name, own.owner) == (key, "e", YOU)
-    assert [entry.number for entry in journal.history(store, key, side_by_side=map)] == [1, 2]
-    assert load(store) == experiment
-    journal.take_over(store, key, ME, stamp("later"), side_by_side=map)
-    with pytest.raises(Superseded, match=r"trial 't' of experiment 'e': this process is owner 1"):
-        journal.append(store, own, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
-
-
-def test_the_journal_of_another_trial_is_not_read_as_this_ones() -> None:
-    store = MemoryStore()
-    running(store)
-    journal.take_over(store, JournalKey(experiment="e", generation=1, trial="t"), ME, stamp("own"), side_by_side=map)
-    store.objects["e/1/trials/other/journal/0000000001.json"] = store.objects["e/1/trials/t/journal/0000000001.json"]
-    with pytest.raises(JournalCorrupt, match="trial 'other' of experiment 'e', entry 1: it opens trial 't'"):
-        journal.load(store, JournalKey(experiment="e", generation=1, trial="other"), side_by_side=map)
+    assert (by_owner.collected_up_to, by_guest.collected_up_to) == (2, 0)
 
 
 def test_the_same_append_again_is_the_same_entry() -> None:
@@ -340,7 +306,7 @@ def test_an_outcome_that_stays_unknown_is_said_to_be() -> None:
         take_over(Mute())
 
 
-# --------------------------------------------------------------------------------- listings and segments
+# --------------------------------------------------------------------------------- listings and snapshots
 
 
 class LaggingStore(MemoryStore):
@@ -354,31 +320,31 @@ class LaggingStore(MemoryStore):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 99])
-@pytest.mark.parametrize("segments", [False, True])
-def test_a_listing_that_lags_hides_no_entry(lag: int, *, segments: bool) -> None:
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_listing_that_lags_hides_no_entry(lag: int, *, snapshot: bool) -> None:
     store = LaggingStore()
-    expected = with_steps(store, 23, segments=segments)
+    expected = with_steps(store, 23, snapshot=snapshot)
     store.lag = lag
     assert load(store) == expected
 
 
-def test_the_whole_history_is_there_beside_segments() -> None:
+def test_the_whole_history_is_there_beside_a_snapshot() -> None:
     store = MemoryStore()
-    with_steps(store, 20, segments=True)
+    with_steps(store, 20, snapshot=True)
     entries = journal.history(store, first_generation("e"), side_by_side=map)
     assert [entry.number for entry in entries] == list(range(1, 24))
 
 
 def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
-    with_steps(store, 20, segments=True)
+    with_steps(store, 20, snapshot=True)
     assert [entry.number for entry in journal.entries_beyond(store, first_generation("e"), 21, side_by_side=map)] == [
         22,
         23,
     ]
 
 
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
@@ -393,12 +359,12 @@ def test_who_has_read_so_far_reads_on_from_there() -> None:
         "0000000009.json.bak",
     ],
 )
-def test_foreign_files_beside_the_entries_change_nothing(name: str, *, segments: bool) -> None:
+def test_foreign_files_beside_the_entries_change_nothing(name: str, *, snapshot: bool) -> None:
     store = MemoryStore()
-    experiment = with_steps(store, 20, segments=segments)
+    experiment = with_steps(store, 20, snapshot=snapshot)
     store.objects[f"e/1/journal/{name}"] = b"not ours"
-    store.objects[f"e/1/segments/{name}"] = b"not ours"
-    store.objects[f"e/1/segments/{name}l"] = b"not ours"
+    store.objects[f"e/1/snapshots/{name}"] = b"not ours"
+    store.objects[f"e/1/snapshots/{name}l"] = b"not ours"
     assert load(store) == experiment
 
 
@@ -493,12 +459,21 @@ def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() 
         journal.append(store, running(store), events, stamp("c"))
 
 
+def test_a_journal_of_another_experiment_is_not_read_as_this_ones() -> None:
+    store = MemoryStore()
+    running(store)
+    other = JournalKey(experiment="other", generation=1)
+    store.objects[other.entry_path(1)] = store.objects[JOURNAL.entry_path(1)]
+    with pytest.raises(JournalCorrupt, match="experiment 'other', entry 1: it opens experiment 'e'"):
+        journal.load(store, other, side_by_side=map)
+
+
 def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
     store = MemoryStore()
     experiment = journal.append(store, running(store), [report(1)], stamp("c"))
-    ref = CheckpointRef(step=1, sequence=3)
+    ref = CheckpointRef(step=1, sequence=1)
     experiment = journal.append(store, experiment, [Committed(trial="t", checkpoint=ref)], stamp("d"))
-    with pytest.raises(JournalCorrupt, match="begun after entry 3"):
+    with pytest.raises(JournalCorrupt, match="has sequence 1"):
         journal.append(store, experiment, [Adopted(checkpoints={"t": (ref,)})], stamp("e"))
 
 

@@ -60,7 +60,7 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
         TrainableLoaded(pid=7, code="abc"),
         StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
         StepDone(report=REPORT),
-        Part(step=3, directory="/staging/3", writing_seconds=0.5),
+        Part(step=3, directory="/staging/3"),
         RankMetrics(step=3, metrics={"loss": 0.5}),
         TrialEnded(outcome=Finished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
         TrialEnded(outcome=Paused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, IllegalTransition, JournalCorrupt
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events import (
     Cause,
@@ -17,22 +17,19 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.messages.node_messages import NodeAddress, newest_address
 from prefect_tune.core.messages.target_messages import (
-    Arrived,
-    NodeMessages,
     StopRequest,
     ask,
     is_journaled,
     is_lost,
-    newest_attempt,
-    node_messages_up_to,
-    read_messages,
+    node_objects_up_to,
     read_request,
     stop_event,
-    write_messages,
 )
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.storage.layout import NodesKey, delete_numbered, numbered
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import NodesKey, delete_numbered
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY
 from tests.fakes.checkpoints import first_generation
@@ -158,47 +155,16 @@ def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_
     assert is_journaled(after_request(after, request("slow")), request("slow"))
 
 
-NODES = NodesKey(trial=KEY, attempt=2)
-
-
-def of(process: str) -> NodeMessages:
-    return NodeMessages(write_id=process, has_read={"0": 3}, messages=(Arrived(host="here"),))
-
-
-def test_what_a_node_writes_is_read_as_it_was_and_a_repeated_write_is_recognized() -> None:
+def test_the_newest_attempt_is_the_one_that_is_joined_and_older_addresses_are_found_to_be_deleted() -> None:
     store = MemoryStore()
-    for _ in range(2):
-        write_messages(store, NODES, 1, 1, of("it"), "secret")
-    found = read_messages(store, NODES, 1, 1, "secret")
-    assert found is not None
-    assert (found.messages, found.has_read) == ((Arrived(host="here"),), {"0": 3})
-    assert read_messages(store, NODES, 1, 2, "secret") is None
-
-
-def test_a_second_process_of_a_node_finds_its_place_taken() -> None:
-    store = MemoryStore()
-    write_messages(store, NODES, 1, 1, of("it"), "secret")
-    with pytest.raises(AlreadyExists):
-        write_messages(store, NODES, 1, 1, of("another"), "secret")
-
-
-@pytest.mark.parametrize(("node", "number", "secret"), [(1, 1, "other"), (2, 1, "secret"), (1, 2, "secret")])
-def test_what_was_not_signed_for_this_place_is_refused(node: int, number: int, secret: str) -> None:
-    store = MemoryStore()
-    write_messages(store, NODES, 1, 1, of("it"), "secret")
-    moved = numbered(NODES.messages(node), number)
-    store.objects[moved] = store.objects.pop(numbered(NODES.messages(1), 1))
-    with pytest.raises(JournalCorrupt, match="expected the signature of a node of this attempt"):
-        read_messages(store, NODES, node, number, secret)
-
-
-def test_the_newest_attempt_is_the_one_that_is_joined_and_older_messages_are_found_to_be_deleted() -> None:
-    store = MemoryStore()
-    assert newest_attempt(store, KEY, 1, "secret") is None
+    assert newest_address(store, KEY, 1) is None
     store.objects[f"{KEY.nodes}/notes.txt"] = b"of a person"
-    for attempt in (2, 11):
-        write_messages(store, NodesKey(trial=KEY, attempt=attempt), 0, 1, of("it"), "secret")
-    assert newest_attempt(store, KEY, 3, "secret") == NodesKey(trial=KEY, attempt=11)
-    assert newest_attempt(store, KEY, 12, "secret") is None
-    assert newest_attempt(store, KEY, 1, "of another request") is None
-    assert [each.path for each in node_messages_up_to(store, KEY, 10)] == [numbered(NODES.messages(0), 1)]
+    keys = [NodesKey(trial=KEY, attempt=attempt) for attempt in (2, 11)]
+    address = NodeAddress(host="here", port=1, request="")
+    for key in keys:
+        store.create(key.address_path, seal(address))
+    assert newest_address(store, KEY, 3) == (keys[1], address)
+    assert newest_address(store, KEY, 12) is None
+    assert [listed.path for listed in node_objects_up_to(store, KEY, 10)] == [keys[0].address_path]
+    store.objects[keys[1].address_path] = b"damaged"
+    assert newest_address(store, KEY, 3) is None

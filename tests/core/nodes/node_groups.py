@@ -54,7 +54,7 @@ class GroupSession(Session):
         source, of = MemoryFiles(self.files_of(node)), (self.nodes, node, self.experiment.term)
         send_part(store, key, source, of=of, reuse=reuse, side_by_side=map)
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.CommitResult:
+    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Save:
         del files
         others = range(1, self.node_count)
         for node in others if self.nodes_run else ():

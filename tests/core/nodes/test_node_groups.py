@@ -11,7 +11,7 @@ from prefect_tune.core.checkpoints.commit import Reusable, sent
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.checkpoints.parts import PartsOfSave, refuse_part, send_part, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
-from prefect_tune.core.messages.target_messages import node_messages_up_to
+from prefect_tune.core.messages.target_messages import node_objects_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness
@@ -78,10 +78,10 @@ def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_b
 def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
     group = old_group(2)
     adds(1)(group)
-    left = {each.path for each in node_messages_up_to(group.store, KEY, group.trial.attempt)}
+    left = {each.path for each in node_objects_up_to(group.store, KEY, group.trial.attempt)}
     save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.number})
     assert left == {group.nodes.part_path(save, 1)}
-    assert not node_messages_up_to(group.store, KEY, group.trial.attempt - 1)
+    assert not node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- one save

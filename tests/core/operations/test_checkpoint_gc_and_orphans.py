@@ -28,10 +28,12 @@ from prefect_tune.core.journal_events import (
     Quarantined,
     Reported,
 )
+from prefect_tune.core.messages.live_status import LastKnown
 from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
+from prefect_tune.core.values import StepReport
 from tests.core.driver import KEY, Session, Witness
 from tests.core.protocol.invariants import violations
 from tests.fakes.checkpoints import first_generation
@@ -96,7 +98,7 @@ def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> N
     session = trained(1)
     session.train()
     session.publish()  # and never journaled
-    stray = CheckpointKey(trial=KEY, step=2, sequence=session.experiment.number)
+    stray = CheckpointKey(trial=KEY, step=2, sequence=session.trial.next_sequence)
     before = dict(objects(session))
 
     assert collect(session.store, KEY, session.trial, [stray], side_by_side=map) == 0
@@ -147,9 +149,9 @@ def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to
     session.publish()
     objects(session)[f"{KEY.checkpoints}/notes.txt"] = b"mine"
 
-    assert leftover(session.store, KEY, session.trial, session.experiment.settled_from) == []
+    assert leftover(session.store, KEY, session.trial) == []
     session.open()
-    found = leftover(session.store, KEY, session.trial, session.experiment.settled_from)
+    found = leftover(session.store, KEY, session.trial)
     assert found == []
 
 
@@ -218,8 +220,8 @@ def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
     new = opened_after(trained(steps))
-    adopted, ended = adopt(new.store, new.experiment, reached={"t": 7})
-    assert adopted == Adopted(reached={"t": 7})
+    adopted, ended = adopt(new.store, new.experiment, last=LastKnown({"t": StepReport(step=7, metrics={})}, at="now"))
+    assert adopted == Adopted(reached={"t": 7}, trained_seconds={"t": 0.0}, seen_at="now")
     assert isinstance(ended, AttemptEnded)
 
 
@@ -251,7 +253,7 @@ def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
     session.train()
     session.publish()
     (path,) = (path for path in objects(session) if path.endswith("manifest.json"))
-    objects(session)[path] = objects(session)[path].replace(b'"version":1', b'"version":2')
+    objects(session)[path] = objects(session)[path].replace(b'"version":2', b'"version":3')
     new = opened_after(session)
     with pytest.raises(UnknownVersion, match="upgrade"):
         adopt(new.store, new.experiment)

@@ -1,4 +1,4 @@
-"""Clones, and the claims that keep their bytes: crashes, late writes, concurrent operations."""
+"""Clones and attempts on other machines: crashes, late writes, late deletions, concurrent owners."""
 
 from __future__ import annotations
 
@@ -7,161 +7,194 @@ from functools import partial
 
 import pytest
 
-from prefect_tune.core.errors import AlreadyCommitted, CheckpointCorrupt, CheckpointNotFound
-from prefect_tune.core.experiment import trial_transitions
-from prefect_tune.core.journal import journal
+from prefect_tune.core.errors import JournalCorrupt, Superseded
+from prefect_tune.core.experiment import experiment, trial
+from prefect_tune.core.journal import outbox
+from prefect_tune.core.journal_events import CheckpointOrigin, CheckpointRef, Cloned, Finished
 from prefect_tune.core.operations import checkpoint_gc
-from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.protocol.meetings import (
     Act,
     Scene,
     clear_late,
-    clone_of_the_clone,
     clones,
     die_everywhere,
+    elsewhere,
+    elsewhere_with_a_clone,
     late_writes,
     meet_at_random,
     meet_dying,
     meet_in_every_order,
-    or_superseded,
+    receives,
+    resume,
     saves,
+    saves_there,
     takes_over,
     with_a_clone,
     with_a_clone_that_is_over,
     without_a_clone,
 )
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.population import Member, newest, own, promises_broken
+from tests.core.protocol.population import Search, promises_broken
 from tests.fakes.stores.dying_store import Way
 from tests.fakes.stores.memory_files import restored
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 Record = Callable[[str, object], None]
-Before = Callable[[JournalKey, JournalKey], Scene]
-
-SOURCE, CLONE = own("e", "s"), own("e", "c")
-ELSEWHERE = own("fork", "c")
+Before = Callable[[], Scene]
 
 
-def bytes_of(scene: Scene, member: Member) -> Mapping[str, bytes]:
-    return restored(scene.store, read_manifest(scene.store, newest(member)))
+def newest(scene: Scene, name: str) -> CheckpointKey:
+    search = scene.search
+    return search.key(name).checkpoint_key(search.trial(name).checkpoints[-1])
+
+
+def bytes_of(scene: Scene, name: str) -> Mapping[str, bytes]:
+    return restored(scene.store, read_manifest(scene.store, newest(scene, name)))
 
 
 # --------------------------------------------------------------------------------------------- one clone
 
 
-@pytest.mark.parametrize("into", [CLONE, ELSEWHERE], ids=["same experiment", "another experiment"])
-def test_a_clone_holds_what_its_source_held_and_copies_none_of_it(into: JournalKey) -> None:
-    scene = without_a_clone(SOURCE, into)
-    source, copy = scene.members["s"], scene.members["c"]
-    blobs = [path for path in scene.store.objects if "/blobs/" in path]
-    copy.clone(source.key)
-    assert bytes_of(scene, copy) == bytes_of(scene, source)
-    assert [path for path in scene.store.objects if "/blobs/" in path] == blobs
-
-
-def test_cloning_twice_is_cloning_once() -> None:
-    scene = without_a_clone(SOURCE, CLONE)
-    found, copy = newest(scene.members["s"]), scene.members["c"]
-    stamp = scene.chronicle.stamp()
-    first = copy._clone(found, stamp)
+def test_a_clone_is_one_entry_and_no_object() -> None:
+    scene = without_a_clone()
     before = dict(scene.store.objects)
-    assert copy._clone(found, stamp) == first
-    assert scene.store.objects == before
+    scene.search.clone("c", "s")
+    (entry,) = set(scene.store.objects) - set(before)
+    assert entry == scene.search.journal.entry_path(scene.search.state.number)
+    assert newest(scene, "c") == newest(scene, "s")
 
 
 def test_what_its_source_retires_stays_as_long_as_the_clone_does() -> None:
-    scene = with_a_clone(SOURCE, CLONE)
-    source, copy = scene.members["s"], scene.members["c"]
-    kept = bytes_of(scene, copy)
-    source.clear(scene.doomed)
-    source.open()
-    source.save_and_clear_all()
-    assert bytes_of(scene, copy) == kept
+    scene = with_a_clone()
+    search, origin, kept = scene.search, newest(scene, "c"), bytes_of(scene, "c")
+    search.clear(scene.doomed)
+    search.save("s")
+    search.clear_away()
+    assert bytes_of(scene, "c") == kept
 
-    copy.save()  # retires the clone, and thereby releases the claim
-    assert not [key for key in scene.doomed if scene.store.size(key.manifest_path)]
-    source.open()
-    assert source.trial.claims == ()
+    search.save("c")  # retires the clone
+    assert scene.store.size(origin.manifest_path) is None
+    assert search.trial("s").clones == ()
 
 
 def test_a_clone_of_a_clone_is_held_where_the_bytes_are() -> None:
-    scene = with_a_clone(SOURCE, CLONE)
-    scene.members["d"].clone(scene.members["c"].key)
-    scene.members["c"].save()
-    scene.members["s"].open()
-    assert [claim.clone.trial.trial for claim in scene.members["s"].trial.claims] == ["d"]
-    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+    scene = with_a_clone()
+    search = scene.search
+    search.clone("d", "c")
+    search.save("c")
+    assert [clone.trial for clone in search.trial("s").clones] == ["d"]
+    assert promises_broken(scene.store, scene.chronicle) == []
+    search.start("d")
+    search.save("d")
+    assert search.trial("s").clones == ()
 
 
-def test_a_claim_whose_clone_was_never_journaled_ends_with_its_owner() -> None:
-    scene = without_a_clone(SOURCE, CLONE)
-    source, copy = scene.members["s"], scene.members["c"]
-    copy._clone(newest(source), scene.chronicle.stamp())  # then the owner dies
-    doomed = source.save_only()
-    source.clear(doomed)
-    assert scene.store.size(doomed[0].manifest_path), "its owner may still journal it"
-    takes_over("c")(scene, scene.store)
-    source.clear(doomed)
-    assert scene.store.size(doomed[0].manifest_path) is None
+def test_a_trial_may_clone_back_what_it_has_retired_itself() -> None:
+    scene = with_a_clone()
+    search, origin = scene.search, newest(scene, "c")
+    search.end("s")
+    search.clone("s", "c")
+    assert newest(scene, "s") == origin
+    search.clear(scene.doomed)
+    search.start("s")
+    search.save("c")
+    assert bytes_of(scene, "s")
+    search.save("s")
+    assert scene.store.size(origin.manifest_path) is None
 
 
 def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
-    scene = without_a_clone(SOURCE, CLONE)
-    source, copy = scene.members["s"], scene.members["c"]
-    gone = newest(source)
-    source.save_only()
-    with pytest.raises(CheckpointNotFound, match="cannot be cloned"):
-        copy._clone(gone, scene.chronicle.stamp())
-    with pytest.raises(CheckpointNotFound, match="no checkpoint that could be cloned"):
-        source.clone(copy.key)
+    scene = without_a_clone()
+    search, gone = scene.search, scene.search.trial("s").checkpoints[-1]
+    search.save_only("s")
+    origin = CheckpointOrigin(trial="s", step=gone.step, sequence=gone.sequence)
+    copy = CheckpointRef(step=gone.step, sequence=search.trial("c").next_sequence, origin=origin)
+    before = dict(scene.store.objects)
+    with pytest.raises(JournalCorrupt, match="no longer a checkpoint, and cannot be cloned"):
+        search.append(Cloned(trial="c", checkpoint=copy, source="s"))
+    assert scene.store.objects == before
 
 
-def test_another_checkpoint_of_that_step_is_not_taken_for_the_clone() -> None:
-    scene = without_a_clone(SOURCE, CLONE)
-    copy = scene.members["c"]
-    stamp = scene.chronicle.stamp()
-    copy._clone(newest(scene.members["s"]), stamp)
-    other = scene.join("o", own("e", "o"))
-    other.start()
-    other.save()
-    other.save()
-    with pytest.raises(AlreadyCommitted):
-        copy._clone(newest(other), stamp)
+def test_a_clone_trains_at_least_one_step() -> None:
+    search = without_a_clone().search
+    (newest,) = search.trial("s").checkpoints
+    assert trial.clonable_checkpoint(search.trial("s"), newest.step + 1) == newest
+    assert trial.clonable_checkpoint(search.trial("s"), newest.step) is None
+    assert trial.clonable_checkpoint(search.trial("c")) is None
+    search.append(Finished(trial="s", reason="enough"))
+    assert trial.clonable_checkpoint(search.trial("s")) is None
 
 
-def test_a_manifest_that_refers_to_bytes_of_another_trial_is_not_cloned(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = without_a_clone(SOURCE, CLONE)
-    source = scene.members["s"]
-    manifest = read_manifest(scene.store, newest(source))
-    stray = [each.model_copy(update={"path": each.path.replace("trials/s/", "trials/x/")}) for each in manifest.blobs]
-    stray_manifest = manifest.model_copy(update={"blobs": tuple(stray)})
-    monkeypatch.setattr(cloning, "read_manifest", lambda _store, _key: stray_manifest)
-    with pytest.raises(CheckpointCorrupt, match="bytes of another trial"):
-        scene.members["c"]._clone(newest(source), scene.chronicle.stamp())
+# ------------------------------------------------------------------------------- attempts on other machines
+
+
+def test_what_an_attempt_elsewhere_has_posted_is_found_by_the_next_owner() -> None:
+    scene = elsewhere()
+    new = Search(scene.store, scene.chronicle, owner="new")
+    new.open()
+    assert len(new.receive("s")) == 2
+    assert [ref.step for ref in new.trial("s").checkpoints] == [3]
+    assert new.trial("s").outbox is not None
+    posts = [path for path in scene.store.objects if "/outbox/" in path]
+    assert posts == [new.key("s").outbox_path(1, 1)]
+
+
+def test_a_closed_outbox_ends_its_attempt_and_takes_no_post_twice() -> None:
+    scene = elsewhere()
+    scene.search.receive("s", closes=True)
+    assert scene.search.trial("s").outbox is None
+    with pytest.raises(Superseded, match="first has ended this attempt"):
+        scene.there["s"].save_there()
+    assert promises_broken(scene.store, scene.chronicle) == []
+
+
+def test_a_second_process_with_the_same_request_finds_that_another_one_trains_it() -> None:
+    scene = elsewhere()
+    launched = scene.search.launch("c")
+    twin = launched.on(scene.store, scene.chronicle)
+    launched.begin_there()
+    with pytest.raises(Superseded, match="another process trains this attempt"):
+        twin.begin_there()
+
+
+def test_an_outbox_is_used_once() -> None:
+    scene = elsewhere()
+    scene.search.settle("s")
+    again = scene.search.launch("s")
+    assert again.trial.outbox == 2
+    again.begin_there()
+    again.save_there()
+    scene.search.receive("s")
+    assert scene.search.trial("s").checkpoints[-1].step == 4
 
 
 # ------------------------------------------------------------------------------------------ crashes
 
 STORIES: Mapping[str, tuple[Before, Act]] = {
     "a trial clones": (without_a_clone, clones("c")),
-    "a trial clones a clone": (with_a_clone, clone_of_the_clone),
+    "a trial clones a clone": (with_a_clone, clones("d", "c")),
     "a clone is trained on, and retired": (with_a_clone, saves("c")),
     "a clone is trained on for long": (with_a_clone, saves("c", 2)),
     "the source deletes what it retired": (without_a_clone, clear_late),
     "the source deletes what a clone needed": (with_a_clone_that_is_over, clear_late),
     "the source continues": (with_a_clone, saves("s", 2)),
-    "the source is resumed": (with_a_clone, takes_over("s")),
-    "the clone is resumed": (with_a_clone_that_is_over, takes_over("c")),
+    "the search is resumed": (with_a_clone_that_is_over, takes_over(resume("s"))),
+    "an attempt elsewhere saves": (elsewhere, saves_there()),
+    "its posts are received": (elsewhere_with_a_clone, receives("s")),
+    "its outbox is closed": (elsewhere, receives("s", closes=True)),
+    "the search is resumed, and goes on with it": (elsewhere_with_a_clone, takes_over(lambda new: new.receive("s"))),
+    "the search is resumed, and fences it off": (elsewhere_with_a_clone, takes_over(resume("s"))),
 }
 ESSENTIAL = [
     "a trial clones",
     "a clone is trained on, and retired",
     "the source deletes what a clone needed",
-    "the clone is resumed",
+    "an attempt elsewhere saves",
+    "its posts are received",
+    "the search is resumed, and fences it off",
 ]
 
 
@@ -170,62 +203,73 @@ ESSENTIAL = [
 @pytest.mark.parametrize("story", ESSENTIAL)
 def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    explored = die_everywhere(before(SOURCE, CLONE), act, [Way.CRASH_BEFORE])
-    explored.record(record_property, "points explored, clones")
+    explored = die_everywhere(before(), act, [Way.CRASH_BEFORE])
+    explored.record(record_property, "points explored, clones and outboxes")
     assert explored.broken == []
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("story", ["a trial clones", "the source deletes what a clone needed"])
+@pytest.mark.parametrize(
+    "story", ["a trial clones", "the source deletes what a clone needed", "an attempt elsewhere saves"]
+)
 def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    explored = late_writes(before(SOURCE, CLONE), act, [None, 3])
-    explored.record(record_property, "points explored, clones")
+    explored = late_writes(before(), act, [None, 3])
+    explored.record(record_property, "points explored, clones and outboxes")
     assert explored.broken == []
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("into", [CLONE, ELSEWHERE], ids=["same experiment", "another experiment"])
 @pytest.mark.parametrize("story", STORIES)
-def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(
-    story: str, into: JournalKey, record_property: Record
-) -> None:
+def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    scene = before(SOURCE, into)
-    explored = die_everywhere(scene, act)
-    late = late_writes(scene, act, [None, 0, 1, 2, 5, 10, 20])
-    explored.add(late)
-    explored.record(record_property, "points explored, clones")
+    explored = die_everywhere(before(), act)
+    explored.add(late_writes(before(), act, [None, 0, 1, 2, 5, 10, 20]))
+    explored.record(record_property, "points explored, clones and outboxes")
     assert explored.broken == []
 
 
 # ------------------------------------------------------------------------------------------- concurrency
 
 MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
-    "clones while the source saves": (without_a_clone, [clones("c"), saves("s")]),
-    "clones while the source deletes": (without_a_clone, [clones("c"), clear_late]),
-    "clones a clone while that is retired": (with_a_clone, [clone_of_the_clone, saves("c")]),
-    "is retired while the source saves": (with_a_clone, [saves("c"), saves("s")]),
-    "is retired while the source is resumed": (with_a_clone, [saves("c"), takes_over("s")]),
-    "is resumed while the source deletes": (with_a_clone_that_is_over, [takes_over("c"), clear_late]),
-    "is taken over while it clones": (without_a_clone, [or_superseded(clones("c")), takes_over("c")]),
-    "two clone while the source saves": (without_a_clone, [clones("c"), clones("d"), saves("s")]),
+    "a zombie clones": (without_a_clone, [clones("c"), takes_over(resume("s"))]),
+    "a zombie saves the source": (with_a_clone, [saves("s"), takes_over(resume("c"))]),
+    "a zombie saves the clone": (with_a_clone, [saves("c"), takes_over(resume("s"))]),
+    "a zombie deletes late": (with_a_clone_that_is_over, [clear_late, takes_over(resume("c"))]),
+    "two take over": (with_a_clone_that_is_over, [takes_over(resume("s")), takes_over(resume("c"))]),
+    "posts while the owner receives": (elsewhere_with_a_clone, [saves_there(), receives("s")]),
+    "posts while the owner closes": (elsewhere, [saves_there(), receives("s", closes=True)]),
+    "posts while the owner clones": (elsewhere, [saves_there(), clones("d")]),
+    "posts while another owner closes": (elsewhere, [saves_there(times=2), takes_over(resume("s"))]),
+    "two close while it posts": (
+        elsewhere_with_a_clone,
+        [saves_there(), receives("s", closes=True), takes_over(resume("s"))],
+    ),
+    "two receive": (elsewhere_with_a_clone, [receives("s"), takes_over(lambda new: new.receive("s"))]),
 }
 
 
 def at_creates_and_deletes(method: str, path: str) -> bool:
-    del path
-    return method in {"create", "delete"}
+    """Switch at creations and deletions, and before the end of an outbox is looked for."""
+    return method in {"create", "delete"} or (method == "read" and "/outbox/" in path)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("meeting", ["clones while the source saves", "is resumed while the source deletes"])
+@pytest.mark.parametrize("meeting", ["a zombie deletes late", "posts while the owner receives"])
 def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_in_every_order(before(SOURCE, CLONE), acts, at_creates_and_deletes, limit=20_000)
-    explored.record(record_property, "orders of clones and their sources")
+    explored = meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000)
+    explored.record(record_property, "orders of clones, posts and owners, every one")
+    assert explored.broken == []
+
+
+@pytest.mark.timeout(900)
+def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_property: Record) -> None:
+    before, acts = MEETINGS["posts while the owner closes"]
+    explored = meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000)
+    explored.record(record_property, "orders of clones, posts and owners, every one")
     assert explored.broken == []
 
 
@@ -234,8 +278,8 @@ def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, reco
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(SOURCE, CLONE), acts, range(10))
-    explored.record(record_property, "orders of clones and their sources")
+    explored = meet_at_random(before(), acts, range(10))
+    explored.record(record_property, "orders of clones, posts and owners, at random")
     assert explored.broken == []
 
 
@@ -244,11 +288,9 @@ def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, recor
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    scene = before(SOURCE, CLONE)
-    explored = meet_at_random(scene, acts, range(1000, 1500))
-    dying = meet_dying(scene, acts, range(500))
-    explored.add(dying)
-    explored.record(record_property, "orders of clones and their sources")
+    explored = meet_at_random(before(), acts, range(1000, 1500))
+    explored.add(meet_dying(before(), acts, range(500)))
+    explored.record(record_property, "orders of clones, posts and owners, at random")
     assert explored.broken == []
 
 
@@ -257,58 +299,49 @@ def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_pro
 
 def meets(meeting: str) -> Sequence[str]:
     before, acts = MEETINGS[meeting]
-    return meet_in_every_order(before(SOURCE, CLONE), acts, at_creates_and_deletes, limit=20_000, enough=1).broken
+    return meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000, enough=1).broken
 
 
 def dies(story: str) -> Sequence[str]:
     before, act = STORIES[story]
-    return die_everywhere(before(SOURCE, CLONE), act, [Way.CRASH_BEFORE, Way.REPLY_LOST], enough=1).broken
+    return die_everywhere(before(), act, [Way.CRASH_BEFORE, Way.REPLY_LOST], enough=1).broken
 
 
-_CLAIM = "append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)"
 MUTANTS: Mapping[str, Mutant] = {
-    "clone without a claim": Mutant(partial(meets, "clones while the source saves"), {cloning.clone: {_CLAIM: "pass"}}),
-    "claim what is retired": Mutant(
-        partial(meets, "clones while the source saves"),
-        {
-            cloning._claimed: {
-                "if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):": "if False:"
-            },
-            trial_transitions._claims: {"if not (is_live(trial, claim) or is_held(trial, claim)):": "if False:"},
-        },
-    ),
     "delete what clones need": Mutant(
-        partial(dies, "the source continues"), {trial_transitions.is_collectable: {" and not is_held(state, key)": ""}}
+        partial(dies, "the source continues"), {trial.is_collectable: {" and not is_held(state, key)": ""}}
     ),
     "count nothing as needed by clones": Mutant(
         partial(dies, "the source continues"),
-        {checkpoint_gc._reachable: {"*state.claims": ""}},
+        {checkpoint_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
     ),
-    "release a clone that is live": Mutant(
-        partial(dies, "the source is resumed"),
-        {
-            cloning._is_over: {
-                "if trial is not None and is_live(trial, claim.clone):": "if False:",
-                "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True",
-            },
-            trial_transitions.is_collectable: {"not is_held(state, key) and ": ""},
-        },
+    "forget a clone while it lives": Mutant(
+        partial(dies, "a trial clones"), {experiment._note_clones: {"(*found.clones, clone)": "found.clones"}}
     ),
-    "release a clone that may still be journaled": Mutant(
-        partial(meets, "clones while the source saves"),
+    "remember a clone for ever": Mutant(
+        partial(dies, "a clone is trained on, and retired"),
+        {experiment._note_clones: {"for origin, clone in old - new:": "for origin, clone in ():"}},
+    ),
+    "delete posts before their entry": Mutant(
+        partial(dies, "its posts are received"),
         {
-            cloning._is_over: {
-                "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True"
+            Search.receive: {
+                "events: list[Event] = []": "events = []; "
+                "delete_posts(self.store, key, outbox, 2, trial.post + len(posts))"
             }
         },
     ),
-    "never release": Mutant(
-        partial(dies, "a clone is trained on, and retired"),
-        {cloning._released: {"if each.clone in clones": "if False"}},
+    "close without a look": Mutant(
+        partial(meets, "posts while the owner closes"),
+        {outbox.close_outbox: {"races += 1 ": "return ClosedOutbox(posts, damage) "}},
     ),
-    "a guest supersedes": Mutant(
-        partial(meets, "clones while the source saves"),
-        {journal._after_guest: {'if entry.writer != "guest" or': "if True or"}},
+    "post over the end": Mutant(
+        partial(meets, "posts while the owner closes"),
+        {outbox.write_post: {"create_or_recognize(store, path, seal(post))": "store.put(path, seal(post))"}},
+    ),
+    "adopt a save that its outbox may still hand over": Mutant(
+        partial(meets, "posts while another owner closes"),
+        {Search.settle: {"self.receive(name, closes=True)": "self.state.trial(name)"}},
     ),
 }
 

@@ -11,22 +11,20 @@ from functools import cache
 import pytest
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.journal import load, read, take_over
+from prefect_tune.core.journal.journal import load, take_over
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.operations import clone as cloning
-from prefect_tune.core.operations import delete_experiment
 from prefect_tune.core.operations import fork_experiment as forking
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
-from tests.core.operations.test_delete_experiment import below, cut_at_a_manifest, left, removed
+from tests.core.operations.test_delete_experiment import below, left, removed
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.matrix import Explored
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.turns import Choice, IsPoint, drawn, everywhere, in_turns
-from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.core.small_search import SmallSearch, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.long_cases import long_after
 
@@ -56,7 +54,7 @@ Act = Callable[[Scene, ObjectStore], None]
 def on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
     """The same owner with its fields, on another store."""
     twin = copy.copy(search)
-    twin.store, twin.trials = store, dict(search.trials)
+    twin.store = store
     return twin
 
 
@@ -69,7 +67,7 @@ def a_search() -> Scene:
 
 
 def a_fork() -> Scene:
-    """A fork whose origin has since retired every checkpoint that the fork needs."""
+    """A fork whose origin has since retired every checkpoint that the fork has."""
     scene = a_search()
     forked(scene.store)
     for _ in range(3):
@@ -80,11 +78,10 @@ def a_fork() -> Scene:
 
 
 def a_fork_that_was_cut_short() -> Scene:
-    """A fork with a claim but without a manifest; the claimed checkpoint is retired."""
+    """A fork that was killed when half of its manifests were published."""
     scene = a_search()
-    cut_at_a_manifest(scene.store)
-    for _ in range(3):
-        scene.old.step("b")
+    with suppress(Crash):
+        forked(DyingStore(scene.store, 4, Way.CRASH_BEFORE, only=frozenset({"create"})))
     return scene
 
 
@@ -101,9 +98,13 @@ def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
 
 def opens_what_was_read(_: Scene, store: ObjectStore) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = read(store, first_generation("old"), side_by_side=map)
+    known = load(store, first_generation("old"), side_by_side=map)
     owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
     take_over(store, first_generation("old"), owner, stamp, side_by_side=map, known=known)
+
+
+def forks(_: Scene, store: ObjectStore) -> None:
+    assert forked(store).lost == {}
 
 
 removes_old = acts(lambda _, store: removed(store, "old"), "removes old")
@@ -118,11 +119,11 @@ MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act, Act]] = {
     ),
     "it gets another trial": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).add("d"), "adds")),
     "it is opened": (a_search, removes_old, acts(opens_what_was_read, "opens")),
-    "it is forked": (a_search, removes_old, acts(lambda _, store: forked(store), "forks")),
+    "it is forked": (a_search, removes_old, acts(forks, "forks")),
     "it is deleted twice": (a_search, removes_old, acts(lambda _, store: removed(store, "old", "2"), "removes too")),
     "its fork is deleted": (a_fork, removes_old, removes_new),
     "its fork saves": (a_fork, removes_new, acts(lambda scene, store: on(_new(scene), store).step("b"), "saves")),
-    "its fork is made whole": (a_fork_that_was_cut_short, removes_new, acts(lambda _, store: forked(store), "forks")),
+    "its fork is made whole": (a_fork_that_was_cut_short, removes_new, acts(forks, "forks")),
     "its origin saves": (a_fork, removes_new, acts(lambda scene, store: on(scene.old, store).step("b"), "saves")),
 }
 """What happens to an experiment while it is deleted."""
@@ -161,12 +162,7 @@ def _of_experiment(store: MemoryStore, name: str) -> list[str]:
         return []
     if not found.number or found.is_removed or not found.is_whole:
         return []
-    begun = [each.trial for each in found.trials.values() if store.list(found.key.of_trial(each.trial).entries)]
-    try:
-        trials = {trial: own_state(store, name, trial) for trial in begun}
-    except (TuneError, KeyError) as error:
-        return [f"{name} has lost a trial: {error!r}"]
-    return unreadable(store, name, trials)
+    return unreadable(store, name, found.trials)
 
 
 @cache
@@ -179,7 +175,7 @@ def begun(before: Callable[[], Scene]) -> Scene:
 
 def at_writes(method: str, path: str) -> bool:
     del path
-    return method in {"create", "put", "delete"}
+    return method in {"create", "put", "copy", "delete"}
 
 
 def at_looks(method: str, path: str) -> bool:
@@ -293,24 +289,16 @@ def a_fork_is_harmed() -> Sequence[str]:
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "claims are not looked for again": Mutant(
-        a_fork_is_harmed, {delete_experiment._ended: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
+    "a fork does not ask whether its origin is deleted": Mutant(
+        a_fork_is_harmed, {forking._load_origin: {"raise InvalidInput(": "return past.experiment; raise InvalidInput("}}
     ),
-    "clone what is being deleted": Mutant(
+    "a blob that is gone counts as copied": Mutant(
         a_fork_is_harmed,
         {
-            cloning._claimed: {"if state.is_removed:": "if False:"},
-            forking._require_stays: {"if now.is_removed or": "if 0 and"},
-        },
-    ),
-    "a trial's journal is not opened": Mutant(
-        a_fork_is_harmed, {delete_experiment._sealed: {"for each in own if": "for each in own if 0 and"}}
-    ),
-    "neither a claim nor a fork looks back": Mutant(
-        a_fork_is_harmed,
-        {
-            forking._require_stays: {"if now.is_removed or": "if 0 and"},
-            journal._append_next: {"    _require_first_entry(store, experiment.key, path)\n": ""},
+            forking._copy_checkpoints: {
+                "return path  # its checkpoint was retired and deleted meanwhile": "return None",
+                "require_stored(store, folder, required)": "pass",
+            }
         },
     ),
 }

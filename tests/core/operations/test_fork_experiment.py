@@ -1,4 +1,4 @@
-"""A fork copies its origin's state as of one entry, uploads no bytes, and never blocks the origin."""
+"""A fork has its origin's state as of one entry, and copies of its bytes that the target makes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from itertools import product
 
 import pytest
 
-from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
+from prefect_tune.core.checkpoints.metadata import revise_metadata
+from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import as_of, load
-from prefect_tune.core.journal_events import Forked, Owner, StopAsked
+from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Forked, Owner, Quarantined, StopAsked
+from prefect_tune.core.operations import fork_experiment
+from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import current_journal
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.values import Stamp
 from tests.core.driver import retried
+from tests.core.protocol.mutate import break_lines
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
@@ -43,7 +48,7 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
 
 def known(trial: Trial) -> dict[str, object]:
     """The fields of a trial that do not locate its bytes, and do not say what it cost its origin."""
-    elsewhere = {"records", "checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
+    elsewhere = {"records", "checkpoints", "collected_up_to", "settled_from", "started_from", "quarantined"}
     checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
     running = {"phase": Phase.PENDING} if trial.phase is Phase.RUNNING else {}
     return {**trial.model_dump(exclude=elsewhere), "checkpoints": checkpoints, **running}
@@ -69,24 +74,86 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
         assert unreadable(store, f"new-{number}", made.experiment.trials) == []
 
 
-def test_of_a_trial_that_goes_on_a_fork_has_what_had_been_absorbed() -> None:
+def test_of_a_trial_that_goes_on_a_fork_has_what_it_had_by_then() -> None:
     store = MemoryStore()
-    search_of_three(store)
-    trials = forked(store).experiment.trials
-    assert [(each.trial, each.phase, each.step) for each in trials.values()] == [
+    old = search_of_three(store)
+    number = old.state.number
+    old.step("b")
+    trials = forked(store, number).experiment.trials
+    assert [(trial.trial, trial.phase, trial.step) for trial in trials.values()] == [
         ("a", Phase.FINISHED, 3),
-        ("b", Phase.PENDING, 2),
+        ("b", Phase.PENDING, 3),
         ("c", Phase.PENDING, 0),
     ]
-    assert own_state(store, "old", "b").step == 3
-    assert own_state(store, "new", "b").step == 2
+    names = {name: trial.next_sequence for name, trial in trials.items()}
+    assert names == {name: trial.next_sequence for name, trial in as_of_entry(store, number).trials.items()}
 
 
-def test_no_byte_of_a_checkpoint_is_copied() -> None:
+def as_of_entry(store: MemoryStore, number: int) -> Experiment:
+    return as_of(store, first_generation("old"), number, side_by_side=map)[0]
+
+
+def test_no_byte_of_a_checkpoint_passes_through_this_machine_and_shared_blobs_are_copied_once() -> None:
     store = MemoryStore()
     search_of_three(store)
+    blobs = {
+        path
+        for trial in ("a", "b")
+        for ref in own_state(store, "old", trial).checkpoints
+        for path in read_manifest(
+            store, CheckpointKey(trial=first_generation("old").trial_key(trial), step=ref.step, sequence=ref.sequence)
+        ).blob_paths()
+    }
+    before = store.operations.copy()
     forked(store)
-    assert not [path for path in store.objects if path.startswith("new/") and "/blobs/" in path]
+    done = store.operations - before
+    assert {path for path in store.objects if path.startswith("new/") and "/blobs/" in path} == {
+        path.replace("old/", "new/", 1) for path in blobs
+    }
+    assert (done["copy"], done["put"]) == (len(blobs), 1), "its snapshot is the only object that is put"
+    assert done["create"] == 6, "two entries, and a manifest for each of four checkpoints"
+
+
+def test_a_clone_is_one_in_the_fork_too_and_keeps_its_origin_there() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    ref = old.state.trial("b").checkpoints[-1]
+    origin = CheckpointOrigin(trial="b", step=ref.step, sequence=ref.sequence)
+    copy = ref.model_copy(update={"sequence": old.state.trial("c").next_sequence, "origin": origin})
+    old.write(Cloned(trial="c", checkpoint=copy, source="b"))
+    for _ in range(3):
+        old.step("b")
+    made = forked(store).experiment
+    assert made.trial("c").checkpoints == (copy,)
+    assert [clone.trial for clone in made.trial("b").clones] == ["c"]
+    removed = remove(store, first_generation("old"), OWNER, Stamp(write_id="r", at=""), side_by_side=map)
+    assert removed
+    new = SmallSearch(store, "new")
+    new.begin("b")
+    for _ in range(3):
+        new.step("b")
+    assert unreadable(store, "new", new.state.trials) == []
+
+
+def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    number, bad = old.state.number, old.state.trial("b").checkpoints[-1]
+    old.write(Quarantined(trial="b", sequence=bad.sequence, reason="damaged"))
+    made = forked(store, number)
+    assert made.lost == {"b": [bad]}
+    assert [ref.step for ref in made.experiment.trial("b").checkpoints] == [1]
+
+
+def test_metadata_that_was_set_after_the_save_is_in_the_forks_manifest() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    key = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
+    revise_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, before={}, write_id="m")
+    new = forked(store).experiment
+    assert read_manifest(store, new.trial_key("b").checkpoint_key(new.trial("b").checkpoints[-1])).about.metadata == {
+        "note": "best"
+    }
 
 
 def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_bytes() -> None:
@@ -94,20 +161,20 @@ def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_b
     old = search_of_three(store)
     forked(store)
     for _ in range(4):
-        old.step("b")  # retires and deletes every checkpoint that the fork cloned
+        old.step("b")  # retires and deletes every checkpoint that the fork has
     new = SmallSearch(store, "new")
     assert unreadable(store, "new", new.state.trials) == []
     for _ in range(4):
         new.begin("b")
         new.step("b")
-    new.absorb("b")
     old.finish("b")
     assert unreadable(store, "new", new.state.trials) == unreadable(store, "old", old.state.trials) == []
     assert new.state.trial("b").step == 6
-    held = own_state(store, "old", "b").claims
-    assert held == ()  # the clones are retired, and bytes that only they needed are deleted
-    left = [path for path in store.objects if path.startswith("old/1/trials/b/") and path.endswith("manifest.json")]
-    assert len(left) == 2
+    for name in ("old", "new"):
+        left = [
+            path for path in store.objects if path.startswith(f"{name}/1/trials/b/") and path.endswith("manifest.json")
+        ]
+        assert len(left) == 2
 
 
 def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_is_used() -> None:
@@ -132,8 +199,7 @@ def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> Non
     new = SmallSearch(store, "new")
     new.begin("b")
     new.step("b")
-    new.absorb("b")
-    assert (new.state.trial("b").step, new.state.trial("b").wasted_steps) == (1, 2)
+    assert (new.state.trial("b").step, new.state.trial("b").wasted_steps) == (1, 3)
 
 
 def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
@@ -145,16 +211,11 @@ def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     assert (made.stop_requests, made.stops, made.ends) == ((), {}, "")
 
 
-def test_a_pinned_checkpoint_is_pinned_in_the_fork_and_claims_of_others_are_the_origins() -> None:
+def test_a_pinned_checkpoint_is_pinned_in_the_fork() -> None:
     store = MemoryStore()
-    old = search_of_three(store)
-    forked(store, name="first", write_id="first")
-    old.pin("b", step=2)
-    old.absorb("b")
-    assert old.state.trial("b").claims
+    search_of_three(store).pin("b", step=2)
     made = forked(store).experiment.trial("b")
-    assert [(each.step, each.pinned) for each in made.checkpoints] == [(1, False), (2, True)]
-    assert (made.claims, own_state(store, "new", "b").claims) == ((), ())
+    assert [(ref.step, ref.pinned) for ref in made.checkpoints] == [(1, False), (2, True)]
 
 
 def test_what_is_something_already_does_not_become_a_fork() -> None:
@@ -173,7 +234,6 @@ def test_a_fork_can_be_forked() -> None:
     new = SmallSearch(store, "new")
     new.begin("b")
     new.step("b")
-    new.absorb("b")
 
     past = past_of(store, first_generation("new"), None, side_by_side=map)
     stamp = Stamp(write_id="g", at="")
@@ -184,7 +244,6 @@ def test_a_fork_can_be_forked() -> None:
     again = SmallSearch(store, "third")
     again.begin("b")
     again.step("b")
-    again.absorb("b")
     assert again.state.trial("b").step == 4
 
 
@@ -195,7 +254,6 @@ def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
     new = SmallSearch(store, "new")
     new.begin("b")
     new.step("b")
-    new.absorb("b")
     again = forked(store, number, write_id="again").experiment
     assert again.trial("b").step == 3
     assert again.trials == new.state.trials
@@ -218,22 +276,6 @@ def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int
     with pytest.raises(InvalidInput, match=said):
         forked(store, number, name, "other")
     assert store.objects == before
-
-
-def test_what_is_left_of_another_experiment_is_not_taken_for_the_forks() -> None:
-    store = MemoryStore()
-    search_of_three(store)
-    path = JournalKey(experiment="new", generation=1, trial="a").entry_path(1)
-    other = SmallSearch(store, "new")
-    other.add("a")
-    other.begin("a")
-    entries = {each: store.objects[each] for each in store.objects if each.startswith("new/1/trials/a/")}
-    for each in [each for each in store.objects if each.startswith("new/")]:
-        del store.objects[each]
-    store.objects.update(entries)
-    assert path in store.objects
-    with pytest.raises(InvalidInput, match="new/1/trials/a: holds remains of another experiment"):
-        forked(store)
 
 
 def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
@@ -277,7 +319,7 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
         made = forked(store, number, write_id="the next").experiment
         assert what_is_known(made) == expected, (nth, way)
         assert unreadable(store, "new", made.trials) == [], (nth, way)
-        assert begun.items() <= _objects_of_the_origin(store).items()
+        assert begun == _objects_of_the_origin(store)
         if nth % goes_on_every == 0:
             _both_go_on(store)
     return counting.total * len(ways)
@@ -298,11 +340,34 @@ def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
 
 
 def _both_go_on(store: MemoryStore) -> None:
-    """Fork and origin miss no bytes; unused claims are released when their checkpoints are retired."""
+    """Fork and origin miss no bytes."""
     old, new = SmallSearch(store, "old"), SmallSearch(store, "new")
     for search in (old, new, new, old):
         for _ in range(3):
             search.begin("b")
             search.step("b")
-        search.absorb("b")
     assert unreadable(store, "new", new.state.trials) == unreadable(store, "old", old.state.trials) == []
+
+
+# --------------------------------------------------------------------------------------------- mutants
+
+COPY = "deleted = set(side_by_side(copy_blob, missing))"
+LAST = "    if len(copied) < len(wanted):"
+MUTANTS = {
+    "manifests before their blobs": {
+        COPY: "deleted = set()",
+        "require_stored(store, folder, required)": "pass",
+        LAST: f"    list(side_by_side(copy_blob, missing))\n{LAST}",
+    },
+    "no look at what was copied before a crash": {
+        "missing = [": "missing = [] if existing else [",
+        "require_stored(store, folder, required)": "pass",
+    },
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, fork_experiment._copy_checkpoints, MUTANTS[name])
+    with pytest.raises((AssertionError, StoreUnavailable)):
+        _dies_everywhere(WRITES, [Way.CRASH_AFTER], goes_on_every=1000)

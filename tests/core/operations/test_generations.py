@@ -12,11 +12,10 @@ import pytest
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.journal import journal as journals
 from prefect_tune.core.journal.journal import append_as_guest, load, take_over
-from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events import Claim, Claimed, Event, Owner, TrialAdded
-from prefect_tune.core.operations import clone, delete_experiment
+from prefect_tune.core.journal.outbox import Post, write_post
+from prefect_tune.core.journal.snapshot import write_snapshot
+from prefect_tune.core.journal_events import Owner, Quarantined, Reported, TrialAdded
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits
 from prefect_tune.core.operations.scrub import inspect as inspected
 from prefect_tune.core.storage.documents import read_sealed
 from prefect_tune.core.storage.generations import (
@@ -30,7 +29,7 @@ from prefect_tune.core.storage.generations import (
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import JOURNAL
 from tests.core.histories import next_state
 from tests.core.operations.test_delete_experiment import Meanwhile, below, left, removed
@@ -47,7 +46,7 @@ OWNER = Owner(name="late", host="there", pid=4)
 
 
 def world() -> MemoryStore:
-    """An origin, and `old`, a fork of it: its deletion releases claims."""
+    """A search, and `new`, a fork of it."""
     store = MemoryStore()
     search_of_three(store)
     forked(store)
@@ -60,14 +59,7 @@ def used_again(store: MemoryStore) -> SmallSearch:
     search = SmallSearch(store, "new")
     search.begin("b")
     search.step("b")
-    search.absorb("b")
     return search
-
-
-def claims(store: MemoryStore) -> list[Claim]:
-    """Return the claims in the origin of the second experiment that is named `new`."""
-    found = [claim for trial in ("a", "b") for claim in own_state(store, "old", trial).claims]
-    return [each for each in found if each.clone.trial.generation == 2]
 
 
 def broken(store: MemoryStore, search: SmallSearch, before: Mapping[str, bytes]) -> list[str]:
@@ -79,7 +71,7 @@ def broken(store: MemoryStore, search: SmallSearch, before: Mapping[str, bytes])
     except (KeyError, TuneError) as error:
         return [*found, f"it has lost a trial: {error!r}"]
     state = load(store, current_journal(store, name), side_by_side=map)
-    if damaged := inspected(store, state, EVERYTHING, ScrubLimits(), side_by_side=map).damaged:
+    if damaged := inspected(store, state, side_by_side=map).damaged:
         found.append(f"verify finds damage: {damaged}")
     resumed = SmallSearch(store, name)
     resumed.begin("b")
@@ -112,30 +104,20 @@ def paused_before_each_request(enough: int | None = None) -> list[str]:
     """Pause a deletion before each of its requests; another one finishes, and the name is used again."""
     begun, found = world(), list[str]()
     for nth in range(1, 10_000):
-        store, again, claimed = (
-            MemoryStore(begun.objects),
-            list[tuple[SmallSearch, Mapping[str, bytes]]](),
-            list[Claim](),
-        )
+        store, again = MemoryStore(begun.objects), list[tuple[SmallSearch, Mapping[str, bytes]]]()
 
-        def meanwhile(
-            store: MemoryStore = store,
-            again: list[tuple[SmallSearch, Mapping[str, bytes]]] = again,
-            claimed: list[Claim] = claimed,
-        ) -> None:
+        def meanwhile(store: MemoryStore = store, again: list[tuple[SmallSearch, Mapping[str, bytes]]] = again) -> None:
             removed(store, "new", "the other")
             search = used_again(store)
             again.append((search, {path: data for path, data in store.objects.items() if path.startswith("new/2/")}))
-            claimed.extend(claims(store))
 
         stamp = Stamp(write_id="first", at="2026-11-21T07:00:00Z")
         paused = _Paused(store, nth, meanwhile)
         with suppress(TuneError):
             remove(paused, first_generation("new"), OWNER, stamp, side_by_side=map)
         if not again:
-            assert nth > 20
+            assert nth > 10
             return found
-        found += [f"request {nth}: {each} was released" for each in claimed if each not in claims(store)]
         found += [f"request {nth}: {each}" for each in broken(store, *again[0])]
         if enough is not None and len(found) >= enough:
             return found
@@ -166,33 +148,25 @@ def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_
         removed(store, "new", "again")
         assert below(store, "new") == set()
         if dying.failed_at is None:
-            assert nth > 5
+            assert nth > 4
             return
 
 
 # ------------------------------------------------------------------------------------------------- late writers
 
 
-def _guest_claims(search: SmallSearch, store: ObjectStore) -> None:
-    key = search.key("b")
-    ref = search.trials["b"].trial("b").checkpoints[-1]
-    copy = key.checkpoint_key(ref)
-    claim = Claim(step=ref.step, sequence=ref.sequence, clone=copy, journal=key.journal, term=1)
-    stamp = Stamp(write_id="claim", at="")
-    append_as_guest(store, key.journal, lambda _: [Claimed(trial="b", claim=claim)], stamp, side_by_side=map)
+def _puts_aside(search: SmallSearch, store: ObjectStore) -> None:
+    bad = Quarantined(trial="b", sequence=search.state.trial("b").checkpoints[-1].sequence, reason="damaged")
+    append_as_guest(store, search.state.key, lambda _: [bad], Stamp(write_id="guest", at=""), side_by_side=map)
+
+
+def _posts(search: SmallSearch, store: ObjectStore) -> None:
+    report = Reported(trial="c", report=StepReport(step=1, metrics={}))
+    write_post(store, search.key("c"), 1, 1, Post(write_id="post", at="", events=(report,)))
 
 
 def _opens(search: SmallSearch, store: ObjectStore) -> None:
     take_over(store, search.state.key, OWNER, Stamp(write_id="late", at=""), side_by_side=map)
-
-
-def _opens_a_trial(search: SmallSearch, store: ObjectStore) -> None:
-    def first(found: object) -> list[Event]:
-        del found
-        return [TrialAdded(trial="c", config={})]
-
-    key = search.state.key.of_trial("c")
-    take_over(store, key, OWNER, Stamp(write_id="late", at=""), side_by_side=map, also=first)
 
 
 def _on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
@@ -204,9 +178,9 @@ LATE: Mapping[str, Callable[[SmallSearch, ObjectStore], None]] = {
     "adds a trial": lambda search, store: _on(search, store).add("d"),
     "saves": lambda search, store: _on(search, store).step("b"),
     "reports": lambda search, store: _on(search, store).step("b", saves=False),
-    "claims": _guest_claims,
+    "puts aside": _puts_aside,
+    "posts": _posts,
     "opens": _opens,
-    "opens a trial": _opens_a_trial,
 }
 """What a process writes that was paused between its last check and this."""
 
@@ -232,7 +206,7 @@ def paused_before_each_write(name: str, deletions: int, enough: int | None = Non
             nonlocal seen, is_entry
             seen += method in {"create", "put"}
             if seen == nth and not reached:
-                is_entry = method == "create" and "/journal/" in path
+                is_entry = method == "create" and ("/journal/" in path or "/outbox/" in path)
             return seen == nth
 
         def meanwhile(store: MemoryStore = store, reached: list[SmallSearch] = reached) -> None:
@@ -247,7 +221,9 @@ def paused_before_each_write(name: str, deletions: int, enough: int | None = Non
             return found
         again = reached[0]
         dead = [path for path in store.objects if path.startswith("old/") and f"old/{deletions + 1}/" not in path]
-        found += [f"write {nth}: an entry is left: {path}" for path in dead if "/journal/" in path]
+        found += [
+            f"write {nth}: an entry is left: {path}" for path in dead if "/journal/" in path or "/outbox/" in path
+        ]
         assert ("old" in names_with_dead_objects(store.objects)) is (len(dead) > 1)
         before = {path: data for path, data in store.objects.items() if f"old/{deletions + 1}/" in path}
         delete_objects_before(store, "old", current_generation(store, "old"))
@@ -318,12 +294,12 @@ def written_by(store: MemoryStore, name: str, generation: int) -> bool:
 
 
 def some_history(owner: Owner) -> MemoryStore:
-    """Return a journal of 12 entries, the last one by another owner, and its segment."""
+    """Return a journal of 12 entries, the last one by another owner, and a snapshot of it."""
     store = MemoryStore()
     state = journals.take_over(store, JOURNAL, owner, Stamp(write_id="open", at=""), side_by_side=map)
     while state.number < 11:
         state = next_state(store, state, [f"t{state.number}"])
-        write_due_segment(store, state)
+    write_snapshot(store, state)
     journals.take_over(store, JOURNAL, OWNER, Stamp(write_id="later", at=""), side_by_side=map)
     return store
 
@@ -379,25 +355,17 @@ def test_only_a_placeholder_and_the_drill_name_a_generation_themselves() -> None
 
 # ------------------------------------------------------------------------------------------------- mutants
 
-_LOOK = "    _require_first_entry(store, experiment.key, path)\n"
+_LOOK = "    require_first_entry(store, experiment.key, path)\n"
 MUTANTS: Mapping[str, Mutant] = {
     "a deletion removes what comes after it, too": Mutant(
         lambda: paused_before_each_request(enough=1),
-        {delete_experiment._collected: {"key.generation + 1": "key.generation + 2"}},
-    ),
-    "the claims of the next experiment are released": Mutant(
-        lambda: paused_before_each_request(enough=1),
-        {
-            clone.release_all: {
-                "each.clone.trial.of_experiment == experiment": "each.clone.trial.experiment == experiment.experiment"
-            }
-        },
+        {remove: {"experiment.generation + 1": "experiment.generation + 2"}},
     ),
     "an entry does not look for a deletion": Mutant(
         lambda: paused_before_each_write("saves", 2, enough=1), {journals._append_next: {_LOOK: ""}}
     ),
     "it looks before it writes": Mutant(
-        lambda: paused_before_each_write("opens a trial", 1, enough=1),
+        lambda: paused_before_each_write("adds a trial", 2, enough=1),
         {
             journals._append_next: {
                 _LOOK: "",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from datetime import date, timedelta
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -18,25 +20,20 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_first, best_of, shown_settings
-from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal_events import Deletion, Finished, Retired
+from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Deletion, Retired
 from prefect_tune.core.operations.scrub import (
     EVERYTHING,
     DailyShare,
-    ScrubLimits,
-    Unreadable,
     inspect,
     inspect_one,
     share_of,
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import experiment_names
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.small_search import SmallSearch
-from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -109,22 +106,22 @@ def test_a_share_is_one_part_of_several() -> None:
 
 
 def test_a_run_reads_all_of_its_share_within_its_limits(trained: Session) -> None:
-    found = inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, side_by_side=map)
     assert {each.key for each in found.inspected} == set(keys(trained)) == set(found.live)
     assert (found.unread_count, found.damaged) == (0, [])
     assert all(each.size_bytes and each.file_count for each in found.inspected)
     for part in (DailyShare(3, 3), DailyShare(3, 4), DailyShare(3, 5)):
-        found = inspect(trained.store, trained.experiment, part, ScrubLimits(), side_by_side=map)
+        found = inspect(trained.store, trained.experiment, part, side_by_side=map)
         assert [each.key for each in found.inspected] == part.chosen(keys(trained))
 
 
-@pytest.mark.parametrize("limits", [ScrubLimits(max_bytes=1), ScrubLimits(has_time=lambda: False)])
+@pytest.mark.parametrize("limits", [{"max_bytes": 1}, {"has_time": lambda: False}])
 def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
-    trained: Session, limits: ScrubLimits
+    trained: Session, limits: Mapping[str, Any]
 ) -> None:
     read = set[CheckpointKey]()
     for day in range(60):
-        found = inspect(trained.store, trained.experiment, DailyShare(1, day), limits, side_by_side=map)
+        found = inspect(trained.store, trained.experiment, DailyShare(1, day), side_by_side=map, **limits)
         assert (len(found.inspected), found.unread_count) == (1, 7)
         read.add(found.inspected[0].key)
     assert read == set(keys(trained))
@@ -136,7 +133,7 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained), ScrubLimits(), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained), side_by_side=map)
     assert {each.key for each in found.damaged} == set(keys(trained))
 
 
@@ -145,7 +142,7 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> No
     trained.append([Retired(trial=KEY.trial, retires=(oldest.sequence,))])
     trained.collect([oldest])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    found = inspect(trained.store, before, EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(trained.store, before, side_by_side=map)
     assert found.damaged == []
 
 
@@ -154,13 +151,7 @@ def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) ->
     trained.append([Deletion()])
     trained.store.delete([oldest.manifest_path])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    assert inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map).live == ()
-
-
-def test_of_a_trial_that_has_ended_only_what_is_to_be_read_is_asked_after(trained: Session) -> None:
-    trained.append([Finished(trial=KEY.trial, reason="enough")])
-    found = inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
-    assert len(found.inspected) == 8
+    assert inspect(trained.store, trained.experiment, side_by_side=map).live == ()
 
 
 # ----------------------------------------------------------------------------------------- failing reads
@@ -193,43 +184,26 @@ class Spoilt(MemoryStore):
             raise self._error
 
 
-def many_trials() -> MemoryStore:
-    """Six trials that have ended and one that is running, with four checkpoints each."""
-    store = MemoryStore()
-    search = SmallSearch(store, "e", retention=Retention())
-    for name in "abcdefg":
+def test_a_checkpoint_that_a_newer_version_wrote_is_reported_and_all_others_are_read(trained: Session) -> None:
+    new = keys(trained)[3]
+    document = json.loads(objects(trained)[new.manifest_path])
+    objects(trained)[new.manifest_path] = json.dumps({**document, "version": document["version"] + 1}).encode()
+    found = inspect(trained.store, trained.experiment, side_by_side=map)
+    assert [(each.folder, each.trial) for each in found.unreadable] == [(new.folder, KEY.trial)]
+    assert (len(found.inspected), found.damaged) == (7, [])
+
+
+def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
+    search = SmallSearch(MemoryStore(), "e")
+    for name in "ab":
         search.add(name)
-        search.begin(name)
-        for _ in range(4):
-            search.step(name)
-        if name != "g":
-            search.finish(name)
-        else:
-            search.absorb(name)
-    return store
-
-
-def damage_journal(store: MemoryStore, trial: str) -> str:
-    """Tear an entry of a journal; return the journal's folder."""
-    for path in [path for path in store.objects if path.startswith(f"e/1/trials/{trial}/segments")]:
-        del store.objects[path]
-    key = JournalKey(experiment="e", generation=1, trial=trial)
-    store.objects[key.entry_path(2)] = store.objects[key.entry_path(2)][:-5]
-    return key.entries
-
-
-@pytest.mark.parametrize("trial", ["f", "g"])
-def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read(trial: str) -> None:
-    store = many_trials()
-    folder = damage_journal(store, trial)
-    state = load(store, first_generation("e"), side_by_side=map)
-    read, unreadable = set[str](), set[Unreadable]()
-    for day in range(6):
-        found = inspect(store, state, DailyShare(6, day), ScrubLimits(), side_by_side=map)
-        read |= {each.key.trial.trial for each in found.inspected}
-        unreadable |= set(found.unreadable)
-    assert read == set("abcdefg") - {trial}
-    assert [(each.folder, each.trial, each.is_damage) for each in unreadable] == [(folder, trial, True)]
+    search.begin("a")
+    search.step("a")
+    (ref,) = search.state.trial("a").checkpoints
+    origin = CheckpointOrigin(trial="a", step=ref.step, sequence=ref.sequence)
+    search.write(Cloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
+    found = inspect(search.store, search.state, side_by_side=map)
+    assert [each.key for each in found.inspected] == [search.key("a").checkpoint_key(ref)]
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403: archived")])
@@ -239,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_a
     bad = keys(trained)[3]
     store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
-        found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+        found = inspect(store, trained.experiment, side_by_side=map)
         assert ([each.folder for each in found.unreadable], found.damaged) == ([bad.folder], [])
         assert str(error) in found.unreadable[0].why
         assert len(found.inspected) == 7
@@ -249,7 +223,7 @@ def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
     times = count()
     bad = keys(trained)[3].manifest_path
     store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
-    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (8, ())
 
 
@@ -258,7 +232,7 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
     store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
     store.is_gone = True
     with pytest.raises(StoreUnavailable):
-        inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+        inspect(store, trained.experiment, side_by_side=map)
 
 
 def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(
@@ -267,13 +241,13 @@ def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_firs
     in_order = EVERYTHING.chosen(keys(trained))
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, side_by_side=map)
     assert [each.folder for each in found.unreadable] == [in_order[0].folder]
     assert (found.inspected, found.unread_count) == ((), 7)
 
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (2, ())
     assert found.unread_count == 6
 
@@ -282,24 +256,9 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(tra
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
-    found = inspect(store, trained.experiment, only(first, trained), ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, only(first, trained), side_by_side=map)
     assert {each.key for each in found.damaged} == {first}
     assert [each.folder for each in found.unreadable] == [other.folder]
-
-
-@pytest.mark.parametrize("removed", ["all", "begun"])
-def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_damaged(removed: str) -> None:
-    store = many_trials()
-    state = load(store, first_generation("e"), side_by_side=map)
-    damage_journal(store, "g")
-    if removed == "begun":
-        append(store, state, [Deletion()], Stamp(write_id="r", at=""))
-    else:
-        del store.objects[JournalKey(experiment="e", generation=1).entry_path(1)]
-        for path in [path for path in store.objects if path.startswith("e/1/segments/")]:
-            del store.objects[path]
-    found = inspect(store, state, EVERYTHING, ScrubLimits(), side_by_side=map)
-    assert [each.is_damage for each in found.unreadable] == [False]
 
 
 # ----------------------------------------------------------------------------------------------- other rules

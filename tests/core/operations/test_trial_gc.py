@@ -9,199 +9,165 @@ import pytest
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, reused_from
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Cause,
-    Event,
-    Finished,
-    Paused,
-    Pinned,
-    Requeued,
-    Retired,
-)
+from prefect_tune.core.experiment.trial_transitions import reused_from
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
 from prefect_tune.core.messages.process_messages import Proceed
 from prefect_tune.core.messages.target_messages import answer
-from prefect_tune.core.operations import checkpoint_gc
+from prefect_tune.core.operations import checkpoint_gc, trial_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
-from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
+from prefect_tune.core.operations.trial_gc import Collected, collect_experiment, prunable, prune
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
 from tests.core.driver import BACKBONE, retried
 from tests.core.protocol.meetings import (
     Act,
     Scene,
     clones,
     die_everywhere,
+    elsewhere_with_a_clone,
     late_writes,
     meet_at_random,
     meet_dying,
     meet_in_every_order,
-    or_superseded,
+    owner_does,
+    receives,
+    resume,
     saves,
+    saves_there,
     takes_over,
     with_a_clone,
     with_a_clone_that_is_over,
     without_a_clone,
 )
 from tests.core.protocol.mutate import break_lines
-from tests.core.protocol.population import Member, newest, own, promises_broken
+from tests.core.protocol.population import SEARCH, Search, promises_broken
 from tests.fakes.stores.dying_store import WRITES, Way
 from tests.fakes.stores.memory_files import restored
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 Record = Callable[[str, object], None]
-Before = Callable[[JournalKey, JournalKey], Scene]
+Before = Callable[[], Scene]
 
-SOURCE, CLONE = own("e", "s"), own("e", "c")
 KEEPS = Retention(last=1)
 
 
-def reopened(scene: Scene, name: str = "s") -> Member:
-    """Open the trial's journal again; return its owner."""
-    scene.members[name].open()
-    return scene.members[name]
+def reopened(scene: Scene) -> Search:
+    """Open the journal again; return its owner."""
+    scene.search.open()
+    return scene.search
+
+
+def newest(scene: Scene, name: str = "s") -> CheckpointKey:
+    return scene.search.key(name).checkpoint_key(scene.search.trial(name).checkpoints[-1])
 
 
 # -------------------------------------------------------------------------------------------- operations
 
 
-def collects(name: str = "s") -> Act:
-    """Maintenance deletes the garbage of a trial."""
+def garbage(store: ObjectStore, stamp: Stamp, *, deletes: bool) -> Sequence[Collected]:
+    """Return the garbage of each trial; delete it, or write nothing."""
+    state = load(store, SEARCH, side_by_side=map)
+    return collect_experiment(store, state, stamp, side_by_side=map, dry_run=not deletes).trials
 
-    def act(scene: Scene, store: ObjectStore) -> None:
-        key = scene.members[name].key
-        retried(lambda: collect_from(store, key, scene.chronicle.stamp(), side_by_side=map))
 
-    return act
+def looked(scene: Scene) -> Sequence[Collected]:
+    return garbage(scene.store, scene.chronicle.stamp(), deletes=False)
+
+
+def collects(scene: Scene, store: ObjectStore) -> None:
+    """Maintenance deletes the garbage of all trials."""
+    stamp = scene.chronicle.stamp()
+    retried(lambda: garbage(store, stamp, deletes=True))
 
 
 def prunes(scene: Scene, store: ObjectStore) -> None:
     """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
-    key = scene.members["s"].key
-    retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map))
-    collects()(scene, store)
+    stamp = scene.chronicle.stamp()
+    retried(lambda: prune(store, SEARCH, KEEPS, stamp, side_by_side=map))
+    collects(scene, store)
 
 
 def doubts(scene: Scene, store: ObjectStore) -> None:
     """Maintenance quarantines a checkpoint that it found damaged, and deletes garbage."""
-    member = scene.members["s"]
-    stamp = scene.chronicle.stamp()
-    retried(lambda: quarantine(store, member.key, {newest(member): "doubted"}, stamp, side_by_side=map))
-    collects()(scene, store)
+    bad, stamp = {newest(scene): "doubted"}, scene.chronicle.stamp()
+    retried(lambda: quarantine(store, SEARCH, bad, stamp, side_by_side=map))
+    collects(scene, store)
 
 
 def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
     """The same; then the checkpoint is found undamaged and reinstated."""
     doubts(scene, store)
-    member = scene.members["s"]
-    retried(lambda: reinstate(store, member.key, [newest(member)], scene.chronicle.stamp(), side_by_side=map))
+    stamp = scene.chronicle.stamp()
+    retried(lambda: reinstate(store, SEARCH, [newest(scene)], stamp, side_by_side=map))
 
 
-def given_up_only_there(scene: Scene) -> Trial:
-    """The trial in the experiment's journal: errored, with all entries of its own journal absorbed."""
-    of = scene.members["s"]
-    update = {"own_journal": True, "phase": Phase.ERRORED, "absorbed": of.experiment.number}
-    return of.trial.model_copy(update=update)
-
-
-def prunes_given_up(scene: Scene, store: ObjectStore) -> None:
-    """Maintenance prunes a trial that has ended in the experiment's journal only."""
-    key, known = scene.members["s"].key, given_up_only_there(scene)
-    retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map, known=known))
-    retried(lambda: collect_from(store, key, scene.chronicle.stamp(), side_by_side=map, known=known))
-
-
-def goes_on(scene: Scene, store: ObjectStore) -> None:
-    """The owner requeues the ended trial and continues it."""
-    member = scene.members["s"].on(store, scene.chronicle)
-    member.append([Requeued(trial="s", reason="more")])
-    member.start()
-    member.save()
-
-
-def resumes(scene: Scene, store: ObjectStore) -> None:
-    """Another owner requeues the ended trial and continues it."""
-    old = scene.members["s"]
-    new = Member(store, scene.chronicle, old.journal, "s", owner=f"new {scene.chronicle.stamps}")
-    new.open()
-    new.append([Requeued(trial="s", reason="more")])
-    new.start()
-    new.save()
+def requeue(search: Search) -> None:
+    """The ended trial continues."""
+    search.append(Requeued(trial="s", reason="more"))
+    search.start("s")
+    search.save("s")
 
 
 # ------------------------------------------------------------------------------------------------- scenes
 
 
-def training(source: JournalKey, clone: JournalKey) -> Scene:
-    """A running trial, which has not deleted what it last retired."""
-    return without_a_clone(source, clone)
+training = without_a_clone
+"""A running trial; what it last retired is not deleted."""
 
 
-def ended(source: JournalKey, clone: JournalKey) -> Scene:
-    """An ended trial with two checkpoints, a retired one, and the leftovers of a save that died."""
-    return _left(source, clone, Finished(trial="s", reason="enough"))
+def ended() -> Scene:
+    """Trial s has ended with two checkpoints, a retired one, and the leftovers of a save that died; so have others."""
+    return _end(without_a_clone())
 
 
-def _left(source: JournalKey, clone: JournalKey, last: Event) -> Scene:
-    scene = without_a_clone(source, clone)
-    member = scene.members["s"]
-    member.retention = Retention()
-    member.save()
-    stray = CheckpointKey(trial=member.key, step=9, sequence=member.experiment.number)
-    member._commit(stray, {"head": b"nobodys", "backbone": b"of its own, and of nobody else"}, member._about(9))
-    member.append([last])
-    member.retention = KEEPS
-    return scene
+def ended_and_cloned() -> Scene:
+    """The same, and what s has retired was cloned."""
+    return _end(with_a_clone())
 
 
-def given_up(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, but in its own journal the trial waits for a retry."""
-    return _left(source, clone, AttemptEnded(trial="s", cause=Cause.USER, reason="raised"))
-
-
-def not_resumed(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, but in its own journal the trial is paused."""
-    return _left(source, clone, Paused(trial="s", reason="rung"))
-
-
-def ended_and_cloned(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, and the older checkpoint was cloned."""
-    scene = with_a_clone(source, clone)
-    member = scene.members["s"]
-    member.retention = Retention()
-    member.save()
-    member.append([Finished(trial="s", reason="enough")])
-    member.retention = KEEPS
+def _end(scene: Scene) -> Scene:
+    search = scene.search
+    attempt = search.attempts["s"]
+    attempt.retention = Retention()
+    search.save("s")
+    stray = CheckpointKey(trial=search.key("s"), step=9, sequence=search.trial("s").next_sequence)
+    files = {"head": b"nobodys", "backbone": b"of its own, and of nobody else"}
+    attempt.trial = search.trial("s")
+    attempt.upload(stray, files)
+    search.append(*(Finished(trial=name, reason="enough") for name in ("s", "c", "d")))
     return scene
 
 
 STORIES: Mapping[str, tuple[Before, Act]] = {
-    "garbage of one that trains": (training, collects()),
-    "garbage of one that has ended": (ended, collects()),
-    "garbage that a clone needs": (with_a_clone, collects()),
-    "a clone that is over": (with_a_clone_that_is_over, collects("c")),
-    "one that has ended is pruned": (ended, prunes),
+    "garbage of one that trains": (training, collects),
+    "garbage of one that has ended": (ended, collects),
+    "garbage that a clone needs": (with_a_clone, collects),
+    "a clone that is over": (with_a_clone_that_is_over, collects),
+    "garbage of one that trains elsewhere": (elsewhere_with_a_clone, collects),
+    "those that have ended are pruned": (ended, prunes),
     "one that was cloned is pruned": (ended_and_cloned, prunes),
-    "one that was given up is pruned": (given_up, prunes_given_up),
     "a checkpoint is put aside": (training, doubts),
+    "one that trains elsewhere is put aside": (elsewhere_with_a_clone, doubts),
     "a checkpoint is reinstated": (training, doubts_and_trusts),
 }
 MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
-    "collects while it saves": (training, [collects(), saves("s", 2)]),
-    "collects while it is cloned": (training, [collects(), clones("c")]),
-    "collects while it is taken over": (with_a_clone, [collects(), takes_over("s")]),
-    "collects while another collects": (ended, [collects(), collects()]),
-    "prunes while it continues": (ended, [prunes, goes_on]),
-    "prunes while it is resumed": (ended, [prunes, resumes]),
-    "prunes while it is cloned": (ended, [prunes, clones("c")]),
-    "prunes what was given up while it is resumed": (given_up, [prunes_given_up, resumes]),
+    "collects while it saves": (training, [collects, saves("s", 2)]),
+    "collects while it is cloned": (training, [collects, clones("c")]),
+    "collects while it is taken over": (with_a_clone, [collects, takes_over(resume("s"))]),
+    "collects while another collects": (ended, [collects, collects]),
+    "collects while it saves elsewhere": (elsewhere_with_a_clone, [collects, saves_there(times=2)]),
+    "collects while its posts are received": (elsewhere_with_a_clone, [collects, receives("s"), saves_there()]),
+    "prunes while it continues": (ended, [prunes, owner_does(requeue)]),
+    "prunes while it is resumed": (ended, [prunes, takes_over(requeue)]),
     "puts aside while it saves": (training, [doubts, saves("s", 2)]),
-    "puts aside while it is taken over": (training, [doubts, takes_over("s"), or_superseded(saves("s"))]),
+    "puts aside while it saves elsewhere": (elsewhere_with_a_clone, [doubts, saves_there(times=2), receives("s")]),
+    "puts aside while it is taken over": (training, [doubts, takes_over(resume("s")), saves("s")]),
     "reinstates while it saves": (training, [doubts_and_trusts, saves("s")]),
-    "reinstates while another collects": (with_a_clone, [doubts_and_trusts, collects()]),
+    "reinstates while another collects": (with_a_clone, [doubts_and_trusts, collects]),
 }
 
 
@@ -210,7 +176,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
 @pytest.mark.parametrize("story", STORIES)
 def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    explored = die_everywhere(before(SOURCE, CLONE), act, [Way.TORN, Way.REPLY_LOST], only=WRITES)
+    explored = die_everywhere(before(), act, [Way.TORN, Way.REPLY_LOST], only=WRITES)
     explored.record(record_property, "points explored, maintenance")
     assert explored.broken == []
 
@@ -220,7 +186,7 @@ def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_maintenance_and_owners_in_drawn_orders_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(SOURCE, CLONE), acts, range(3))
+    explored = meet_at_random(before(), acts, range(3))
     explored.record(record_property, "orders of maintenance and owners")
     assert explored.broken == []
 
@@ -232,7 +198,7 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
     meeting: str, record_property: Record
 ) -> None:
     before, acts = MEETINGS[meeting]
-    scene = before(SOURCE, CLONE)
+    scene = before()
     explored = meet_at_random(scene, acts, range(1000, 1400))
     points = at_writes if len(acts) == 2 else at_commits  # three processes have too many orders of all their writes
     for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, points, limit=20_000)):
@@ -246,7 +212,7 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
 @pytest.mark.parametrize("story", STORIES)
 def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    scene = before(SOURCE, CLONE)
+    scene = before()
     explored = die_everywhere(scene, act)
     late = late_writes(scene, act, [None, 0, 2, 10])
     explored.add(late)
@@ -267,139 +233,187 @@ def at_commits(method: str, path: str) -> bool:
 
 
 def test_what_a_look_finds_is_what_is_deleted_and_then_there_is_nothing_more() -> None:
-    scene = training(SOURCE, CLONE)
-    key = scene.members["s"].key
-    seen = look_for_garbage(scene.store, key, side_by_side=map)
-    before = dict(scene.store.objects)
-    assert seen.checkpoints == (1,)
-    assert seen.orphan_bytes > 0
-    assert scene.store.objects == before
-    assert collect_from(scene.store, key, scene.chronicle.stamp(), side_by_side=map) == seen
-    assert look_for_garbage(scene.store, key, side_by_side=map) == Collected("s")
+    for scene in (training(), ended()):
+        before = dict(scene.store.objects)
+        seen = looked(scene)
+        assert seen[0].checkpoints
+        assert seen[0].orphan_bytes > 0
+        assert scene.store.objects == before
+        assert garbage(scene.store, scene.chronicle.stamp(), deletes=True) == seen
+        assert looked(scene) == [Collected("s"), Collected("c"), Collected("d")]
 
 
 def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before() -> None:
-    scene = ended(SOURCE, CLONE)
-    key = scene.members["s"].key
+    scene = ended()
     strays = [path for path in scene.store.objects if "0000000009-" in path]
     assert strays
-    collects()(scene, scene.store)
+    collects(scene, scene.store)
     assert not [path for path in strays if path in scene.store.objects]
     entries = len([path for path in scene.store.objects if "/journal/" in path])
-    collects()(scene, scene.store)
+    collects(scene, scene.store)
     assert len([path for path in scene.store.objects if "/journal/" in path]) == entries, "no entry without a reason"
-    assert look_for_garbage(scene.store, key, side_by_side=map) == Collected("s")
 
 
-def test_pruning_keeps_the_newest_and_what_is_pinned_or_cloned() -> None:
-    scene = ended_and_cloned(SOURCE, CLONE)
-    member = scene.members["s"]
-    assert len(member.trial.checkpoints) == 2
+def test_one_entry_has_the_limits_of_all_trials() -> None:
+    scene = without_a_clone()
+    for name in ("s", "c"):
+        if name == "c":
+            scene.search.start(name)
+        attempt = scene.search.attempts[name]
+        attempt.trial = scene.search.trial(name)
+        stray = CheckpointKey(trial=scene.search.key(name), step=9, sequence=attempt.trial.next_sequence)
+        attempt.upload(stray, {"head": b"nobodys"})
+        scene.search.append(Finished(trial=name, reason="enough"))
+    number = scene.search.state.number
+    collects(scene, scene.store)
+    state = load(scene.store, SEARCH, side_by_side=map)
+    assert state.number == number + 1
+    assert [trial.collected_up_to for trial in state.trials.values()] == [
+        scene.search.trial("s").next_sequence + 1,
+        scene.search.trial("c").next_sequence + 1,
+        0,
+    ]
+
+
+def test_pruning_keeps_the_newest_and_what_is_pinned_and_bytes_that_a_clone_has() -> None:
+    scene = ended_and_cloned()
+    assert len(scene.search.trial("s").checkpoints) == 2
     prunes(scene, scene.store)
-    assert [each.step for each in reopened(scene).trial.checkpoints] == [4]
-    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+    assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [4]
+    assert promises_broken(scene.store, scene.chronicle) == []
 
-    scene = ended(SOURCE, CLONE)
-    member = scene.members["s"]
-    member.append([Pinned(trial="s", sequence=member.trial.checkpoints[0].sequence)])
+    scene = ended()
+    scene.search.append(Pinned(trial="s", sequence=scene.search.trial("s").checkpoints[0].sequence))
     prunes(scene, scene.store)
-    assert [each.step for each in reopened(scene).trial.checkpoints] == [2, 3]
+    assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [2, 3]
 
 
-def test_a_trial_that_goes_on_is_not_pruned() -> None:
-    scene = ended(SOURCE, CLONE)
-    scene.members["s"].append([Requeued(trial="s", reason="more")])
-    assert prune(scene.store, scene.members["s"].key, KEEPS, scene.chronicle.stamp(), side_by_side=map) == ()
-    assert len(reopened(scene).trial.checkpoints) == 2
+def test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere() -> None:
+    scene = ended()
+    search = scene.search
+    assert [retirement.trial for retirement in prunable(search.state, KEEPS)] == ["s"]
+    search.append(Requeued(trial="d", reason="more"))
+    before = dict(scene.store.objects)
+    assert prune(scene.store, SEARCH, KEEPS, scene.chronicle.stamp(), side_by_side=map) == ()
+    search.launch("d").post(Finished(trial="d", reason="enough"))
+    search.receive("d")
+    assert prunable(search.state, KEEPS) == (), "its outbox is open"
+    search.receive("d", closes=True)
+    assert len(prunable(search.state, KEEPS)) == 1
+    assert before.items() <= scene.store.objects.items()
+
+
+def test_the_suite_notices_when_a_trial_with_an_open_outbox_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, trial_gc.has_ended, {" and trial.outbox is None": ""})
+    with pytest.raises(AssertionError, match="its outbox is open"):
+        test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere()
+
+
+def test_the_best_trial_and_the_best_checkpoint_are_not_pruned() -> None:
+    state = ended().search.state
+    compared = state.model_copy(update={"settings": {"metric": "step", "mode": "max"}})
+    assert prunable(compared, KEEPS) == []
+    metrics = ({"loss": 1.0}, {"loss": 2.0})
+    refs = [
+        ref.model_copy(update={"metrics": values})
+        for ref, values in zip(state.trial("s").checkpoints, metrics, strict=True)
+    ]
+    trials = state.trials.with_trial(state.trial("s").model_copy(update={"checkpoints": tuple(refs)}))
+    compared = state.model_copy(update={"settings": {"metric": "loss"}, "trials": trials})
+    assert prunable(compared, KEEPS) == []
 
 
 def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> None:
-    scene = training(SOURCE, CLONE)
-    bad = newest(scene.members["s"])
+    scene = training()
+    bad = newest(scene)
     blobs = {path for path in scene.store.objects if path in read_manifest(scene.store, bad).blob_paths()}
     doubts(scene, scene.store)
-    member = reopened(scene)
-    assert member.trial.checkpoints == ()
-    assert member.trial.lost_checkpoints == 1
-    assert [each.reason for each in member.trial.quarantined_checkpoints] == ["doubted"]
+    trial = reopened(scene).trial("s")
+    assert trial.checkpoints == ()
+    assert trial.lost_checkpoints == 1
+    assert [each.reason for each in trial.quarantined_checkpoints] == ["doubted"]
     assert blobs <= set(scene.store.objects)
-    assert reused_from(member.trial) > member.trial.collected_up_to
+    assert reused_from(trial) > trial.collected_up_to
 
 
 def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
-    scene = training(SOURCE, CLONE)
-    bad = newest(scene.members["s"])
+    scene = training()
+    bad = newest(scene)
     doubts(scene, scene.store)
-    member = reopened(scene)
-    member.save_and_clear_all()
-    assert member.trial.quarantined_checkpoints == ()
+    search = reopened(scene)
+    search.start("s")
+    search.save("s")
+    assert search.trial("s").quarantined_checkpoints == ()
     assert scene.store.size(bad.manifest_path) is None
 
 
 def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_reinstated_after_any_save() -> None:
-    scene = training(SOURCE, CLONE)
-    kept = newest(scene.members["s"])
+    scene = training()
+    kept = newest(scene)
     doubts(scene, scene.store)
-    member = reopened(scene)
-    member.retention = Retention(last=1, every=2)
-    member.save_and_clear_all()
-    for _ in range(2):
-        member.save()
-    member.clear_away()
+    search = reopened(scene)
+    search.retention = Retention(last=1, every=2)
+    search.start("s")
+    for _ in range(3):
+        search.save("s")
+    search.clear_away()
     assert scene.store.size(kept.manifest_path)
-    reinstate(scene.store, member.key, [kept], scene.chronicle.stamp(), side_by_side=map)
-    assert kept.step in [each.step for each in reopened(scene).trial.checkpoints]
-    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+    reinstate(scene.store, SEARCH, [kept], scene.chronicle.stamp(), side_by_side=map)
+    assert kept.step in [ref.step for ref in reopened(scene).trial("s").checkpoints]
+    assert promises_broken(scene.store, scene.chronicle) == []
 
 
 def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside() -> None:
-    scene = training(SOURCE, CLONE)
-    member = scene.members["s"]
-    member.append([AttemptEnded(trial="s", cause=Cause.MACHINE, reason="x")])
+    scene = training()
+    search = scene.search
+    search.append(AttemptEnded(trial="s", cause=Cause.MACHINE, reason="x"))
     doubts(scene, scene.store)
-    member.start()
-    assert member.trial.step == 2
-    member.save()
-    assert [each.step for each in member.trial.checkpoints] == [3]
+    search.start("s")
+    assert search.trial("s").step == 2
+    search.save("s")
+    assert [ref.step for ref in search.trial("s").checkpoints] == [3]
 
 
 def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stays() -> None:
-    scene = training(SOURCE, CLONE)
-    member = scene.members["s"]
-    bad = newest(member)
+    scene = training()
+    bad = newest(scene)
     was = scene.store.objects[bad.manifest_path]
     named = read_manifest(scene.store, bad).blob_paths()
     scene.store.objects[bad.manifest_path] = b"torn"
     doubts(scene, scene.store)
-    reopened(scene).append([Finished(trial="s", reason="enough")])
-    collects()(scene, scene.store)
+    reopened(scene).append(Finished(trial="s", reason="enough"))
+    collects(scene, scene.store)
     assert named <= set(scene.store.objects)
     scene.store.objects[bad.manifest_path] = was
-    reinstate(scene.store, member.key, [bad], scene.chronicle.stamp(), side_by_side=map)
-    assert newest(reopened(scene)) == bad
-    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+    reinstate(scene.store, SEARCH, [bad], scene.chronicle.stamp(), side_by_side=map)
+    reopened(scene)
+    assert newest(scene) == bad
+    assert promises_broken(scene.store, scene.chronicle) == []
 
 
 def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
-    scene = training(SOURCE, CLONE)
-    bad = newest(scene.members["s"])
+    scene = training()
+    bad = newest(scene)
     doubts(scene, scene.store)
-    member = reopened(scene)
-    member.append([Retired(trial="s", retires=())])
+    search = reopened(scene)
+    search.append(Retired(trial="s", retires=()))
     before = dict(scene.store.objects)
-    assert checkpoint_gc.collect(scene.store, member.key, member.trial, [bad], side_by_side=map) == 0
-    assert checkpoint_gc.orphans(scene.store, member.key, member.trial, side_by_side=map) == []
+    key, trial = search.key("s"), search.trial("s")
+    assert checkpoint_gc.collect(scene.store, key, trial, [bad], side_by_side=map) == 0
+    assert checkpoint_gc.orphans(scene.store, key, trial, side_by_side=map) == []
     assert scene.store.objects == before
 
 
 def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside() -> None:
-    scene = training(SOURCE, CLONE)
-    member = scene.members["s"]
-    new = CheckpointKey(trial=member.key, step=3, sequence=member.experiment.number)
+    scene = training()
+    attempt = scene.search.attempts["s"]
+    attempt.trial = scene.search.trial("s")
+    new = CheckpointKey(trial=attempt.key, step=3, sequence=attempt.trial.next_sequence)
     files = {"backbone": BACKBONE, "head": b"new"}
-    member._commit(new, files, member._about(3))
+    attempt.upload(new, files)
     doubts(scene, scene.store)
-    assert newest(reopened(scene)) == new  # its owner died before it could repeat the save
+    reopened(scene)
+    assert newest(scene) == new  # its owner died before it could repeat the save
     assert restored(scene.store, read_manifest(scene.store, new)) == files
 
 
@@ -407,7 +421,7 @@ def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: 
     break_lines(
         monkeypatch,
         checkpoint_gc._quarantined_blobs,
-        {"return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()": "return frozenset()"},
+        {"return read_manifest(store, key).blob_paths()": "return frozenset()"},
     )
     with pytest.raises(CheckpointCorrupt):
         test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside()
@@ -419,31 +433,32 @@ def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkey
         test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
 
 
-def test_of_a_trial_that_is_not_there_nothing_is_put_aside_reinstated_or_collected() -> None:
-    scene = training(SOURCE, CLONE)
-    absent = TrialKey(experiment="nobodys", generation=1, trial="t")
-    key, stamp = CheckpointKey(trial=absent, step=1, sequence=1), scene.chronicle.stamp()
+def test_of_an_experiment_that_is_not_there_nothing_is_put_aside_reinstated_or_pruned() -> None:
+    scene = training()
+    absent = JournalKey(experiment="nobodys", generation=1)
+    key, stamp = CheckpointKey(trial=absent.trial_key("t"), step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
     assert quarantine(scene.store, absent, {key: "damaged"}, stamp, side_by_side=map) == []
     assert reinstate(scene.store, absent, [key], stamp, side_by_side=map) == []
-    assert look_for_garbage(scene.store, absent, side_by_side=map) == Collected("t")
-    assert collect_from(scene.store, absent, stamp, side_by_side=map) == Collected("t")
+    assert prune(scene.store, absent, KEEPS, stamp, side_by_side=map) == []
     assert scene.store.objects == before
 
 
 def test_with_a_live_manifest_unreadable_nothing_is_deleted_and_it_is_said_why() -> None:
-    scene = training(SOURCE, CLONE)
-    member = scene.members["s"]
-    scene.store.objects[newest(member).manifest_path] = b"torn"
+    scene = training()
+    scene.store.objects[newest(scene).manifest_path] = b"torn"
     before = dict(scene.store.objects)
-    assert look_for_garbage(scene.store, member.key, side_by_side=map).damage is not None
-    assert collect_from(scene.store, member.key, scene.chronicle.stamp(), side_by_side=map).damage is not None
+    assert looked(scene)[0].damage is not None
+    assert garbage(scene.store, scene.chronicle.stamp(), deletes=True)[0].damage is not None
     assert scene.store.objects == before
+
+
+# -------------------------------------------------------------------------------- messages of other machines
 
 
 def answered(scene: Scene, *attempts: int) -> None:
     """Write two answers for each attempt of the source, and two foreign files beside them."""
-    key = scene.members["s"].key
+    key = scene.search.key("s")
     for attempt in attempts:
         for step in (0, 3):
             answer(scene.store, key, attempt, step, Proceed(milestone=4))
@@ -452,33 +467,47 @@ def answered(scene: Scene, *attempts: int) -> None:
 
 
 def answers_left(scene: Scene) -> list[int]:
-    key = scene.members["s"].key
+    key = scene.search.key("s")
     return [n for n in range(1, 5) for step in (0, 3) if key.answer_path(n, step) in scene.store.objects]
 
 
 def test_what_attempts_that_are_over_were_told_goes_and_what_the_present_one_is_told_stays() -> None:
-    scene = training(SOURCE, CLONE)
-    member = scene.members["s"]
-    collects()(scene, scene.store)
-    takes_over("s")(scene, scene.store)
-    reopened(scene).start()
-    assert member.trial.attempt == 2
+    scene = training()
+    collects(scene, scene.store)
+    reopened(scene).start("s")
+    assert scene.search.trial("s").attempt == 2
     answered(scene, 1, 2, 3)
     before = dict(scene.store.objects)
-    assert look_for_garbage(scene.store, member.key, side_by_side=map) == Collected("s", answer_count=2)
+    assert looked(scene)[0] == Collected("s", answer_count=2)
     assert scene.store.objects == before
-    stamp = scene.chronicle.stamp()
-    assert collect_from(scene.store, member.key, stamp, side_by_side=map) == Collected("s", answer_count=2)
+    collects(scene, scene.store)
     assert answers_left(scene) == [2, 2, 3, 3]
     assert len(before) - len(scene.store.objects) == 2, "foreign files stay"
 
 
-@pytest.mark.parametrize("over", [ended, given_up], ids=["in its own journal", "in the experiment's alone"])
-def test_of_a_trial_that_has_ended_all_that_its_attempts_were_told_goes(over: Before) -> None:
-    scene = over(SOURCE, CLONE)
-    member = scene.members["s"]
-    answered(scene, *range(1, member.trial.attempt + 2))
-    known = given_up_only_there(scene)
-    found = collect_from(scene.store, member.key, scene.chronicle.stamp(), side_by_side=map, known=known)
-    assert found.answer_count == 2 * member.trial.attempt
-    assert set(answers_left(scene)) == {member.trial.attempt + 1}
+def test_of_a_trial_that_has_ended_all_that_its_attempts_were_told_goes() -> None:
+    scene = ended()
+    answered(scene, 1, 2)
+    assert garbage(scene.store, scene.chronicle.stamp(), deletes=True)[0].answer_count == 2
+    assert set(answers_left(scene)) == {2}
+
+
+def test_posts_that_were_received_go_but_for_the_first_and_the_end() -> None:
+    scene = elsewhere_with_a_clone()
+    search, key = scene.search, scene.search.key("s")
+    posts = {path: scene.store.objects[path] for path in scene.store.objects if "/outbox/" in path}
+    assert looked(scene)[0].answer_count == 0
+    search.settle("s")
+    scene.store.objects.update(posts)  # the owner died before it deleted them
+    foreign = f"{key.outboxes}/0000000001/README"
+    scene.store.objects[foreign] = b""
+    again = search.launch("s")
+    again.begin_there()
+    again.save_there()
+    assert looked(scene)[0].answer_count == 2
+    collects(scene, scene.store)
+    left = [path for path in scene.store.objects if "/outbox/" in path]
+    last = max(int(path[-15:-5]) for path in posts) + 1
+    assert sorted(left) == sorted(
+        [key.outbox_path(1, 1), key.outbox_path(1, last), foreign, key.outbox_path(2, 1), key.outbox_path(2, 2)]
+    )

@@ -1,46 +1,45 @@
-"""A state machine of trials that clone each other, of the search that absorbs their journals, and of its forks."""
+"""A state machine of a search whose trials clone each other, here and on other machines, and of its forks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefect_tune.core.errors import AlreadyCommitted, CheckpointNotFound, Superseded
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
-from prefect_tune.core.journal_events import (
-    Absorbed,
-    OneTrialsEvent,
-    Opened,
-    Owner,
-    Quarantined,
-    TrialAdded,
-)
+from prefect_tune.core.errors import AlreadyCommitted, CheckpointNotFound, Superseded, TuneError
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events import Owner, Quarantined
+from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from tests.core.driver import Files
 from tests.core.happenings import AFTER, happening
 from tests.core.protocol.cut import cut_small
-from tests.core.protocol.population import Chronicle, Member, after_everybody_returned, own, promises_broken
-from tests.fakes.checkpoints import first_generation
+from tests.core.protocol.population import (
+    SEARCH,
+    Attempt,
+    Chronicle,
+    Search,
+    after_everybody_returned,
+    promises_broken,
+    trials_with_posts,
+)
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore
 
 NAMES = ("c", "d", "s")
-_UNLIKE = ("own_journal", "absorbed", "past", "collected_up_to", "config", "proposed")
-OWNER = Owner(name="search", host="here", pid=1)
+FORKER = Owner(name="forker", host="here", pid=2)
 names = st.sampled_from(NAMES)
 
 
 class Family(RuleBasedStateMachine):
-    """Three trials with their own journals, their present and superseded owners, and their search."""
+    """Three trials of a search, its present and superseded owners, and its forks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,218 +47,262 @@ class Family(RuleBasedStateMachine):
         self.wire = SlowStore(self.store, 0, None)
         self.chronicle = Chronicle()
         self.status = dict.fromkeys(NAMES, "pending")
-        self.zombies: list[Member] = []
-        self.late: list[tuple[Member, Sequence[CheckpointKey]]] = []
-        self.forks: list[Experiment] = []
+        self.there: dict[str, Attempt] = {}
+        """By trial, its attempt on another machine; the status of the trial is not modelled meanwhile."""
+        self.zombies: list[Search] = []
+        self.fenced_off: list[Attempt] = []
+        self.late: list[tuple[Search, Sequence[CheckpointKey]]] = []
+        self.forks: dict[JournalKey, dict[str, Files]] = {}
+        """By fork, the files of its checkpoints by their folders."""
         self.small = cut_small()
         self.small.__enter__()
 
     @initialize()
     def begin(self) -> None:
-        self.members = {name: Member(self.wire, self.chronicle, own("e", name), name) for name in NAMES}
-        found = take_over(self.wire, first_generation("e"), OWNER, self.chronicle.stamp(), side_by_side=map)
-        for member in self.members.values():
-            member.open()
-        added = [TrialAdded(trial=name, config={"width": 3}, own_journal=True) for name in NAMES]
-        self.search = append(self.wire, found, added, self.chronicle.stamp())
+        self.search = Search(self.wire, self.chronicle)
+        self.search.open()
+        self.search.add(*NAMES)
 
     def teardown(self) -> None:
         try:
-            for name in self.status if hasattr(self, "search") else ():
-                self._waiting(name)
-            if self.forks:  # forks keep their first clones for ever, so clones never end
-                assert promises_broken(self.wire, self.chronicle, self._journals) == []
-            elif hasattr(self, "search"):
-                assert after_everybody_returned(self.wire, self.chronicle, self._journals, tidy=False) == []
+            if hasattr(self, "search"):
+                assert after_everybody_returned(self.wire, self.chronicle, tidy=False) == []
+                stamp = self.chronicle.stamp()
+                for _ in range(3):
+                    with suppress(TuneError):
+                        remove(self.wire, SEARCH, FORKER, stamp, side_by_side=map)
+                assert [path for path in self.store.objects if path.startswith(SEARCH.folder)] == []
+                self.what_a_fork_began_with_is_whole()
         finally:
             self.small.__exit__(None, None, None)
-
-    @property
-    def _journals(self) -> dict[str, JournalKey]:
-        return {name: own("e", name) for name in NAMES}
 
     # --------------------------------------------------------------------------------------- operations
 
     @rule(name=names)
     def save(self, name: str) -> None:
-        self._running(name).save()
+        self._running(name).save(name)
 
     @rule(name=names)
     def save_and_delete_later(self, name: str) -> None:
-        member = self._running(name)
-        self.late.append((member, member.save_only()))
+        search = self._running(name)
+        self.late.append((search, search.save_only(name)))
 
     @precondition(lambda self: self.late)
     @rule(which=st.integers(0, 5))
     def delete_what_was_retired(self, which: int) -> None:
-        member, doomed = self.late.pop(which % len(self.late))
-        member.clear(doomed)
+        search, doomed = self.late.pop(which % len(self.late))
+        search.clear(doomed)
+
+    @rule()
+    def clear_away(self) -> None:
+        self.search.clear_away()
 
     @rule(into=names, source=names)
     def clone(self, into: str, source: str) -> None:
-        if into != source and self.members[source].trial.checkpoints:
-            self._waiting(into).clone(self.members[source].key)
+        self._waiting(into).clone(into, source)
 
     @rule(name=names, which=st.integers(0, 9))
     def turn(self, name: str, which: int) -> None:
-        possible = sorted(AFTER[self.status[name]])
-        self._turn(name, possible[which % len(possible)])
+        if name not in self.there:
+            possible = sorted(AFTER[self.status[name]])
+            self._turn(name, possible[which % len(possible)])
 
     @rule(name=names)
     def put_aside(self, name: str) -> None:
-        """Quarantine the trial's only checkpoint, as if it killed the trainable."""
-        member = self._waiting(name)
-        for each in member.trial.checkpoints:
-            member.append([Quarantined(trial=name, sequence=each.sequence, reason="poison", kills=True)])
-        gone = [key for key in self.chronicle.acknowledged if key.trial == member.key]
-        for key in gone:
-            self.chronicle.acknowledged.remove(key)
+        """Quarantine the trial's checkpoints, as if they killed the trainable."""
+        search = self._waiting(name)
+        for ref in search.trial(name).checkpoints:
+            search.append(Quarantined(trial=name, sequence=ref.sequence, reason="poison", kills=True))
+        self.chronicle.acknowledged.pop(name, None)
 
     def _turn(self, name: str, what: str) -> None:
-        self.members[name].append([happening(what, name)])
+        self.search.append(happening(what, name))
         self.status[name] = AFTER[self.status[name]][what]
 
-    def _running(self, name: str) -> Member:
-        if self.status[name] in ("finished", "errored"):
-            self._turn(name, "requeued")
+    def _running(self, name: str) -> Search:
+        """Return the owner, with an attempt of the trial that runs here."""
+        self._settle(name)
+        for status, what in (("finished", "requeued"), ("errored", "requeued"), ("paused", "resumed")):
+            if self.status[name] == status:
+                self._turn(name, what)
         if self.status[name] != "running":
-            self.members[name].start()
+            self.search.start(name)
             self.status[name] = "running"
-        return self.members[name]
+        return self.search
 
-    def _waiting(self, name: str) -> Member:
+    def _waiting(self, name: str) -> Search:
+        self._settle(name)
         if self.status[name] in ("finished", "errored"):
             self._turn(name, "requeued")
         if self.status[name] == "running":
             self._turn(name, "attempt-ended")
-        return self.members[name]
+        return self.search
+
+    # ------------------------------------------------------------------------------- attempts on other machines
+
+    @rule(name=names)
+    def launch(self, name: str) -> None:
+        self._waiting(name)
+        if self.status[name] == "paused":
+            self._turn(name, "resumed")
+        self.there[name] = attempt = self.search.launch(name)
+        attempt.begin_there()
+
+    @precondition(lambda self: self.there)
+    @rule(which=st.integers(0, 2), times=st.integers(1, 2))
+    def save_there(self, which: int, times: int) -> None:
+        attempt = list(self.there.values())[which % len(self.there)]
+        for _ in range(times):
+            attempt.save_there()
+
+    @precondition(lambda self: self.there)
+    @rule(which=st.integers(0, 2), clears=st.booleans())
+    def receive(self, which: int, *, clears: bool) -> None:
+        name = list(self.there)[which % len(self.there)]
+        doomed = self.search.receive(name)
+        assert self.search.trial(name).model_dump(exclude={"post", "records", "clones", "search_term"}) == (
+            self.there[name].trial.model_dump(exclude={"post", "records", "clones", "search_term"})
+        )
+        if clears:
+            self.search.clear(doomed)
+
+    @rule(name=names)
+    def close(self, name: str) -> None:
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Fence off the attempt on another machine, if there is one; the trial waits."""
+        if (attempt := self.there.pop(name, None)) is not None:
+            self.search.settle(name)
+            self.fenced_off.append(attempt)
+            self.status[name] = "pending"
+
+    @precondition(lambda self: self.fenced_off)
+    @rule(which=st.integers(0, 5))
+    def save_there_though_fenced_off(self, which: int) -> None:
+        attempt = self.fenced_off[which % len(self.fenced_off)]
+        # Its parent may be deleted, and it may have published this save before.
+        with pytest.raises((Superseded, AlreadyCommitted, CheckpointNotFound)):
+            attempt.save_there()
 
     # --------------------------------------------------------------------------------- takeovers and crashes
 
-    @rule(name=names, clears=st.booleans())
-    def take_over(self, name: str, *, clears: bool) -> None:
-        self.zombies.append(self.members[name])
-        self._open(name)
+    @rule(clears=st.booleans())
+    def take_over(self, *, clears: bool) -> None:
+        self.zombies.append(self.search)
+        self._open()
         if clears:
-            self.members[name].clear_away()
+            self.search.clear_away()
 
-    def _open(self, name: str) -> None:
-        owner = f"owner {self.chronicle.stamps}"
-        self.members[name] = Member(self.wire, self.chronicle, own("e", name), name, owner=owner)
-        self.members[name].open()
-        if self.status[name] == "running":
-            self.status[name] = "pending"
+    def _open(self) -> None:
+        self.search = Search(self.wire, self.chronicle, owner=f"owner {self.chronicle.stamps}")
+        self.search.open()
+        for name in set(NAMES) - set(self.there):
+            if self.status[name] == "running":
+                self.status[name] = "pending"
 
     @rule(
         name=names,
         source=names,
-        act=st.sampled_from(["save", "clone", "clear"]),
+        act=st.sampled_from(["save", "clone", "clear", "receive", "close"]),
         nth=st.integers(1, 40),
         way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]),
     )
     def die(self, name: str, source: str, act: str, nth: int, way: Way) -> None:
-        member = self._running(name) if act == "save" else self._waiting(name)
-        member.store = DyingStore(self.wire, nth, way)
+        if act == "save":
+            self._running(name)
+        elif act == "clone":
+            self._waiting(name)
+        dying = self.search.on(DyingStore(self.wire, nth, way), self.chronicle)
         with suppress(Crash):
             if act == "save":
-                member.save()
+                dying.save(name)
             elif act == "clear":
-                member.clear_away()
-            elif name != source and self.members[source].trial.checkpoints:
-                member.clone(self.members[source].key)
-        self.late = [(each, doomed) for each, doomed in self.late if each is not member]
-        self._open(name)
+                dying.clear_away()
+            elif act == "clone":
+                dying.clone(name, source)
+            else:
+                dying.clear(dying.receive(name, closes=act == "close"))
+        self.late = [(search, doomed) for search, doomed in self.late if search is not self.search]
+        self._open()
+        if act == "close":
+            self._settle(name)
 
     @precondition(lambda self: self.zombies)
-    @rule(which=st.integers(0, 5), act=st.sampled_from(["append", "save", "clear"]))
-    def wake_up(self, which: int, act: str) -> None:
+    @rule(which=st.integers(0, 5), name=names, act=st.sampled_from(["append", "save", "clear", "receive"]))
+    def wake_up(self, which: int, name: str, act: str) -> None:
         zombie = self.zombies[which % len(self.zombies)]
-        if act == "clear":
+        if act in ("clear", "receive"):
             with suppress(Superseded):
-                zombie.clear_away()
+                zombie.clear_away() if act == "clear" else zombie.receive(name)
             return
-        trains = zombie.trial.phase.value == "running"
-        if act == "save" and trains:
-            # Its parent may be deleted, and its key taken by its own save of an earlier call.
+        if act == "save" and name in zombie.attempts and zombie.trial(name).phase.value == "running":
             with pytest.raises((Superseded, AlreadyCommitted, CheckpointNotFound)):
-                zombie.save()
+                zombie.save(name)
         with pytest.raises(Superseded):
-            zombie.append([])
+            zombie.append()
 
     @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
     def lose_a_write(self, soon: int, delay: int | None) -> None:
         """One of the next writes gets no reply; it arrives late or never."""
         self.wire.lose(soon, delay)
 
-    # ------------------------------------------------------------------------------------------- the search
-
-    @rule()
-    def absorb(self) -> None:
-        for name in NAMES:
-            known = self.search.trial(name).absorbed
-            entries = entries_beyond(self.wire, own("e", name), known, side_by_side=map)
-            taken = [Absorbed(trial=name, number=each.number, events=_own(each.events)) for each in entries]
-            if taken:
-                self._append(taken)
-            self._same_as_its_own(name)
-
-    def _append(self, events: Sequence[Absorbed]) -> None:
-        stamp = self.chronicle.stamp()
-        for _ in range(3):
-            with suppress(Exception):
-                self.search = append(self.wire, self.search, events, stamp)
-                return
-        raise AssertionError("three tries were not enough")
-
-    def _same_as_its_own(self, name: str) -> None:
-        journaled = load(self.wire, own("e", name), side_by_side=map).trial(name)
-        kept = self.search.trial(name)
-        unlike: dict[str, Any] = dict.fromkeys(_UNLIKE, True)
-        unlike["records"] = {"__all__": {"term"}}  # the owner of the journal that is read
-        assert kept.model_dump(exclude=unlike) == journaled.model_dump(exclude=unlike)
-        assert kept.phase.value == self.status[name]
-
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
     def fork(self, order: Sequence[str], count: int) -> None:
-        """Fork the search after up to three trials errored, paused or finished."""
+        """Fork the search, or the fork before, after up to three trials errored, paused or finished."""
         for name, what in list(zip(order, ("gave-up", "paused", "finished"), strict=True))[:count]:
-            if what in AFTER[self.status[name]]:
+            if name not in self.there and what in AFTER[self.status[name]]:
                 self._turn(name, what)
-        self.absorb()
-        past = past_of(self.wire, first_generation("e"), None, side_by_side=map)
-        name, stamp = f"fork{len(self.forks)}", self.chronicle.stamp()
+        origin = next(iter(self.forks), SEARCH)
+        past = past_of(self.wire, origin, None, side_by_side=map)
+        key, stamp = JournalKey(experiment=f"fork{len(self.forks)}", generation=1), self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
-                begun = begin_fork(self.wire, first_generation(name), past.origin, OWNER, stamp, side_by_side=map)
-                self.forks.append(fork(self.wire, past, begun, stamp, side_by_side=map).experiment)
+                begun = begin_fork(self.wire, key, past.origin, FORKER, stamp, side_by_side=map)
+                made = fork(self.wire, past, begun, stamp, side_by_side=map)
                 break
-        made = self.forks[-1]
-        for trial in NAMES:
-            before = self.status[trial]
-            assert made.trial(trial).phase.value == ("pending" if before == "running" else before)
+        assert made.lost == {}
+        self.forks[key] = {}
+        for name, trial in made.experiment.trials.items():
+            before = past.experiment.trial(name)
+            assert (trial.phase.value, trial.outbox) == (before.phase.value.replace("running", "pending"), None)
+            assert trial.next_sequence == before.next_sequence
+            for ref in before.checkpoints:
+                folder = key.trial_key(name).checkpoint_key(ref).folder
+                there = origin.trial_key(name).checkpoint_key(ref)
+                self.forks[key][folder] = restored(self.wire, read_manifest(self.wire, there))
 
     # --------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def no_promise_is_broken(self) -> None:
         if hasattr(self, "search"):
-            assert promises_broken(self.store, self.chronicle, self._journals) == []
+            assert promises_broken(self.store, self.chronicle) == []
 
     @invariant()
     def they_are_where_they_are_said_to_be(self) -> None:
-        for name in NAMES if hasattr(self, "search") else ():
-            assert self.members[name].trial.phase.value == self.status[name]
+        for name in set(NAMES) - set(self.there) if hasattr(self, "search") else ():
+            assert self.search.trial(name).phase.value == self.status[name]
+
+    @invariant()
+    def the_journal_and_the_outboxes_are_what_attempts_elsewhere_know(self) -> None:
+        if not self.there:
+            return
+        posted = trials_with_posts(self.store, load(self.store, SEARCH, side_by_side=map))
+        for name, attempt in self.there.items():
+            assert posted[name].checkpoints == attempt.trial.checkpoints
+            assert posted[name].next_sequence == attempt.trial.next_sequence
 
     @invariant()
     def what_a_fork_began_with_is_whole(self) -> None:
-        for made in self.forks:
-            for trial in made.trials.values():
-                for each in trial.checkpoints:
-                    folder = TrialKey(experiment=made.name, generation=1, trial=trial.trial)
-                    key = CheckpointKey(trial=folder, step=each.step, sequence=each.sequence)
-                    assert restored(self.store, read_manifest(self.store, key))
-
-
-def _own(events: Sequence[object]) -> tuple[OneTrialsEvent | Opened, ...]:
-    return tuple(event for event in events if not isinstance(event, Absorbed))  # type: ignore[misc]  # as in the search driver
+        for key, files in self.forks.items():
+            made = load(self.store, key, side_by_side=map)
+            live = {
+                made.trial_key(trial.trial).checkpoint_key(ref)
+                for trial in made.trials.values()
+                for ref in trial.checkpoints
+            }
+            assert {own.folder for own in live} == set(files)
+            for own in live:
+                assert restored(self.store, read_manifest(self.store, own)) == files[own.folder]

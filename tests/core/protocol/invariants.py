@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import Committed, Entry, Opened, Quarantined, Retired
-from prefect_tune.core.messages.target_messages import node_messages_up_to
+from prefect_tune.core.messages.target_messages import node_objects_up_to
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
@@ -63,7 +63,7 @@ def _objects(store: ObjectStore) -> list[str]:
 
 def _lasting(session: Session) -> object:
     """The part of a trial that opening and closing the experiment does not change."""
-    return session.trial.model_dump(exclude={"collected_up_to"})
+    return session.trial.model_dump(exclude={"collected_up_to", "next_sequence"})
 
 
 def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
@@ -78,7 +78,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
         *_acknowledged(entries, trial, witness),
         *_whole(store, trial, witness),
         *_history(entries, trial, witness),
-        *_segments(store),
+        *_snapshot(store),
     ]
 
 
@@ -138,10 +138,10 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
         yield f"I6: the newest checkpoint was trained through {trained}, and the curve has {reported}"
 
 
-def _segments(store: ObjectStore) -> Iterator[str]:
-    by_segments, by_entries = journal.load(store, first_generation(NAME), side_by_side=map), fold(store)
-    if by_segments != by_entries:
-        yield f"I6: the segments yield {by_segments}, and the entries {by_entries}"
+def _snapshot(store: ObjectStore) -> Iterator[str]:
+    by_snapshot, by_entries = journal.load(store, first_generation(NAME), side_by_side=map), fold(store)
+    if by_snapshot != by_entries:
+        yield f"I6: the snapshot yields {by_snapshot}, and the entries {by_entries}"
 
 
 def nothing_published_is_lost(trial: Trial, witness: Witness) -> Iterator[str]:
@@ -169,8 +169,9 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
     found = {each.path for each in orphans(store, KEY, trial, side_by_side=map)}
-    found |= {each.path for each in node_messages_up_to(store, KEY, trial.attempt)}
-    found |= {key.manifest_path for key in leftover(store, KEY, trial, nothing_to_settle())}
+    found |= {each.path for each in node_objects_up_to(store, KEY, trial.attempt)}
+    settled = trial.model_copy(update={"settled_from": 10**9})  # no save is under way at the end
+    found |= {key.manifest_path for key in leftover(store, KEY, settled)}
     reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
     return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
 
@@ -185,8 +186,3 @@ def _aside(path: str, trial: Trial) -> bool:
     """Quarantined checkpoints are kept for inspection; the trial lists them."""
     key = CheckpointKey.from_manifest_path(KEY, path)
     return key is not None and key.sequence in trial.quarantined
-
-
-def nothing_to_settle() -> int:
-    """A number after every entry: no save is under way at the end."""
-    return 10**9

@@ -1,4 +1,4 @@
-"""Trials that clone, retire and release each other's checkpoints concurrently: every order, with crashes."""
+"""Owners, attempts on other machines and guests that meet while trials clone each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from prefect_tune.core.errors import Superseded, TuneError
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.protocol.matrix import Explored
-from tests.core.protocol.population import Chronicle, Member, after_everybody_returned, begin_experiment, own
+from tests.core.protocol.population import Attempt, Chronicle, Search, after_everybody_returned
 from tests.core.protocol.turns import Choice, IsPoint, drawn, every_order, everywhere, in_turns
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
@@ -21,30 +21,25 @@ from tests.fakes.stores.slow_store import SlowStore
 
 @dataclass
 class Scene:
-    """The state of several trials: the store, and the fields of their owners."""
+    """The state of a search: the store, the fields of its owner, and attempts on other machines."""
 
     store: MemoryStore = field(default_factory=MemoryStore)
     chronicle: Chronicle = field(default_factory=Chronicle)
-    members: dict[str, Member] = field(default_factory=dict)
+    there: dict[str, Attempt] = field(default_factory=dict)
+    """By trial, the attempt on another machine."""
     doomed: Sequence[CheckpointKey] = ()
-    """The checkpoints that the source has retired but not deleted yet."""
+    """The checkpoints that the owner has retired but not deleted yet."""
+    search: Search = field(init=False)
 
-    @property
-    def journals(self) -> dict[str, JournalKey]:
-        return {name: member.journal for name, member in self.members.items()}
-
-    def join(self, name: str, journal: JournalKey) -> Member:
-        """Add a trial, opened and pending."""
-        self.members[name] = member = Member(self.store, self.chronicle, journal, name)
-        begin_experiment(self.store, journal)
-        member.open()
-        return member
+    def __post_init__(self) -> None:
+        self.search = Search(self.store, self.chronicle)
 
     def again(self) -> Scene:
         """Return a copy on a separate store."""
         twin = Scene(chronicle=copy.deepcopy(self.chronicle), doomed=self.doomed)
         twin.store.objects.update(self.store.objects)
-        twin.members = {name: member.on(twin.store, twin.chronicle) for name, member in self.members.items()}
+        twin.search = self.search.on(twin.store, twin.chronicle)
+        twin.there = {name: attempt.on(twin.store, twin.chronicle) for name, attempt in self.there.items()}
         return twin
 
 
@@ -52,79 +47,125 @@ Act = Callable[[Scene, ObjectStore], None]
 """The operations of one process on its store."""
 
 
-def without_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
-    """A running source, which has not deleted what it last retired, and two pending trials."""
+def without_a_clone() -> Scene:
+    """Trial s runs, and what it last retired is not deleted; trials c and d wait."""
     scene = Scene()
-    first = scene.join("s", source)
-    first.start()
-    first.save()
-    scene.doomed = first.save_only()
-    scene.join("c", clone)
-    scene.join("d", own("e", "d"))
+    scene.search.open()
+    scene.search.add("s", "c", "d")
+    scene.search.start("s")
+    scene.search.save("s")
+    scene.doomed = scene.search.save_only("s")
     return scene
 
 
-def with_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, but the first of the two trains from a clone, whose source checkpoint has been retired."""
-    scene = without_a_clone(source, clone)
-    scene.members["c"].clone(scene.members["s"].key)
-    scene.members["c"].start()
-    scene.doomed = scene.members["s"].save_only()
+def with_a_clone() -> Scene:
+    """The same, but c trains from a clone, whose source checkpoint has been retired."""
+    scene = without_a_clone()
+    scene.search.clone("c", "s")
+    scene.search.start("c")
+    scene.doomed = scene.search.save_only("s")
     return scene
 
 
-def with_a_clone_that_is_over(source: JournalKey, clone: JournalKey) -> Scene:
-    """The clone is retired by its trial, whose owner died before it deleted or released anything."""
-    scene = with_a_clone(source, clone)
-    scene.members["c"].save_only()
+def with_a_clone_that_is_over() -> Scene:
+    """The clone is retired by its trial, and nothing is deleted yet."""
+    scene = with_a_clone()
+    scene.doomed = [*scene.doomed, *scene.search.save_only("c")]
+    return scene
+
+
+def elsewhere() -> Scene:
+    """Trial s trains on another machine: the journal has its first save, and two posts wait in its outbox."""
+    scene = Scene()
+    scene.search.open()
+    scene.search.add("s", "c", "d")
+    scene.there["s"] = attempt = scene.search.launch("s")
+    attempt.begin_there()
+    attempt.save_there()
+    scene.search.receive("s")
+    attempt.save_there()
+    attempt.save_there()
+    return scene
+
+
+def elsewhere_with_a_clone() -> Scene:
+    """The same, and trial c trains here from a clone of what s has retired by a post that waits."""
+    scene = elsewhere()
+    scene.search.clone("c", "s")
+    scene.search.start("c")
     return scene
 
 
 # -------------------------------------------------------------------------------------------- operations
 
 
-def saves(name: str, times: int = 1) -> Act:
-    """The trial saves, and deletes the checkpoints that this retires."""
+def owner_does(*deeds: Callable[[Search], object]) -> Act:
+    """The owner does these; it may be superseded."""
 
     def act(scene: Scene, store: ObjectStore) -> None:
-        member = scene.members[name].on(store, scene.chronicle)
-        for _ in range(times):
-            member.save()
+        search = scene.search.on(store, scene.chronicle)
+        with suppress(Superseded):
+            for deed in deeds:
+                deed(search)
 
     return act
+
+
+def saves(name: str, times: int = 1) -> Act:
+    """The trial saves, and the owner deletes the checkpoints that this retires."""
+    return owner_does(*[lambda search: search.save(name)] * times)
 
 
 def clones(name: str, source: str = "s") -> Act:
     """A trial clones the newest checkpoint of the source, restores it, and starts."""
-
-    def act(scene: Scene, store: ObjectStore) -> None:
-        member = scene.members[name].on(store, scene.chronicle)
-        member.clone(scene.members[source].key)
-        member.start()
-
-    return act
-
-
-def clone_of_the_clone(scene: Scene, store: ObjectStore) -> None:
-    """The other trial clones the clone."""
-    clones("d", "c")(scene, store)
-
-
-def takes_over(name: str) -> Act:
-    """A new owner opens the trial's journal and deletes leftovers."""
-
-    def act(scene: Scene, store: ObjectStore) -> None:
-        old = scene.members[name]
-        new = Member(store, scene.chronicle, old.journal, name, owner=f"new {scene.chronicle.stamps}")
-        new.open()
-        new.clear_away()
-
-    return act
+    return owner_does(lambda search: search.clone(name, source), lambda search: search.start(name))
 
 
 def clear_late(scene: Scene, store: ObjectStore) -> None:
-    """The source deletes the checkpoints that it has retired."""
-    scene.members["s"].on(store, scene.chronicle).clear(scene.doomed)
+    """The owner deletes the checkpoints that it has retired."""
+    owner_does(lambda search: search.clear(scene.doomed))(scene, store)
+
+
+def receives(name: str, *, closes: bool = False) -> Act:
+    """The owner journals what the attempt has posted, and deletes what that has retired."""
+    return owner_does(lambda search: search.clear(search.receive(name, closes=closes)))
+
+
+def takes_over(*deeds: Callable[[Search], object]) -> Act:
+    """A new owner opens the journal, does these, and deletes leftovers."""
+
+    def act(scene: Scene, store: ObjectStore) -> None:
+        new = Search(store, scene.chronicle, owner=f"new {scene.chronicle.stamps}")
+        with suppress(Superseded):
+            new.open()
+            for deed in deeds:
+                deed(new)
+            new.clear_away()
+
+    return act
+
+
+def resume(name: str) -> Callable[[Search], object]:
+    """A new owner ends the attempt of a trial wherever it runs, and trains the trial on."""
+
+    def deed(search: Search) -> None:
+        search.settle(name)
+        search.start(name)
+        search.save(name)
+
+    return deed
+
+
+def saves_there(name: str = "s", times: int = 1) -> Act:
+    """The attempt on another machine saves; it ends when its outbox is closed."""
+
+    def act(scene: Scene, store: ObjectStore) -> None:
+        attempt = scene.there[name].on(store, scene.chronicle)
+        with suppress(Superseded):
+            for _ in range(times):
+                attempt.save_there()
+
+    return act
 
 
 # ------------------------------------------------------------------------------------------- interleavings
@@ -132,7 +173,7 @@ def clear_late(scene: Scene, store: ObjectStore) -> None:
 
 def at_decisions(method: str, path: str) -> bool:
     """Switch processes at operations that others can see, and at reads of what others write."""
-    looks = path.endswith(("/segments", "/manifest.json"))
+    looks = path.endswith(("/snapshots", "/manifest.json"))
     return method in {"create", "delete"} or (method in {"read", "list"} and looks)
 
 
@@ -179,7 +220,7 @@ def _drawn(scene: Scene, seeds: Iterable[int], enough: int | None, meet: Callabl
 def _met(scene: Scene, acts: Sequence[Act], choose: Choice, is_point: IsPoint) -> list[str]:
     processes = [_process(scene, act) for act in acts]
     died = in_turns(scene.store, processes, choose, is_point)
-    return [*died, *after_everybody_returned(scene.store, scene.chronicle, scene.journals)]
+    return [*died, *after_everybody_returned(scene.store, scene.chronicle)]
 
 
 def _process(scene: Scene, act: Act) -> Callable[[ObjectStore], None]:
@@ -192,16 +233,6 @@ def _failing(act: Act, nth: int, way: Way) -> Act:
             act(scene, DyingStore(store, nth, way))
 
     return dying
-
-
-def or_superseded(act: Act) -> Act:
-    """Let the act end when its owner is superseded."""
-
-    def ending(scene: Scene, store: ObjectStore) -> None:
-        with suppress(Superseded):
-            act(scene, store)
-
-    return ending
 
 
 def die_everywhere(
@@ -234,7 +265,7 @@ def _died(scene: Scene, act: Act, nth: int, way: Way, only: frozenset[str] | Non
         pass
     except TuneError as error:
         yield f"a fault that a retry mends ended it: {type(error).__name__}: {error}"
-    yield from after_everybody_returned(scene.store, scene.chronicle, scene.journals)
+    yield from after_everybody_returned(scene.store, scene.chronicle)
 
 
 def late_writes(scene: Scene, act: Act, delays: Iterable[int | None], *, enough: int | None = None) -> Explored:
@@ -253,7 +284,7 @@ def late_writes(scene: Scene, act: Act, delays: Iterable[int | None], *, enough:
                 act(twin, store)
             except TuneError as error:
                 explored.broken.append(f"{fault}: it ended the run: {type(error).__name__}: {error}")
-            left = after_everybody_returned(store, twin.chronicle, twin.journals, tidy=False)
+            left = after_everybody_returned(store, twin.chronicle, tidy=False)
             explored.broken += [f"{fault}: {each}" for each in left]
             if enough is not None and len(explored.broken) >= enough:
                 return explored

@@ -13,7 +13,9 @@ import pytest
 
 def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: dict[str, str]) -> None:
     """Replace each key by its value in the source of `function`, wherever the function was imported."""
+    function = inspect.unwrap(function)  # such as the generator of a context manager
     source = textwrap.dedent(inspect.getsource(function))
+    source = source[source.index("def ") :]
     for old, new in lines.items():
         assert source.count(old) == 1, f"{function.__qualname__} does not hold {old!r} once:\n{source}"
         source = source.replace(old, new)

@@ -1,69 +1,71 @@
-"""Trials that clone each other's checkpoints, each with its own journal, and the promises for all of them."""
+"""A search whose trials clone each other's checkpoints, here and on other machines, and the promises for all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from hashlib import blake2b
 
 from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
+from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
-from prefect_tune.core.experiment.trial_transitions import (
+from prefect_tune.core.experiment.retention import Retention, retired_by_commit
+from prefect_tune.core.experiment.trial import (
     ENDED,
-    Status,
+    Phase,
     Trial,
+    clonable_checkpoint,
+    is_live,
     newest_checkpoint,
     newest_key,
     parent_of_next,
     reused_from,
 )
+from prefect_tune.core.experiment.trial_transitions import after
 from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, write_post
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointOrigin,
     CheckpointRef,
     Cloned,
     Committed,
     Event,
+    Launched,
+    OneTrialsEvent,
+    OutboxClosed,
     Owner,
+    Received,
     Reported,
     Requeued,
+    Resumed,
     Retired,
     Started,
     TrialAdded,
 )
-from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
-from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.restore import current_trial, read_manifest
+from prefect_tune.core.operations.checkpoint_gc import collect, collectable_origins, leftover, orphans
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 
-
-def own(experiment: str, trial: str) -> JournalKey:
-    """The key of a trial's own journal."""
-    return JournalKey(experiment=experiment, generation=1, trial=trial)
-
-
-def begin_experiment(store: ObjectStore, journal: JournalKey) -> None:
-    """Open the experiment of a trial's own journal: that comes first."""
-    if journal.trial is not None and store.size(journal.of_experiment.entry_path(1)) is None:
-        owner, stamp = Owner(name="search", host="here", pid=1), Stamp(write_id="search", at="")
-        take_over(store, journal.of_experiment, owner, stamp, side_by_side=map)
+SEARCH = JournalKey(experiment="e", generation=1)
 
 
 @dataclass
 class Chronicle:
-    """The saves that owners requested, and those that were acknowledged; it survives every owner's crash."""
+    """The saves that attempts requested, and those that were acknowledged; it survives every crash."""
 
     saved: dict[str, Files] = field(default_factory=dict)
-    """The expected files of a checkpoint, by its folder."""
-    acknowledged: list[CheckpointKey] = field(default_factory=list)
+    """The expected files of a checkpoint, by the folder of its manifest."""
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    """By trial, the sequence of the newest acknowledged checkpoint."""
     stamps: int = 0
 
     def stamp(self) -> Stamp:
@@ -72,159 +74,60 @@ class Chronicle:
 
 
 @dataclass
-class Member:
-    """The owner of a trial's journal. Its fields are lost with its process; only the store remains."""
+class Attempt:
+    """An attempt of a trial: what it knows of the trial, and its model."""
 
     store: ObjectStore
     chronicle: Chronicle
-    journal: JournalKey
-    name: str
-    """The trial's name."""
+    key: TrialKey
+    trial: Trial
+    term: int
     owner: str = "first"
     retention: Retention = field(default_factory=lambda: Retention(last=1))
-    experiment: Experiment = field(init=False)
     head: bytes = b""
+    posted: int = 0
+    """How many posts an attempt on another machine has written."""
 
-    def __post_init__(self) -> None:
-        self.experiment = nothing_yet(self.journal)
-
-    def on(self, store: ObjectStore, chronicle: Chronicle) -> Member:
-        """Return the same owner, with the same fields, on another store."""
-        twin = replace(self, store=store, chronicle=chronicle)
-        twin.experiment = self.experiment
-        return twin
-
-    @property
-    def key(self) -> TrialKey:
-        return TrialKey(experiment=self.journal.experiment, generation=1, trial=self.name)
-
-    @property
-    def trial(self) -> Trial:
-        return self.experiment.trial(self.name)
-
-    # ----------------------------------------------------------------------------------------- operations
-
-    def open(self) -> None:
-        """Take the journal over."""
-        stamp = self.chronicle.stamp()
-        owner = Owner(name=self.owner, host="here", pid=1)
-        self.experiment = retried(
-            lambda: take_over(self.store, self.journal, owner, stamp, side_by_side=map, also=self._first)
-        )
-        if self.experiment.settled_from != self.experiment.opened_at:
-            self.append(retried(lambda: adopt(self.store, self.experiment)))
-
-    def _first(self, found: Experiment) -> Sequence[Event]:
-        added = TrialAdded(trial=self.name, config={"width": 3})
-        return () if self.name in found.trials else (Adopted(), added)
-
-    def clear_away(self) -> None:
-        """Delete leftovers of earlier owners, after journaling that no save may reuse them."""
-        left = retried(lambda: leftover(self.store, self.key, self.trial, self.experiment.settled_from))
-        if any(key.sequence >= self.trial.collected_up_to for key in left):
-            self.append([Retired(trial=self.name, retires=())])
-        self.clear(left)
-
-    def clear(self, doomed: Sequence[CheckpointKey]) -> None:
-        stamp = self.chronicle.stamp()
-        retried(lambda: clear(self.store, self.key, self.trial, doomed, stamp, side_by_side=map))
-
-    def clone(self, source: TrialKey) -> None:
-        """Clone the newest checkpoint of another trial, like the task, and journal the clone, like the supervisor.
-
-        Nothing is cloned if the other trial is completed, and has only the checkpoint of its end.
-        """
-        stamp, gone = self.chronicle.stamp(), None
-        while (found := self._clonable(source)) is not None and found != gone:
-            try:
-                ref = retried(lambda found=found: self._clone(found, stamp))
-            except CheckpointNotFound:
-                gone = found
-            else:
-                self.tell_of(found, ref)
-                return
-        if found is not None:
-            raise AssertionError(f"{found.folder}: is the newest checkpoint, and cannot be cloned")
-
-    def _clonable(self, source: TrialKey) -> CheckpointKey | None:
-        try:
-            return retried(lambda: newest_of(self.store, source, side_by_side=map))
-        except CheckpointNotFound:
-            if retried(lambda: current_trial(self.store, source, side_by_side=map)).status is not Status.COMPLETED:
-                raise
-            return None
-
-    def _clone(self, source: CheckpointKey, stamp: Stamp) -> CheckpointRef:
-        return clone(self.store, source, self.experiment, self.name, stamp, side_by_side=map)
-
-    def tell_of(self, source: CheckpointKey, ref: CheckpointRef) -> None:
-        """Journal a clone."""
-        key = CheckpointKey(trial=self.key, step=ref.step, sequence=ref.sequence)
-        self.chronicle.saved[key.folder] = self.chronicle.saved[source.folder]
-        self.append([Cloned(trial=self.name, checkpoint=ref, source=source, config={"width": 4}, reason="behind")])
-        self.chronicle.acknowledged.append(key)
-
-    def start(self) -> None:
-        """Begin an attempt from the newest checkpoint, which must be whole."""
+    def start(self) -> Started:
+        """Restore the newest checkpoint, which must be whole, and return the event that begins the attempt."""
         newest = newest_checkpoint(self.trial)
         if (key := newest_key(self.key, self.trial)) is not None:
             manifest = retried(lambda: read_manifest(self.store, key))
             self.head = retried(lambda: restored(self.store, manifest))["head"]
-        from_step, from_sequence = (newest.step, newest.sequence) if newest else (0, None)
-        attempt = self.trial.attempt + 1
-        self.append([Started(trial=self.name, attempt=attempt, from_step=from_step, from_sequence=from_sequence)])
+        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+        return Started(trial=self.trial.trial, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence)
 
-    def save(self) -> None:
-        """Train a step, publish, journal, and delete the checkpoints that this retires."""
-        self.clear(self.save_only())
+    def train(self) -> Reported:
+        """Train a step, and return its report."""
+        step, name = self.trial.step + 1, self.trial.trial
+        self.head = blake2b(self.head + f"{name} {self.owner}".encode(), digest_size=8).digest()
+        return Reported(trial=name, report=StepReport(step=step, metrics={"step": step}, trained_seconds=float(step)))
 
-    def save_and_clear_all(self) -> None:
-        """Train and save a step in a new attempt; delete all garbage."""
-        self.start()
-        self.save()
-        self.clear_away()
-
-    def save_only(self) -> Sequence[CheckpointKey]:
-        """Train a step, publish and journal; return the checkpoints that this retires."""
-        step = self.trial.step + 1
-        self.head = blake2b(self.head + f"{self.name} {self.owner}".encode(), digest_size=8).digest()
-        overtaken: list[CheckpointKey] = []
-        while True:
-            key = CheckpointKey(trial=self.key, step=step, sequence=self.experiment.number)
-            try:
-                return [*overtaken, *self._publish_and_journal(key)]
-            except SaveOvertaken:
-                self.append([Retired(trial=self.name, retires=())])
-                overtaken.append(key)
-
-    def _publish_and_journal(self, key: CheckpointKey) -> Sequence[CheckpointKey]:
-        step = key.step
+    def publish(self, report: StepReport) -> tuple[Committed, Sequence[CheckpointRef]]:
+        """Publish the step of a report; return the event of its commit, and the checkpoints that it retires."""
+        step = report.step
+        key = CheckpointKey(trial=self.key, step=step, sequence=self.trial.next_sequence)
         files = {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
-        self.chronicle.saved[key.folder] = files
-        about = self._about(step)
-        retried(lambda: self._commit(key, files, about))
+        self.upload(key, files, report)
         new = CheckpointRef(step=step, sequence=key.sequence, trained_seconds=float(step))
-        live = (*self.trial.checkpoints, new)
-        aside = retired_quarantined(self.trial.quarantined_checkpoints, live, self.retention)
-        going = (*retired(live, self.retention), *(each.sequence for each in aside))
-        report = StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
-        committed = Committed(trial=self.name, checkpoint=new, retires=going)
-        self.append([Reported(trial=self.name, report=report), committed])
-        self.chronicle.acknowledged.append(key)
-        doomed = [each for each in (*live, *aside) if each.sequence in going]
-        return [CheckpointKey(trial=self.key, step=each.step, sequence=each.sequence) for each in doomed]
+        ending = retired_by_commit(self.trial, new, self.retention)
+        retires = tuple(ref.sequence for ref in ending)
+        return Committed(trial=self.trial.trial, checkpoint=new, retires=retires), ending
 
-    def _about(self, step: int) -> About:
+    def upload(self, key: CheckpointKey, files: Files, *reports: StepReport) -> None:
+        """Publish files as a checkpoint, without a word to the journal."""
+        self.chronicle.saved[key.folder] = files
         stamp = self.chronicle.stamp()
-        return About(
+        about = About(
             attempt=self.trial.attempt,
-            term=self.experiment.term,
+            term=self.term,
             write_id=stamp.write_id,
             created_at=stamp.at,
-            metrics={"step": step},
-            trained_seconds=float(step),
-            reports=(StepReport(step=step, metrics={"step": step}, trained_seconds=float(step)),),
+            metrics={"step": key.step},
+            trained_seconds=float(key.step),
+            reports=reports,
         )
+        retried(lambda: self._commit(key, files, about))
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
         newest = parent_of_next(self.key, self.trial)
@@ -232,124 +135,290 @@ class Member:
         reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
         commit(self.store, key, MemoryFiles(files), about, reuse=reuse, side_by_side=map)
 
-    def append(self, events: Sequence[Event]) -> None:
+    # ------------------------------------------------------------------------------- on another machine
+
+    def post(self, *events: OneTrialsEvent) -> None:
+        """Write the next post; then its events are durable."""
+        outbox, stamp = self.trial.outbox, self.chronicle.stamp()
+        assert outbox is not None
+        trial = reduce(after, events, self.trial)
+        post = Post(write_id=stamp.write_id, at=stamp.at, events=events)
+        retried(lambda: write_post(self.store, self.key, outbox, self.posted + 1, post))
+        self.posted += 1
+        self.trial = trial
+
+    def begin_there(self) -> None:
+        self.post(self.start())
+
+    def save_there(self) -> None:
+        """Train, publish and post a step. It deletes nothing."""
+        reported = self.train()
+        committed, _ = self.publish(reported.report)
+        self.post(reported, committed)
+        self.chronicle.acknowledged[self.trial.trial] = self.trial.checkpoints[-1].sequence
+
+    def on(self, store: ObjectStore, chronicle: Chronicle) -> Attempt:
+        return replace(self, store=store, chronicle=chronicle)
+
+
+@dataclass
+class Search:
+    """The owner of the experiment. Its fields are lost with its process; only the store remains."""
+
+    store: ObjectStore
+    chronicle: Chronicle
+    journal: JournalKey = SEARCH
+    owner: str = "first"
+    retention: Retention = field(default_factory=lambda: Retention(last=1))
+    state: Experiment = field(init=False)
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.state = nothing_yet(self.journal)
+
+    def on(self, store: ObjectStore, chronicle: Chronicle) -> Search:
+        """Return the same owner, with the same fields, on another store."""
+        twin = replace(self, store=store, chronicle=chronicle)
+        twin.state = self.state
+        twin.attempts = {name: attempt.on(store, chronicle) for name, attempt in self.attempts.items()}
+        return twin
+
+    def key(self, name: str) -> TrialKey:
+        return self.state.trial_key(name)
+
+    def trial(self, name: str) -> Trial:
+        return self.state.trial(name)
+
+    def append(self, *events: Event) -> None:
         stamp = self.chronicle.stamp()
-        self.experiment = retried(lambda: append(self.store, self.experiment, events, stamp))
+        self.state = retried(lambda: append(self.store, self.state, events, stamp))
+
+    def open(self) -> None:
+        """Take the journal over, and adopt saves of attempts that ended with the last owner."""
+        stamp, owner = self.chronicle.stamp(), Owner(name=self.owner, host="here", pid=1)
+        self.state = retried(lambda: take_over(self.store, self.journal, owner, stamp, side_by_side=map))
+        self.append(*retried(lambda: adopt(self.store, self.state)))
+
+    def add(self, *names: str) -> None:
+        self.append(*(TrialAdded(trial=name, config={"width": 3}, of_search=True) for name in names))
+
+    # ------------------------------------------------------------------------------------ attempts here
+
+    def start(self, name: str) -> None:
+        attempt = Attempt(
+            self.store, self.chronicle, self.key(name), self.trial(name), self.state.term, self.owner, self.retention
+        )
+        self.append(attempt.start())
+        self.attempts[name] = attempt
+
+    def save(self, name: str) -> None:
+        """Train a step, publish, journal, and delete the checkpoints that this retires."""
+        self.clear(self.save_only(name))
+
+    def save_only(self, name: str) -> Sequence[CheckpointKey]:
+        """Train a step, publish and journal, again if it was overtaken; return the keys that this made collectable."""
+        attempt = self.attempts[name]
+        attempt.trial = self.trial(name)
+        reported = attempt.train()
+        events: tuple[Event, ...] = (reported,)
+        while True:
+            committed, ending = attempt.publish(reported.report)
+            self.append(*events, committed)
+            attempt.trial, events = self.trial(name), ()
+            if committed.checkpoint in attempt.trial.checkpoints:
+                self.chronicle.acknowledged[name] = committed.checkpoint.sequence
+                return self.collectable(name, ending)
+
+    def collectable(self, name: str, retired: Sequence[CheckpointRef]) -> Sequence[CheckpointKey]:
+        own = [self.key(name).checkpoint_key(ref) for ref in retired if ref.origin is None]
+        return [*own, *collectable_origins(self.state, retired)]
+
+    def clear(self, doomed: Sequence[CheckpointKey]) -> None:
+        """Delete checkpoints that the journal has retired."""
+        for name in dict.fromkeys(key.trial.trial for key in doomed):
+            retried(lambda name=name: collect(self.store, self.key(name), self.trial(name), doomed, side_by_side=map))
+
+    def clear_away(self) -> None:
+        """Delete leftovers, after journaling that no save may reuse them."""
+        for name in self.state.trials:
+            left = retried(lambda name=name: leftover(self.store, self.key(name), self.trial(name)))
+            trial = self.trial(name)
+            if trial.outbox is None and any(key.sequence >= trial.collected_up_to for key in left):
+                self.append(Retired(trial=name, retires=()))
+            self.clear(left)
+
+    def end(self, name: str, cause: Cause = Cause.PREEMPTED) -> None:
+        """End the attempt that runs here."""
+        self.append(AttemptEnded(trial=name, cause=cause, reason="x"))
+        del self.attempts[name]
+
+    def clone(self, name: str, source: str) -> None:
+        """Continue a waiting trial from the newest checkpoint of another; nothing where it has none."""
+        if (ref := clonable_checkpoint(self.trial(source))) is None:
+            return
+        origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
+        copy = ref.model_copy(update={"sequence": self.trial(name).next_sequence, "origin": origin, "pinned": False})
+        self.append(Cloned(trial=name, checkpoint=copy, source=source, config={"width": 4}, reason="behind"))
+        self.chronicle.acknowledged[name] = copy.sequence
+
+    # --------------------------------------------------------------------------- attempts on other machines
+
+    def launch(self, name: str) -> Attempt:
+        """Request an attempt on another machine, and return it; it has not begun."""
+        self.append(Launched(trial=name, outbox=self.trial(name).outbox_count + 1))
+        return Attempt(
+            self.store, self.chronicle, self.key(name), self.trial(name), self.state.term, self.owner, self.retention
+        )
+
+    def receive(self, name: str, *, closes: bool = False) -> Sequence[CheckpointKey]:
+        """Journal the posts of a trial, one entry for all, and delete them; return what they have retired."""
+        trial, key, stamp = self.trial(name), self.key(name), self.chronicle.stamp()
+        if (outbox := trial.outbox) is None:
+            return []
+        if closes:
+            closed = retried(lambda: close_outbox(self.store, key, outbox, trial.post, self.owner, stamp))
+            posts = closed.posts
+        else:
+            posts = retried(lambda: read_posts(self.store, key, outbox, trial.post))
+        events: list[Event] = []
+        for number, post in enumerate(posts, trial.post + 1):
+            events += [Received(trial=name, post=number), *post.events]
+        if closes:
+            events.append(OutboxClosed(trial=name))
+        if not events:
+            return []
+        self.append(*events)
+        retried(lambda: delete_posts(self.store, key, outbox, trial.post + 1, trial.post + len(posts)))
+        refs = {ref.sequence: ref for ref in trial.checkpoints}
+        refs |= {e.checkpoint.sequence: e.checkpoint for post in posts for e in post.events if isinstance(e, Committed)}
+        now = self.trial(name)
+        return self.collectable(name, [ref for ref in refs.values() if not is_live(now, key.checkpoint_key(ref))])
+
+    def settle(self, name: str) -> None:
+        """End the attempt of a trial wherever it runs, so that the trial waits."""
+        self.receive(name, closes=True)
+        if self.trial(name).phase is Phase.RUNNING:
+            self.append(*retried(lambda: adopt(self.store, self.state, trials=[name])))
+        self.attempts.pop(name, None)
 
 
 # --------------------------------------------------------------------------------------- promises
 
 
-def newest(member: Member) -> CheckpointKey:
-    """Return the newest checkpoint of the trial, which has one."""
-    key = newest_key(member.key, member.trial)
-    assert key
-    return key
+def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Trial]:
+    """Return the trials as they are once the journal has every post."""
+    trials = {}
+    for name, known in state.trials.items():
+        trial = known
+        if trial.outbox is not None:
+            for post in read_posts(store, state.trial_key(name), trial.outbox, trial.post):
+                trial = reduce(after, post.events, trial)
+        trials[name] = trial
+    return trials
 
 
-def promises_broken(store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey]) -> list[str]:
-    """Return every promise that the state on `store` breaks; `journals` by the names of the trials."""
+def promises_broken(store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH) -> list[str]:
+    """Return every promise that the state on `store` breaks."""
     try:
-        states = {name: load(store, journal, side_by_side=map).trials.get(name) for name, journal in journals.items()}
+        state = load(store, journal, side_by_side=map)
+        trials = {"journaled": state.trials, "posted": trials_with_posts(store, state)}
     except TuneError as error:
-        return [f"I6: a journal does not hold together: {error}"]
-    found = []
-    for name, state in states.items():
-        if state is not None:
-            trial = TrialKey(experiment=journals[name].experiment, generation=1, trial=name)
-            found += [*_whole(store, chronicle, trial, state), *_kept(chronicle, trial, state)]
-    return found
+        return [f"I6: the journal does not hold together: {error}"]
+    broken = []
+    for trial in (trial for known in trials.values() for trial in known.values()):
+        broken += _unreadable(store, chronicle, state.trial_key(trial.trial), trial)
+    for name, trial in trials["posted"].items():
+        newest = chronicle.acknowledged.get(name, 0)
+        known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
+        if newest and not any(ref.sequence >= newest for ref in known):
+            broken.append(f"I1: {name}: {newest} was acknowledged, and there is {trial.checkpoints}")
+    return broken
 
 
-def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
-    for each in state.checkpoints:
-        key = CheckpointKey(trial=trial, step=each.step, sequence=each.sequence)
+def _unreadable(store: ObjectStore, chronicle: Chronicle, key: TrialKey, trial: Trial) -> Iterator[str]:
+    for checkpoint in (key.checkpoint_key(ref) for ref in trial.checkpoints):
         try:
-            files = restored(store, read_manifest(store, key))
+            files = restored(store, read_manifest(store, checkpoint))
         except TuneError as broken:
-            yield f"I1: {key.folder} is live and cannot be restored: {broken}"
+            yield f"I1: {checkpoint.folder} is live in {trial.trial} and cannot be restored: {broken}"
             continue
-        if files != chronicle.saved[key.folder]:
-            yield f"I2: {key.folder} holds bytes that no owner saved: {files}"
-
-
-def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
-    """With a retention of one, a checkpoint as new as the newest acknowledged one always exists."""
-    newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
-    known = (*state.checkpoints, *(each.checkpoint for each in state.quarantined_checkpoints))
-    if newest and not any(each.sequence >= newest for each in known):
-        yield f"I1: {trial.folder}: {newest} was acknowledged, and there is {state.checkpoints}"
+        if files != chronicle.saved[checkpoint.folder]:
+            yield f"I2: {checkpoint.folder} holds bytes that no attempt saved: {files}"
 
 
 def after_everybody_returned(
-    store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey], *, tidy: bool = True
+    store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH, *, tidy: bool = True
 ) -> list[str]:
-    """Open each trial by a new owner, twice; check promises and leaks, and end all clones.
+    """Open the search by a new owner, twice; check promises and leaks, and end all clones.
 
     `tidy`: no write arrived late; a late write after the deletion of its checkpoint leaves an orphan.
     """
     try:
-        return list(_after_everybody_returned(store, chronicle, journals, tidy=tidy))
+        return list(_after_everybody_returned(store, chronicle, journal, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
 def _after_everybody_returned(
-    store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey], *, tidy: bool
+    store: ObjectStore, chronicle: Chronicle, journal: JournalKey, *, tidy: bool
 ) -> Iterator[str]:
-    yield from promises_broken(store, chronicle, journals)
-    members = [Member(store, chronicle, journal, name, owner="late") for name, journal in journals.items()]
-    for member in members:
-        member.open()
-        member.clear_away()
-    yield from promises_broken(store, chronicle, journals)
-    for member in members:
-        yield from _leaks(store, member)
-    for member in members:  # after two more steps no clone is live
-        if member.trial.phase in ENDED:
-            member.append([Requeued(trial=member.name, reason="more")])
-        member.start()
-        member.save()
-        member.save()
-    for member in members:
-        member.open()
-        member.clear_away()
-    yield from promises_broken(store, chronicle, journals)
-    for member in members:
-        yield from _what_is_left(store, member, tidy=tidy)
+    yield from promises_broken(store, chronicle, journal)
+    search = Search(store, chronicle, journal, owner="late")
+    search.open()
+    for name in search.state.trials:
+        search.settle(name)
+    search.clear_away()
+    yield from promises_broken(store, chronicle, journal)
+    for name in search.state.trials:
+        yield from _leaks(store, search, name)
+    for name in search.state.trials:  # after two more steps no clone is live
+        if search.trial(name).phase in ENDED:
+            search.append(Requeued(trial=name, reason="more"))
+        if search.trial(name).phase is Phase.PAUSED:
+            search.append(Resumed(trial=name))
+        search.start(name)
+        search.save(name)
+        search.save(name)
+    last = Search(store, chronicle, journal, owner="last")
+    last.open()
+    last.clear_away()
+    last.clear_away()  # a limit that a trial has got after another one's clones ended
+    yield from promises_broken(store, chronicle, journal)
+    for name in last.state.trials:
+        yield from _what_is_left(store, last, name, tidy=tidy)
 
 
-def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
+def _leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
     """Unreachable objects are found as leftovers or as orphans."""
-    trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
+    trial, key = search.trial(name), search.key(name)
     known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
-    refs = {(each.step, each.sequence) for each in known} | {(each.step, each.sequence) for each in trial.claims}
-    keys = [CheckpointKey(trial=key, step=step, sequence=sequence) for step, sequence in refs]
-    needed = {each.manifest_path for each in keys} | {
-        path for each in keys for path in read_manifest(store, each).blob_paths()
+    keys = {key.checkpoint_key(ref) for ref in known}
+    keys |= {CheckpointKey(trial=key, step=clone.step, sequence=clone.sequence) for clone in trial.clones}
+    needed = {own.manifest_path for own in keys} | {
+        path for own in keys for path in read_manifest(store, own).blob_paths()
     }
-    found = {each.path for each in orphans(store, key, trial, side_by_side=map)}
-    found |= {each.manifest_path for each in leftover(store, key, trial, member.experiment.number)}
-    found |= _manifests_aside(store, key, trial)
-    young = {each.path for each in store.list(key.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
-    there = {each.path for folder in (key.blobs, key.checkpoints) for each in store.list(folder)}
+    found = {blob.path for blob in orphans(store, key, trial, side_by_side=map)}
+    settled = trial.model_copy(update={"settled_from": 10**9})  # a later attempt's, or that of maintenance
+    found |= {old.manifest_path for old in leftover(store, key, settled)}
+    found |= _quarantined_manifests(store, key, trial)
+    young = {blob.path for blob in store.list(key.blobs) if blob_sequence(blob.path) >= trial.collected_up_to}
+    there = {listed.path for folder in (key.blobs, key.checkpoints) for listed in store.list(folder)}
     for path in sorted(there - needed - found - young):
         yield f"I7: {path} is unreachable, and nothing will find it"
 
 
-def _what_is_left(store: ObjectStore, member: Member, *, tidy: bool) -> Iterator[str]:
-    """Without a live clone, every claim is released and every retired checkpoint is deleted."""
-    state = load(store, member.journal, side_by_side=map).trial(member.name)
-    held = [each for each in state.claims if not any(each.sequence == live.sequence for live in state.checkpoints)]
-    if held:
-        yield f"I7: {member.key.folder}: held without a live clone: {held}"
-    live = {CheckpointKey(trial=member.key, step=e.step, sequence=e.sequence).manifest_path for e in state.checkpoints}
-    there = {each.path for each in store.list(member.key.checkpoints)} - _manifests_aside(store, member.key, state)
+def _what_is_left(store: ObjectStore, search: Search, name: str, *, tidy: bool) -> Iterator[str]:
+    """Without a live clone, every retired checkpoint is deleted."""
+    trial, key = search.trial(name), search.key(name)
+    if trial.clones:
+        yield f"I7: {name}: held without a live clone: {trial.clones}"
+    live = {key.checkpoint_key(ref).manifest_path for ref in trial.checkpoints}
+    there = {listed.path for listed in store.list(key.checkpoints)} - _quarantined_manifests(store, key, trial)
     for path in sorted(there - live) if tidy else ():
         yield f"I7: {path} was retired, and outlived everybody's clearing away"
 
 
-def _manifests_aside(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
+def _quarantined_manifests(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
     """Quarantined checkpoints are kept for inspection."""
-    found = ((each.path, CheckpointKey.from_manifest_path(key, each.path)) for each in store.list(key.checkpoints))
-    return {path for path, checkpoint in found if checkpoint and checkpoint.sequence in trial.quarantined}
+    keys = ((listed.path, CheckpointKey.from_manifest_path(key, listed.path)) for listed in store.list(key.checkpoints))
+    return {path for path, own in keys if own and own.sequence in trial.quarantined}

@@ -147,6 +147,8 @@ class Trial(RuleBasedStateMachine):
         owner = self._alive()
         if self.model.status in ("finished", "errored"):
             self._turn("requeued")
+        if self.model.status == "paused":
+            self._turn("resumed")
         if self.model.status != "running":
             self._go_on()
         return owner
@@ -207,7 +209,7 @@ class Trial(RuleBasedStateMachine):
         owner = self._train(1)
         owner.store = DyingStore(self.store, nth, way)
         count = len(self.witness.acknowledged)
-        unsure = (self.model.step, owner.experiment.number)
+        unsure = (self.model.step, owner.trial.next_sequence)
         with suppress(Crash):
             owner.save()
         if len(self.witness.acknowledged) > count:
@@ -349,8 +351,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTri
     """The transitions of trials in the test."""
     found: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]] = set()
 
-    def watched(trial: trials.Trial, event: OneTrialsEvent, number: int, writer: Writer) -> trials.Trial:
-        then = trials.after(trial, event, number, writer)
+    def watched(trial: trials.Trial, event: OneTrialsEvent, writer: Writer) -> trials.Trial:
+        then = trials.after(trial, event, writer)
         found.add((trial.phase, type(event)))
         return then
 

@@ -20,7 +20,7 @@ from tests.core.protocol.worlds import ObjectWorld, PosixWorld
 from tests.fakes.stores.dying_store import Way
 from tests.long_cases import long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "short_segments")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "frequent_snapshots")
 
 STORIES = [
     pytest.param(None, fresh_run, id="fresh run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -10,9 +11,9 @@ from prefect_tune.core import adoption
 from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
-from prefect_tune.core.experiment.experiment import TrialMap
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
-from prefect_tune.core.journal import journal, segments
+from prefect_tune.core.journal import journal, outbox, snapshot
+from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
@@ -21,7 +22,8 @@ from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.posix_files import Publisher
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
-from tests.core.histories import base, fold, next_state, opened
+from tests.core.histories import fold, next_state, opened
+from tests.core.protocol import test_outbox
 from tests.core.protocol.invariants import after_recovery
 from tests.core.protocol.matrix import (
     STEPS,
@@ -128,50 +130,57 @@ def every_flipped_blob() -> Sequence[str]:
     return []
 
 
-def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
-    """A history with this number of entries, and all segments except the one at entry `lost`."""
+def some_snapshot(entries: int, number: int, *trials: str) -> MemoryStore:
+    """A history with this number of entries, and a snapshot of it after entry `number`."""
     store = MemoryStore()
     state = opened(store)
     while state.number < entries:
         state = next_state(store, state, [trials[state.number // 4 % len(trials)]])
-        if state.number != lost:
-            segments.write_due_segment(store, state)
+        if state.number == number:
+            write_snapshot(store, state)
     return store
 
 
 def differs(store: MemoryStore) -> list[str]:
     try:
-        found = journal.load(store, first_generation(NAME), side_by_side=map)
+        loaded = journal.load(store, first_generation(NAME), side_by_side=map)
     except TuneError as error:
         return [f"I4: {error}"]
-    return [] if (found, list(found.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {found}"]
+    return [] if (loaded, list(loaded.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {loaded}"]
 
 
-def every_lost_segment() -> Sequence[str]:
-    with base(3):
-        runs = [(entries, lost) for entries in (28, 40) for lost in range(0, entries, 3)]
-        return [each for run, lost in runs for each in differs(some_segments(run, *"acbed", lost=lost))]
+def a_snapshot_of_five_trials() -> Sequence[str]:
+    return differs(some_snapshot(28, 24, *"acbed"))
 
 
-def segments_of_a_journal_that_was_deleted() -> Sequence[str]:
-    with base(3):
-        store, old = some_segments(27, "new"), some_segments(27, "old")
-        store.objects[JOURNAL.segment_path(27)] = old.objects[JOURNAL.segment_path(27)]
-        return differs(store)
-
-
-def every_torn_segment() -> Sequence[str]:
-    store = some_segments(23, "b", "a")
-    path = JOURNAL.segment_path(20)
+def a_torn_snapshot() -> Sequence[str]:
+    store = some_snapshot(23, 20, "b", "a")
+    path = JOURNAL.snapshot_path(20)
     store.objects[path] = store.objects[path].replace(b'"attempt":1', b'"attempt":2')
     return differs(store)
 
 
-def segments_of_two_histories() -> Sequence[str]:
-    with base(3):
-        store, old = some_segments(31, "new"), some_segments(27, "old")
-        store.objects[JOURNAL.segment_path(27)] = old.objects[JOURNAL.segment_path(27)]
-        return differs(store)
+def stale_snapshots() -> Sequence[str]:
+    """A snapshot of a deleted journal, at the last entry of the one that has its name now, and before it."""
+    store, old = some_snapshot(27, 0, "new"), some_snapshot(27, 27, "old")
+    store.objects[JOURNAL.snapshot_path(27)] = old.objects[JOURNAL.snapshot_path(27)]
+    broken = differs(store)
+    opened(store, write_id="later")
+    return broken or differs(store)
+
+
+def failure_of(test: Callable[[], object]) -> Sequence[str]:
+    """Return how a test fails, or nothing."""
+    try:
+        test()
+    except (AssertionError, TuneError, pytest.fail.Exception) as failure:
+        return [f"{type(failure).__name__}: {failure}"]
+    return []
+
+
+def every_failure_of_an_outbox() -> Sequence[str]:
+    cases = [(*request, fault) for request in test_outbox.REQUESTS for fault in test_outbox.FAULTS]
+    return next(filter(None, (failure_of(partial(test_outbox.fail, *case)) for case in cases)), [])
 
 
 LATER: list[tuple[MemoryStore, str, bytes]] = []
@@ -184,7 +193,7 @@ MUTANTS = {
             commit.require_stored: {"if not written:": "if True:"},
             commit.commit: {
                 "work =": "LATER.clear(); work =",
-                "return CommitResult(": "[at.put(path, of) for at, path, of in LATER]; return CommitResult(",
+                "return Save(": "[at.put(path, of) for at, path, of in LATER]; return Save(",
             },
         },
     ),
@@ -202,7 +211,7 @@ MUTANTS = {
         every_death,
         {object_store.create_or_recognize: {"if _is_there(store, path, data, outcome) != data:": "if True:"}},
     ),
-    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
+    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temporary: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
     "no term check": Mutant(
         meeting_owners,
@@ -226,44 +235,90 @@ MUTANTS = {
         {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt, {adoption._find: {"manifest.about.attempt == trial.attempt": "True"}}
+        every_crash_of_a_second_attempt,
+        {
+            adoption._find: {"manifest.about.attempt == trial.attempt": "True"},
+            trial_transitions._started: {
+                "sequence = trial.next_sequence + (trial.attempt > 0)": "sequence = trial.next_sequence",
+                "sequence if trial.attempt else trial.settled_from": "trial.settled_from",
+            },
+        },
     ),
     "collect what no retirement protects": Mutant(
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
-        every_death, {checkpoint_gc._collected: {" - _reachable(store, trial, state, side_by_side)": ""}}
+        every_death, {checkpoint_gc.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
     ),
     "collect the manifest first": Mutant(
         every_death,
         {
-            checkpoint_gc._collected: {
-                "store.delete(ours)": "store.delete([key.manifest_path for key in keys]); store.delete(ours)"
+            checkpoint_gc.collect: {
+                "store.delete(unneeded)": "store.delete([key.manifest_path for key in keys]); store.delete(unneeded)"
             }
         },
     ),
-    "forget at a boundary what changed before it": Mutant(
-        every_lost_segment, {TrialMap.at_boundary: {"changed[level + 1].update(changed[level])": "changed[level]"}}
+    "keep a snapshot's trials in the order of their names": Mutant(
+        a_snapshot_of_five_trials,
+        {
+            snapshot.encode_snapshot: {
+                "in experiment.trials.values()": "in sorted(experiment.trials.values(), key=lambda trial: trial.trial)"
+            }
+        },
     ),
-    "count a new trial as no change": Mutant(
-        every_lost_segment, {TrialMap.with_trial: {"if number in lately": "if number == len(numbers) - 1"}}
+    "believe a snapshot without a look at the journal": Mutant(
+        stale_snapshots, {journal._follow: {"if last is None or digest_of(last) != experiment.digest:": "if False:"}}
     ),
-    "keep a segment's trials in the order of their names": Mutant(
-        every_lost_segment, {TrialMap.with_segment: {"for trial in changed:": "for trial in sorted(changed, key=str):"}}
+    "believe a snapshot of another history": Mutant(
+        stale_snapshots, {experiment._require_successor: {"if found != expected:": "if False:"}}
     ),
-    "believe a segment without a look at the journal": Mutant(
-        segments_of_a_journal_that_was_deleted, {journal._require_last: {"if data is None or": "if False and"}}
+    "believe a snapshot that is torn": Mutant(
+        a_torn_snapshot,
+        {snapshot.decode_snapshot: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
-    "believe segments of two histories": Mutant(
-        segments_of_two_histories, {segments.after_segment: {"if known.get": "if False and known.get"}}
+    "delete the first post": Mutant(
+        partial(
+            failure_of,
+            test_outbox.test_a_second_process_with_the_same_request_stops_at_its_first_post_even_after_the_attempt_has_ended,
+        ),
+        {outbox.delete_posts: {"max(2, first)": "first"}},
     ),
-    "believe a segment that is torn": Mutant(
-        every_torn_segment,
-        {segments.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
+    "end an outbox without reading the post that came first": Mutant(
+        partial(
+            failure_of,
+            test_outbox.test_each_acknowledged_post_is_journaled_in_every_order_of_an_attempt_and_an_owner_that_closes_its_outbox,
+        ),
+        {outbox.close_outbox: {"races += 1": "number, races = number + 1, races + 1"}},
+    ),
+    "acknowledge a post whose creation is unknown": Mutant(
+        every_failure_of_an_outbox,
+        {object_store.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
+    ),
+    "receive posts in any order": Mutant(
+        partial(failure_of, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),
+        {trial_transitions._apply_outbox_event: {" and post == trial.post + 1": ""}},
+    ),
+    "delete posts before their entry": Mutant(
+        every_failure_of_an_outbox,
+        {
+            test_outbox.World.receive: {
+                "events = events_of": "delete_posts(store, TRIAL, 1, received + 1, received + len(posts)); "
+                "events = events_of"
+            }
+        },
+    ),
+    "post after the end of the outbox": Mutant(
+        every_failure_of_an_outbox,
+        {outbox.write_post: {"if found is None:": "if found and found.closed_by: return\n        if found is None:"}},
     ),
     "settle on opening": Mutant(
         every_death,
-        {experiment._opened: {'"opened_at": number': '"opened_at": number, "settled_from": number'}},
+        {
+            experiment._opened: {
+                '"opened_at": number': '"opened_at": number, "trials": TrialMap.of(each.model_copy('
+                'update={"settled_from": each.next_sequence + 1}) for each in experiment.trials.values())'
+            }
+        },
     ),
 }
 
@@ -282,10 +337,10 @@ FINDERS = [
     a_careless_cleaner,
     every_lie,
     every_flipped_blob,
-    every_lost_segment,
-    every_torn_segment,
-    segments_of_a_journal_that_was_deleted,
-    segments_of_two_histories,
+    a_snapshot_of_five_trials,
+    a_torn_snapshot,
+    stale_snapshots,
+    every_failure_of_an_outbox,
 ]
 
 

@@ -114,6 +114,10 @@ class _Runner:
         self._wait("put", path)
         self._inner.put(path, data)
 
+    def copy(self, source: str, path: str) -> None:
+        self._wait("copy", path)
+        self._inner.copy(source, path)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self._wait("replace", path)
         self._inner.replace(path, pieces)

@@ -1,38 +1,30 @@
-"""Attempts on simulated remote machines: a test writes their journals and reads the answers of the search."""
+"""Attempts on simulated remote machines: a test posts their events and reads the answers of the search."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.trial_journal import AttemptEvent, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.journal_events import (
-    Adopted,
-    CheckpointRef,
-    Committed,
-    Event,
-    Reported,
-    Started,
-    TrialAdded,
-)
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events import Adopted, CheckpointRef, Committed, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.journal_access import (
-    JournalWriter,
     Opening,
     current_owner,
     experiment_id,
     new_write_id,
     open_journal,
-    write_directly,
+    read_experiment,
 )
 
 _REQUEST = timedelta(seconds=9)
@@ -40,7 +32,7 @@ _REQUEST = timedelta(seconds=9)
 
 def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
     key = TrialKey(experiment="e", generation=1, trial=trial)
-    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, own_journal=True)
+    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, of_search=True)
 
 
 class FarMachines:
@@ -83,49 +75,42 @@ def require_experiment(target: StorageTarget, key: JournalKey) -> None:
 
 
 class FarAttempt:
-    """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
+    """One attempt, which posts to the outbox that its search has opened, or to the first one of a new trial."""
 
-    def __init__(self, target: StorageTarget, trial: str = "00000", *, search_term: int = 0) -> None:
+    def __init__(self, target: StorageTarget, trial: str = "00000") -> None:
         self._target = target
         self._key = TrialKey(experiment="e", generation=1, trial=trial)
-
-        def first(found: Experiment) -> Sequence[Event]:
-            return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
-
         require_experiment(target, self._key.of_experiment)
-        opening = Opening(current_owner(search_term=search_term), new_write_id(), first)
-        opened = open_journal(target, self._key.journal, opening)
-        self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
+        known = read_experiment(target, self._key.of_experiment).trials.get(trial)
+        state = known or Trial(trial=trial, config={})
+        if state.outbox is None:
+            state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
+        self.journal = Outbox(target, self._key, state)
+        self.written = 0
+        """How many posts its outbox has."""
 
     @property
     def trial(self) -> Trial:
-        return self._journal_writer.experiment.trial(self._key.trial)
-
-    @property
-    def written(self) -> int:
-        """How many entries its journal has."""
-        return self._journal_writer.experiment.number
+        return self.journal.trial
 
     def starts(self) -> None:
-        newest = newest_checkpoint(self.trial)
-        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-        attempt = self.trial.attempt + 1
-        self.writes(Started(trial=self._key.trial, attempt=attempt, from_step=step, from_sequence=sequence))
+        self.writes(next_start(self.trial))
 
     def reports(self, *steps: int, asks: bool = False) -> None:
-        """Write a journal entry for each step; with `asks`, the last one asks the search for a decision."""
+        """Post each step; with `asks`, the last one asks the search for a decision."""
         for step in steps:
             asks_here = asks and step == steps[-1]
             self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))
 
     def saves(self, step: int, *, asks: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
-        ref = CheckpointRef(sequence=self._journal_writer.experiment.number, **_report(step).model_dump())
+        ref = CheckpointRef(sequence=self.trial.next_sequence, **_report(step).model_dump())
         reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
         self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
 
-    def writes(self, *events: Event) -> None:
-        self._journal_writer.write(events)
+    def writes(self, *events: AttemptEvent) -> None:
+        self.journal.write(events)
+        self.written += 1
 
     def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> Proceed | Leave | StopAndSave | None:
         """Return the answer of the search to the trial at a step, or the one written without a question."""

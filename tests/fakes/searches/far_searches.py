@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from logging import getLogger
 from unittest.mock import patch
 
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
@@ -17,6 +18,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.executors.remote_executor import RemoteExecutor
+from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import (
     JournalWriter,
     Opening,
@@ -55,18 +57,24 @@ class FarSearch:
         samples: int = 1,
         limits: SearchLimits | None = None,
         survives_search: bool = True,
+        period: timedelta | None = None,
+        executor: TrialExecutor | None = None,
     ) -> None:
+        """Args: period: how often the journal is written where nobody waits for an entry."""
         self.machines = FarMachines(survives_search=survives_search)
         opening = Opening(current_owner(), new_write_id())
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = current_journal(store, "e")
         state = open_journal(target, key, opening)
-        self._journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
+        self._journal_writer = JournalWriter(target, state, write_directly, lambda _state: None)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
-        executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
+        if executor is None:
+            executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
         limits = limits or limits_of(2)
         plan, log = plan_at(target), getLogger(__name__)
+        if period is not None:
+            plan = replace(plan, sync=SyncConfig(sync_period_seconds=period.total_seconds()))
         self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=ObserverGroup())
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []

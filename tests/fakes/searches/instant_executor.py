@@ -7,22 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
-from prefect_tune.attempt.search_link import EntryWritten, StepReported
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.search_link import AnswerAwaited
+from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.journal_events import (
-    Adopted,
-    CheckpointRef,
-    Cloned,
-    Committed,
-    Event,
-    Finished,
-    Reported,
-    Started,
-)
+from prefect_tune.core.experiment.trial_transitions import Trial, after, newest_checkpoint
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Finished, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.schedulers.base import Exploit
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
 
@@ -33,6 +25,7 @@ class InstantExecutor:
     Its metrics depend on its name and the step only. `started` is called whenever a trial starts.
     """
 
+    is_remote = False
     survives_search = False
 
     def __init__(self, steps: int, started: Callable[[str], None] = lambda _: None) -> None:
@@ -40,7 +33,6 @@ class InstantExecutor:
         self._started = started
         self._inbox: deque[Message] = deque()
         self._trials: dict[str, _Attempt] = {}
-        self._saved: dict[str, CheckpointRef] = {}
         self.report_count = 0
 
     def __len__(self) -> int:
@@ -49,15 +41,16 @@ class InstantExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._trials
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
-        assert trial not in self, f"trial {trial}: attempt {attempt} begins beside another"
+        assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
         self._started(trial)
-        self._trials[trial] = simulated = _Attempt(trial, absorbed, self._saved)
-        if request.exploit is not None:
-            self._inbox.append(simulated.exploit(request.exploit, spec.trial.experiment, before=self._steps))
-        self._inbox.extend(simulated.begin(attempt))
+        self._trials[trial] = simulated = self._attempt(request.trial)
+        self._inbox.append(simulated.begin())
         self._train(simulated, request.milestone, saves=request.saves_first)
+
+    def _attempt(self, trial: Trial) -> _Attempt:
+        return _Attempt(trial)
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         del step
@@ -84,6 +77,9 @@ class InstantExecutor:
         del patience
         return [self._inbox.popleft()]
 
+    def refuse(self) -> None:
+        """Do nothing: no attempt waits for an entry."""
+
     def forget(self, trial: str) -> None:
         del self._trials[trial]
 
@@ -91,38 +87,26 @@ class InstantExecutor:
 class _Attempt:
     """One simulated attempt."""
 
-    def __init__(self, trial: str, absorbed: int, saved: dict[str, CheckpointRef]) -> None:
-        self.trial = trial
-        self.number = absorbed
-        self.saved = saved
+    def __init__(self, state: Trial) -> None:
+        self.state = state
+        self.trial = state.trial
         self.saves_first = False
-        start = saved.get(trial)
-        self.step, self.sequence = (start.step, start.sequence) if start else (0, None)
+        newest = newest_checkpoint(state)
+        self.step = newest.step if newest else 0
 
-    def begin(self, attempt: int) -> Iterator[Message]:
-        start = Started(trial=self.trial, attempt=attempt, from_step=self.step, from_sequence=self.sequence)
-        yield self._wrote(Adopted(), start)
-
-    def exploit(self, exploit: Exploit, experiment: str, *, before: int) -> Message:
-        """Continue from the newest checkpoint of the source; from its own if that has none `before` the last step."""
-        known = self.saved.get(exploit.source)
-        source = exploit.source if known is not None and known.step < before else self.trial
-        found = self.saved[source]
-        self.saved[self.trial] = copy = found.model_copy(update={"sequence": self.number})
-        self.step, self.sequence = copy.step, copy.sequence
-        key = TrialKey(experiment=experiment, generation=1, trial=source).checkpoint_key(found)
-        config, reason = exploit.config, exploit.reason
-        return self._wrote(Cloned(trial=self.trial, checkpoint=copy, source=key, config=config, reason=reason))
+    def begin(self) -> Message:
+        return self._wrote(next_start(self.state))
 
     def ask(self) -> Message:
-        return StepReported(self.trial, self._report(), asks=True)
+        return AnswerAwaited(self.trial, self._report())
 
     def train(self, end: int, *, asks: bool, is_last: bool) -> Iterator[Message]:
         while self.step < end:
             self.step += 1
-            yield StepReported(self.trial, self._report(), asks=asks and not is_last and self.step == end)
-        saves = [self._committed()] if is_last or self.saves_first else []
-        yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
+            saves = [self._committed()] if self.step == end and (is_last or self.saves_first) else []
+            yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
+        if asks and not is_last:
+            yield self.ask()
         if is_last:
             yield self._wrote(Finished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
             yield AttemptExited(self.trial)
@@ -132,18 +116,22 @@ class _Attempt:
         yield self._wrote(*saves, said.outcome)
         yield AttemptExited(self.trial)
 
-    def _wrote(self, *events: Event) -> EntryWritten:
-        self.number += 1
-        return EntryWritten(self.trial, self.number, events)
+    def _wrote(self, *events: AttemptEvent) -> EventsSubmitted:
+        for event in events:
+            self.state = after(self.state, event)
+        return EventsSubmitted(self.trial, events, is_awaited=any(not isinstance(each, Reported) for each in events))
 
     def _report(self) -> StepReport:
         return StepReport(step=self.step, metrics=_metrics(self.trial, self.step), trained_seconds=float(self.step))
 
     def _committed(self) -> Committed:
-        report = self._report()
-        ref = CheckpointRef(sequence=self.number, size_bytes=1 << 26, **report.model_dump())
-        self.saved[self.trial] = ref
-        return Committed(trial=self.trial, checkpoint=ref)
+        ref = CheckpointRef(sequence=self.state.next_sequence, size_bytes=1 << 26, **self._report().model_dump())
+        return Committed(trial=self.trial, checkpoint=ref, retires=self.retired_by(ref))
+
+    def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
+        """Return what a checkpoint retires: nothing."""
+        del new
+        return ()
 
 
 def _metrics(trial: str, step: int) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.trial import clone_for
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -32,10 +33,9 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.values import StepReport
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, report_input_of
-from prefect_tune.reporting.history import ExperimentHistory
 from tests.fakes.checkpoints import first_generation
 
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
@@ -47,14 +47,13 @@ class JournalBuilder:
     """Builds a journal, event by event."""
 
     name: str = "rates"
-    metrics: Sequence[str] = ("loss",)
     settings: Mapping[str, object] = field(default_factory=lambda: {"metric": "loss", "mode": "min"})
     now: datetime = BEGAN
     number: int = 1
 
     def __post_init__(self) -> None:
         self.state: Experiment = nothing_yet(first_generation(self.name))
-        self.history = ExperimentHistory(self.metrics)
+        self.view = SearchView(self.state.model_copy(update={"settings": self.settings}))
         self.opens()
         if self.settings:
             self.record(Configured(settings=self.settings))
@@ -64,7 +63,7 @@ class JournalBuilder:
         for event in events:
             self.number += 1
             self.state = after_event(self.state, event, self.number)
-            self.history.add_event(event, self.now)
+            self.view.apply(event, self.now, self.state)
 
     def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
@@ -85,7 +84,7 @@ class JournalBuilder:
 
     def saves(self, trial: str, size_bytes: int = 5_000_000) -> None:
         known = self.state.trial(trial)
-        new = CheckpointRef(step=known.step, sequence=self.number, metrics=known.metrics, size_bytes=size_bytes)
+        new = CheckpointRef(step=known.step, sequence=known.next_sequence, metrics=known.metrics, size_bytes=size_bytes)
         sent = size_bytes if len(known.checkpoints) == 0 else size_bytes // 10
         self.record(Committed(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
 
@@ -93,9 +92,8 @@ class JournalBuilder:
         known = self.state.trial(trial)
         self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
-    def report_input(self, expected: int | None = None, newest: Mapping[str, StepReport] | None = None) -> ReportInput:
-        history, known = self.history.view(drawn_trials(self.state)), newest or {}
-        return report_input_of(self.state, history, uri=URI, now=self.now, expected=expected, newest=known.get)
+    def report_input(self, expected: int | None = None) -> ReportInput:
+        return report_input_of(self.view.read(drawn_trials(self.state)), uri=URI, now=self.now, expected=expected)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:
@@ -156,7 +154,7 @@ def _goes_on(search: JournalBuilder, trial: str, loss: float, before: list[float
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBuilder:
     """A population in which the worst quarter continues from the best."""
     draw = random.Random(seed)
-    search = JournalBuilder(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
+    search = JournalBuilder(name="population", settings={"metric": "score", "mode": "max"})
     names = [f"{index:05}" for index in range(members)]
     scores = {}
     for name in names:
@@ -185,21 +183,15 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBu
 
 
 def _clone(search: JournalBuilder, name: str, best: str) -> None:
-    source = search.state.trial(best).checkpoints[-1]
-    key = CheckpointKey(
-        trial=TrialKey(experiment=search.name, generation=1, trial=best), step=source.step, sequence=source.sequence
-    )
-    copy = source.model_copy(update={"sequence": search.number})
-    config = search.state.trial(best).config
-    search.record(Cloned(trial=name, checkpoint=copy, source=key, config=config, reason="behind"))
+    source = search.state.trial(best)
+    copy = clone_for(search.state.trial(name), source.checkpoints[-1], best)
+    search.record(Cloned(trial=name, checkpoint=copy, source=best, config=source.config, reason="behind"))
 
 
 def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
     """A search with two metrics."""
     draw = random.Random(seed)
-    search = JournalBuilder(
-        name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]}
-    )
+    search = JournalBuilder(name="two", settings={"metric": ["loss", "size"], "mode": ["min", "min"]})
     for index in range(count):
         trial, width = f"{index:05}", draw.choice([8, 16, 32, 64, 128, 256])
         search.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
@@ -213,7 +205,7 @@ def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
 
 def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilder:
     """One training that was killed twice, and resumed by two more owners."""
-    search = JournalBuilder(name="digits", metrics=(), settings={})
+    search = JournalBuilder(name="digits", settings={})
     search.adds("trial", {"rate": 0.1, "width": 64})
     search.starts("trial")
     step, left = 0, list(kills)

@@ -14,6 +14,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.tuner.janitor import Janitor
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.checkpoints import first_generation
@@ -22,14 +23,17 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
 class WrittenEntries:
-    """A journal that is a list."""
+    """A journal that is a list; a write raises `error`, if there is one."""
 
     def __init__(self) -> None:
         self.entries: list[Sequence[Event]] = []
+        self.error: BaseException | None = None
 
     def __call__(
         self, _target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None
     ) -> Experiment:
+        if self.error is not None:
+            raise self.error
         self.entries.append(tuple(events))
         for event in events:
             state = after_event(state, event, state.number + 1)
@@ -47,5 +51,5 @@ def pending_entry(
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
-    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _events, _state: None)
-    return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period)
+    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _state: None)
+    return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period, Janitor(target))

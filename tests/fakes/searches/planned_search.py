@@ -5,32 +5,34 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from prefect_tune.attempt.search_link import EntryWritten
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.trial_journal import AttemptEvent, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired
+from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.stoppers import of_trials
+from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
-    Cloned,
-    Committed,
     Configured,
-    Event,
+    Launched,
+    TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.search.domains import loguniform, randint
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.executors.trial_executor import AttemptExited, Message
+from prefect_tune.executors.trial_executor import AttemptExited, Message, TrialExecutor
 from prefect_tune.journal_access import (
     JournalWriter,
     Opening,
+    Writer,
     current_owner,
     new_write_id,
     open_journal,
@@ -64,21 +66,26 @@ class UnreliableExecutor(InstantExecutor):
         super().__init__(steps)
         self._fails = fails or {}
         self._retention = retention or Retention()
-        self._live: dict[str, list[CheckpointRef]] = {}
         self._order = None if seed is None else random.Random(seed)
         self._stopped = False
+        self.start_count = 0
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         self._stopped = False
+        self.start_count += 1
         trial = spec.trial.trial
-        assert trial not in self, f"trial {trial}: attempt {attempt} begins beside another"
+        assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
         cause, count = self._fails.get(trial, (Cause.USER, 0))
-        if attempt > count:
-            super().start(spec, request, attempt, absorbed)
-        else:
-            self._trials[trial] = failing = _Attempt(trial, absorbed, self._saved)
-            self._inbox.extend(failing.begin(attempt))
-            self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=f"failed {attempt}", at_start=True))
+        if request.attempt > count:
+            super().start(spec, request)
+            return
+        self._trials[trial] = failing = self._attempt(request.trial)
+        self._inbox.append(failing.begin())
+        reason = f"failed {request.attempt}"
+        self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=reason, at_start=True))
+
+    def _attempt(self, trial: Trial) -> _Attempt:
+        return _RetiringAttempt(trial, self._retention)
 
     def poll(self, patience: timedelta) -> list[Message]:
         """Return the first message of a trial."""
@@ -87,21 +94,7 @@ class UnreliableExecutor(InstantExecutor):
             chosen = first[self._order.choice(sorted(first))]
             self._inbox.remove(chosen)
             self._inbox.appendleft(chosen)
-        return [self._retiring(message) for message in super().poll(patience)]
-
-    def _retiring(self, message: Message) -> Message:
-        """Return the message with the retirements that a commit worker adds to each commit."""
-        if not isinstance(message, EntryWritten):
-            return message
-        return replace(message, events=tuple(map(self._with_retirements, message.events)))
-
-    def _with_retirements(self, event: Event) -> Event:
-        if not isinstance(event, Committed | Cloned):
-            return event
-        live = [*self._live.get(event.trial, ()), event.checkpoint]
-        retires = retired(live, self._retention) if isinstance(event, Committed) else ()
-        self._live[event.trial] = [each for each in live if each.sequence not in retires]
-        return event.model_copy(update={"retires": retires}) if retires else event
+        return super().poll(patience)
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         if not self._stopped:
@@ -114,8 +107,19 @@ class UnreliableExecutor(InstantExecutor):
         for trial in self._trials.keys() - ended:
             self._end(trial, AttemptEnded(trial=trial, cause=Cause.PREEMPTED, reason="stopped"))
 
-    def _end(self, trial: str, event: Event) -> None:
+    def _end(self, trial: str, event: AttemptEnded) -> None:
         self._inbox.extend([self._trials[trial]._wrote(event), AttemptExited(trial)])
+
+
+class _RetiringAttempt(_Attempt):
+    """An attempt that retires checkpoints as a commit worker does."""
+
+    def __init__(self, state: Trial, retention: Retention) -> None:
+        super().__init__(state)
+        self._retention = retention
+
+    def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
+        return tuple(each.sequence for each in retired_by_commit(self.state, new, self._retention))
 
 
 @dataclass
@@ -125,20 +129,27 @@ class PlannedSearch:
     target: LocalTarget
     name: str = "e"
     slots: int = 3
-    executor: UnreliableExecutor = field(default_factory=UnreliableExecutor)
+    executor: TrialExecutor = field(default_factory=UnreliableExecutor)
 
-    def run(self, until: Callable[[], bool] = lambda: False, **options: Any) -> Experiment:
+    def run(
+        self,
+        until: Callable[[], bool] = lambda: False,
+        *,
+        write: Writer = write_directly,
+        has_had_enough: Callable[[Trial], bool] = lambda _: True,
+        **options: Any,
+    ) -> Experiment:
         """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
         given = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
         plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **given)
         key = JournalKey(experiment=self.name, generation=1)
         state = open_journal(self.target, key, Opening(current_owner(), new_write_id()))
-        writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
+        writer = JournalWriter(self.target, state, write, lambda _state: None)
         if plan.settings != state.settings:
             writer.write([Configured(settings=plan.settings)])
         driver = Driver(
             trial_spec(plan, of_trials(plan.stopper)),
-            SearchLimits(plan, self.slots),
+            SearchLimits(plan, self.slots, has_had_enough=has_had_enough),
             policy_of(plan),
             self.executor,
             writer,
@@ -153,3 +164,13 @@ class _Interrupts(StopSource):
 
     def __init__(self, until: Callable[[], bool]) -> None:
         self.is_interrupted = until
+
+
+def began_elsewhere(target: LocalTarget, *events: AttemptEvent) -> Experiment:
+    """An experiment with one trial, whose first attempt has posted events that no search has received."""
+    added = [TrialAdded(trial="00000", config={"x": 0.5}, of_search=True), Launched(trial="00000", outbox=1)]
+    search = open_journal(target, JournalKey(experiment="e", generation=1), Opening(current_owner(), new_write_id()))
+    search = write_directly(target, search, added)
+    outbox = Outbox(target, search.trial_key("00000"), search.trial("00000"))
+    outbox.write([next_start(search.trial("00000")), *events])
+    return search

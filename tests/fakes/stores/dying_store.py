@@ -12,7 +12,7 @@ from typing import TypeVar
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-WRITES = frozenset({"create", "put", "replace", "delete"})
+WRITES = frozenset({"create", "put", "copy", "replace", "delete"})
 
 _T = TypeVar("_T")
 
@@ -68,6 +68,9 @@ class DyingStore:
 
     def put(self, path: str, data: Buffer) -> None:
         self._do("put", path, lambda: self.inner.put(path, data))
+
+    def copy(self, source: str, path: str) -> None:
+        self._do("copy", path, lambda: self.inner.copy(source, path))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self._do("replace", path, lambda: self.inner.replace(path, pieces))

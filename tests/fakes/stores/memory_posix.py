@@ -118,6 +118,9 @@ class MemoryPosix:
         with self._lock:
             return bytes(self._file(file).data[offset : offset + length])
 
+    def copy_range(self, source: int, file: int, length: int, offset: int) -> int:
+        return self.write(file, memoryview(self.pread(source, length, offset)))
+
     def fsync(self, file: int) -> None:
         with self._lock:
             if self._fsync_works:
@@ -341,6 +344,12 @@ class DyingCalls:
 
     def pread(self, file: int, length: int, offset: int) -> bytes:
         return self._look(lambda: self.disk.pread(file, length, offset))
+
+    def copy_range(self, source: int, file: int, length: int, offset: int) -> int:
+        def copy(length: int) -> int:
+            return self.disk.copy_range(source, file, length, offset)
+
+        return self._change("copy_range", lambda: copy(length), lambda: copy(length // 2))
 
     def fsync(self, file: int) -> None:
         self._change("fsync", lambda: self.disk.fsync(file))

@@ -40,6 +40,14 @@ class MemoryStore:
             self.operations["put"] += 1
             self._keep(checked_path(path), data)
 
+    def copy(self, source: str, path: str) -> None:
+        with self._lock:
+            self.operations["copy"] += 1
+            source, path = checked_path(source), checked_path(path)
+            if source not in self.objects:
+                raise ObjectNotFound(f"{source}: nothing there")
+            self.objects[path] = self.objects[source]
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         data = b"".join(pieces)
         with self._lock:

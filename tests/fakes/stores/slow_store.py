@@ -39,6 +39,11 @@ class SlowStore:
             raise StoreUnavailable(f"{path}: no answer")
         self.inner.put(path, data)
 
+    def copy(self, source: str, path: str) -> None:
+        if self._is_lost(lambda: self.inner.copy(source, path)):
+            raise StoreUnavailable(f"{path}: no answer")
+        self.inner.copy(source, path)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         copy = [bytes(piece) for piece in pieces]
         if self._is_lost(lambda: self.inner.replace(path, copy)):

@@ -41,7 +41,7 @@ from tests.flows.driver import until
 from tests.flows.training import trial_at
 from tests.trainables.moody import Moody
 
-FAILED, BUDGET = "prefect-tune: alert on a failed run", "prefect-tune: alert on 80 % of a budget"
+FAILED = "prefect-tune: alert on a failed run"
 CORRUPT, BEST = "prefect-tune: alert on a damaged checkpoint", "prefect-tune: alert on a new best trial"
 REPOSITORY = Path(__file__).parents[3]
 POOL = "comes-back"
@@ -276,8 +276,6 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
             {"trial": "00002", "step": 82, "metrics": {"accuracy": 0.9577777777777777, "epoch": 3}},
             "accuracy 0.957778, epoch 3",
         ),
-        (BUDGET, {"spent": 7.0, "budget": 8.0, "what": "trials"}, "7 of 8 are spent (trials)"),
-        (BUDGET, {"spent": 2881.5, "budget": 3600.0, "what": "time"}, "2881.5 of 3600 s are spent (time)"),
     ],
 )
 def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:

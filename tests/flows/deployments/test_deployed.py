@@ -141,23 +141,6 @@ def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
     assert len(experiment_at(local_target, "beside").trials) == 4
 
 
-@pytest.mark.long
-def test_a_value_that_a_form_sets_in_the_group_replaces_the_one_that_the_deployment_stores_beside_it(
-    client: SyncPrefectClient, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = deployed("tune", "by-hand", search_at(local_target))
-    stored = client.read_deployment_by_name(name)
-    by_hand = DeploymentUpdate(parameters={**stored.parameters, "advanced": None, "samples_per_run": 1, "seed": 3})
-    client.update_deployment(stored.id, by_hand)
-    run = begun(client, name, advanced={"samples_per_run": 3, "seed": None, "isolation": "thread"})
-    assert ended(client, name, run).is_completed()
-    state = experiment_at(local_target, "by-hand")
-    assert (len(state.trials), state.settings["seed"]) == (3, 3), "a field that is left at its default sets nothing"
-    assert "samples_per_run: the value in 'advanced' replaces the one that the deployment stores" in caplog.text
-    assert ended(client, name, begun(client, name)).is_completed()
-    assert len(experiment_at(local_target, "by-hand").trials) == 4
-
-
 @pytest.mark.parametrize(
     "group", long_after(1, [{"samples_per_run": "two"}, {"sampels_per_run": 2}]), ids=["wrong", "misspelt"]
 )

@@ -30,12 +30,19 @@ from prefect_tune.attempt.outcomes import state_of_node
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import AttemptCancelledError
 from tests.fakes.searches.far_attempts import plan_at
+
+
+def request_of(attempt: int) -> AttemptRequest:
+    """Return the request for an attempt of a trial whose attempts have an outbox each."""
+    trial = Trial(trial="00000", config={}, attempt=attempt - 1, outbox=attempt, outbox_count=attempt)
+    return AttemptRequest(search_term=1, trial=trial)
 
 
 class Api:
@@ -118,7 +125,7 @@ def spec(tmp_path: Path) -> TrialSpec:
 
 def begin(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
     deployment = deployment or DeploymentLauncher("flow/deployment")
-    run = deployment.start(spec, AttemptRequest(), 1)
+    run = deployment.start(spec, request_of(1), 1)
     return lambda: deployment.wait_for(run)
 
 
@@ -169,7 +176,7 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, spe
 
 def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    runs = [deployment.start(spec, AttemptRequest(), attempt) for attempt in (1, 2, 3)]
+    runs = [deployment.start(spec, request_of(attempt), attempt) for attempt in (1, 2, 3)]
     until = threading.Barrier(4)
 
     def sleep(_: float) -> None:  # all three look once in each turn of the clock
@@ -195,7 +202,7 @@ def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec)
 
 def test_a_start_does_not_wait_for_the_api_in_the_thread_of_the_search(api: Api, spec: TrialSpec) -> None:
     api.troubles = [refused]
-    wait = DeploymentLauncher("flow/deployment")(spec, AttemptRequest(), StoreLink(spec.target, spec.trial, 1), 1)
+    wait = DeploymentLauncher("flow/deployment")(spec, request_of(1), StoreLink(spec.target, spec.trial, 1), 1)
     assert (api.slept, api.runs) == ([], {})
     api.sleep = lambda _: finish(api)  # type: ignore[assignment, method-assign]  # for this one
     wait()
@@ -293,7 +300,7 @@ def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_i
     api: Api, spec: TrialSpec
 ) -> None:
     for experiment_id in ("deleted", "again", "again"):
-        request = AttemptRequest(experiment_id=experiment_id)
+        request = replace(request_of(1), experiment_id=experiment_id)
         DeploymentLauncher("flow/deployment").start(spec, request, 1)
     assert len(api.runs) == 2
 
@@ -309,7 +316,7 @@ def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_
     reason: Reason, ends_as: str, api: Api, spec: TrialSpec
 ) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    first = deployment.start(replace(spec, nodes_per_trial=3), AttemptRequest(), 1)
+    first = deployment.start(replace(spec, nodes_per_trial=3), request_of(1), 1)
     others = [each for each in api.runs.values() if each.id != first]
     assert len(others) == 2
     deployment._awaited.add(first)  # as `wait_for` does
@@ -357,7 +364,7 @@ def test_a_run_for_which_its_deployment_has_no_slot_is_begun_again(
 ) -> None:
     monkeypatch.setattr(launchers, "_NO_SLOT_SECONDS", 0.01)
     api.strategy, launcher = ConcurrencyLimitStrategy.CANCEL_NEW, DeploymentLauncher("flow/deployment")
-    wait = launcher(spec, AttemptRequest(), cast("StoreLink", None), 1)
+    wait = launcher(spec, request_of(1), cast("StoreLink", None), 1)
     api.troubles = [lambda: cancel(api), lambda: cancel(api)]
     api.sleep = lambda seconds: finish(api) if len(api.runs) > 2 else api.slept.append(seconds)  # type: ignore[method-assign]  # it ends the third
     wait()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deep
 _STEPS = 27
 
 
-def own_journal(target: LocalTarget, trial: str) -> Trial:
+def of_search(target: LocalTarget, trial: str) -> Trial:
     """Return the trial by its own journal, whether or not a search has read that."""
     with target.open(timeout=timedelta(seconds=30)) as store:
         return load(store, JournalKey(experiment="e", generation=1, trial=trial), side_by_side=map).trial(trial)
@@ -57,10 +57,10 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     alone = stop("e", target=local_target, wait_seconds=20)
     assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message
     until(
-        lambda: own_journal(local_target, "00001").status is Status.INTERRUPTED,
+        lambda: of_search(local_target, "00001").status is Status.INTERRUPTED,
         seconds=120,
-        what=lambda: str(own_journal(local_target, "00001")),
+        what=lambda: str(of_search(local_target, "00001")),
     )
-    left = own_journal(local_target, "00001")
+    left = of_search(local_target, "00001")
     assert (left.cause, left.checkpoints[-1].step) == (Cause.PREEMPTED, left.step)
     assert experiment_at(local_target, "e").trial("00001").phase is not Phase.FINISHED

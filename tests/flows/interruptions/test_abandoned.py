@@ -13,13 +13,14 @@ from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import Event, Finished, Started, TrialAdded
+from prefect_tune.core.journal_events import Event, Finished
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Stamp
+from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
+from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
 from tests.flows.driver import Driver, Drivers, until
-from tests.flows.simulated_search import NAME, SimulatedSearch
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import EPOCHS
 from tests.trainables.witness import acts_of
@@ -40,46 +41,51 @@ class WritesUntil:
         return write_directly(target, state, events, stamp)
 
 
-@pytest.mark.parametrize("entries", [1, 2, 4])
+class Stoppable(UnreliableExecutor):
+    """Records that it was stopped: its trials then send no further message."""
+
+    is_stopped = False
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._inbox.clear()
+        self._inbox.extend(AttemptExited(trial) for trial in self._trials)
+
+
+STOPPING = ASHA(max_t=9, grace_period=3, variant="stopping")
+
+
+@pytest.mark.parametrize("entries", [2, 3, 5])
 def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int, local_target: LocalTarget) -> None:
-    acted = SimulatedSearch(local_target, slots=3)
+    executor = Stoppable()
     with pytest.raises(StoreUnavailable, match="the target is away"):
-        acted.run(ASHA(max_t=9, grace_period=3, variant="stopping"), writer=WritesUntil(entries))
-    assert acted.executor.stopped
-    assert len(acted.executor) == 0
+        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=WritesUntil(entries))
+    assert executor.is_stopped
+    assert len(executor) == 0
 
 
 def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalTarget) -> None:
-    acted = SimulatedSearch(local_target, slots=3)
-    acted.executor.survives_search = True
+    executor = Stoppable()
+    executor.survives_search = True
     with pytest.raises(StoreUnavailable):
-        acted.run(ASHA(max_t=9, grace_period=3, variant="stopping"), writer=WritesUntil(1))
-    assert not acted.executor.stopped
-    assert len(acted.executor) == 3
+        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=WritesUntil(2))
+    assert not executor.is_stopped
+    assert len(executor) == 3
 
 
 def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_target: LocalTarget) -> None:
-    acted = SimulatedSearch(local_target)
+    class Unreachable(UnreliableExecutor):
+        def stop(self) -> None:
+            raise StoreUnavailable("no trial can be reached")
 
-    def stop() -> None:
-        raise StoreUnavailable("no trial can be reached")
-
-    acted.executor.stop = stop  # type: ignore[method-assign]  # for this one executor
     with pytest.raises(StoreUnavailable, match="the target is away"):
-        acted.run(writer=WritesUntil(1))
+        PlannedSearch(local_target, executor=Unreachable()).run(write=WritesUntil(2))
 
 
-def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
+def test_an_outbox_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = JournalKey(experiment=NAME, generation=1, trial="00000")
-    added = TrialAdded(trial="00000", config={}, own_journal=True)
-    search = open_journal(
-        local_target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id())
-    )
-    write_directly(local_target, search, [added])
-    began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
-    open_journal(local_target, own, Opening(current_owner(), new_write_id(), lambda _: began))
+    began_elsewhere(local_target, Finished(trial="00000", reason="done"))
     refusals, real = iter([False, True]), LocalTarget.open
 
     def away_once(target: LocalTarget, **options: Any) -> Any:
@@ -89,7 +95,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
 
     monkeypatch.setattr(LocalTarget, "open", away_once)
     monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", lambda _: None)
-    state = SimulatedSearch(local_target, samples=1).run()
+    state = PlannedSearch(local_target).run(num_samples=1)
     assert state.trial("00000").status is Status.COMPLETED
 
 
@@ -107,7 +113,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
             {"row": pt.grid_search([1, 2]), "witness": str(witness), "step_seconds": step_seconds},
             flow="tune",
             target=local_target,
-            experiment=NAME,
+            experiment="e",
             metric="error",
             num_samples=1,
             scheduler=ASHA(max_t=EPOCHS, grace_period=3, variant="stopping"),
@@ -116,9 +122,9 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
 
     driver = start(0.5)
     until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
-    open_journal(local_target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id()))
+    open_journal(local_target, JournalKey(experiment="e", generation=1), Opening(current_owner(), new_write_id()))
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)
-    ended = experiment_at(local_target, NAME)
+    ended = experiment_at(local_target, "e")
     assert all(each.status in {Status.COMPLETED, Status.PRUNED} for each in ended.trials.values())

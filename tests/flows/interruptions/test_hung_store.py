@@ -90,6 +90,9 @@ class _Liar:
         if self._kept:
             self._honest.put(path, memoryview(data)[: int(len(data) * self._kept)])
 
+    def copy(self, source: str, path: str) -> None:
+        self._honest.copy(source, path)
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self._honest.replace(path, pieces)
 

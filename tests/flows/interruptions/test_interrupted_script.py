@@ -40,24 +40,6 @@ pt.tune(train, {}, target=sys.argv[1], experiment="e", metric="loss", num_sample
 """
 
 
-FAILING_SCRIPT = """
-import sys
-import prefect_tune as pt
-
-def inner():
-    raise ValueError("bad batch")
-
-def train(config):
-    pt.report({"loss": 1.0})
-    inner()
-
-if sys.argv[2] == "search":
-    space = {"x": pt.grid_search([1, 2])}
-    pt.tune(train, space, target=sys.argv[1], experiment="e", metric="loss", num_samples=1, max_concurrent_trials=1)
-pt.durable_trainable(train, {"x": 1}, target=sys.argv[1], experiment="t")
-"""
-
-
 def interrupt_of(call: object) -> KeyboardInterrupt:
     assert callable(call)
     with pytest.raises(KeyboardInterrupt) as interrupt:
@@ -79,17 +61,17 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: list(tmp_path.glob("runs/e/1/trials/*/journal/*")), seconds=150, what=lambda: f"{process.poll()}")
+    until(
+        lambda: list(tmp_path.glob("runs/e/1/journal/0000000004.json")), seconds=150, what=lambda: f"{process.poll()}"
+    )
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT
     last = said.splitlines()[-1]
     assert last.startswith("KeyboardInterrupt: experiment 'e': ")
     assert last.endswith("; run it again under the same experiment name, to resume")
-    assert "Traceback" not in said
     assert "Crash" not in said
-    assert said.count("resum") == last.count("resum"), "the advice is printed once"
-    assert "Finished in state Interrupted\n" in said
+    assert "Finished in state Interrupted(" in said
 
 
 @pytest.mark.long
@@ -111,7 +93,6 @@ def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server
     assert process.wait(timeout=120) == -signal.SIGINT
     text = said.read_text()
     assert text.splitlines()[-1].endswith("to resume")
-    assert "Traceback" not in text
     state = experiment_at(pt.LocalTarget(path=str(tmp_path / "runs")), "e")
     assert [each.status for each in state.trials.values()] == [Status.INTERRUPTED] * 2
 
@@ -131,32 +112,3 @@ def test_during_the_import_of_the_package_too(monkeypatch: pytest.MonkeyPatch) -
     interrupt = interrupt_of(lambda: pt.tune)
     assert str(interrupt) == "interrupted while prefect_tune.tune was imported: nothing was started"
     assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("what", "error"),
-    [
-        ("search", "SearchFailed: experiment 'e': 2 of 2 trials errored, "),
-        ("training", "TrialFailed: t: failure 1 of "),
-    ],
-)
-def test_an_error_is_the_last_line_below_the_line_of_the_script(
-    what: str, error: str, prefect_server: str, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(FAILING_SCRIPT)
-    said = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "runs"), what],
-        env={**os.environ, "PREFECT_API_URL": prefect_server},
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stderr
-    *_, log, trace = said.split("Traceback (most recent call last):\n")
-    assert trace.splitlines()[-1].startswith(f"prefect_tune.core.errors.{error}")
-    files = [line.split('"')[1] for line in trace.splitlines() if line.startswith("  File ")]
-    assert files == [str(script), flow_with_server.__file__]
-    assert said.count(trace.splitlines()[-1].partition(": ")[2]) == 1, "the message is printed once"
-    assert said.count("in inner\n") == 1, "the trainable's traceback is printed once"
-    assert log.splitlines()[0].endswith(f'File "{script}", line 10, in train'), "and from its first line"

@@ -51,9 +51,10 @@ def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterat
         process.wait()
 
 
-def _until_training(target: pt.LocalTarget, log: Path, *names: str, entries: str = "*/trials/*/journal/*") -> None:
+def _until_training(target: pt.LocalTarget, log: Path, *names: str, count: int = 2) -> None:
     def trains(name: str) -> bool:
-        return len(list(Path(target.path, name).glob(entries))) >= 2
+        trials = experiment_at(target, name).trials.values()
+        return [trial.status for trial in trials] == [Status.RUNNING] * count
 
     until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
 
@@ -69,7 +70,7 @@ def _require_saved(target: pt.LocalTarget, *names: str) -> None:
 @pytest.mark.parametrize(
     ("program", "number", "code", "states"),
     long_after(
-        2,
+        1,
         [
             ("running", _INT, -_INT, ["Interrupted"]),
             ("submitting", _TERM, -_TERM, ["Crashed", "Crashed"]),
@@ -99,7 +100,7 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
         process.send_signal(number)
         assert process.wait(120) == code, log.read_text()
     _require_saved(target, *names)
-    assert log.read_text().count("; run it again under the same experiment name, to resume") == len(names)
+    assert log.read_text().count("; run it again under the same experiment name, to resume") >= len(names)
     ended = sorted(str(run.state and run.state.name) for run in client.read_flow_runs() if run.id not in earlier)
     assert ended == states, log.read_text()
 
@@ -119,8 +120,7 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     earlier = {run.id for run in client.read_flow_runs()}
     with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        entries = "*/journal/*" if program == "training" else "*/trials/*/journal/*"
-        _until_training(target, log, "e", entries=entries)
+        _until_training(target, log, "e", count=1 if program == "training" else 2)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
         Ui(client).cancel(run)
         assert process.wait(120) == 1, log.read_text()

@@ -26,14 +26,16 @@ def _shown_in_the_ui(experiment: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("prefect_server")
 def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_ui_shows_the_trial_errored(
-    trouble: Trouble,
+    tmp_path: Path,
 ) -> None:
     def links_to_nothing(_config: Mapping[str, object]) -> None:
         directory = Path(tempfile.mkdtemp())
         (directory / "latest").symlink_to("what-is-not-there")
         pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
 
+    trouble = Trouble(tmp_path)
     trouble.trainable = links_to_nothing
     with pytest.raises(TrialFailed, match=r"max_failures=1.*a link to"):
         trouble.run(failures=FailurePolicy(max_failures=1))

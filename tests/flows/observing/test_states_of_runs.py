@@ -120,7 +120,9 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
 def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_once(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = searched(local_target, [0.3, 0.1], Forgetful, scheduler=HALF, metric="accuracy")
+    results = searched(
+        local_target, [0.3, 0.1], Forgetful, scheduler=HALF, metric="accuracy", allow_missing_metric=True
+    )
     states = {"train 00000 · attempt 1": ("Completed", ""), "train 00001 · attempt 1": ("Failed", "")}
     require_states(run_of(results), states)
     begins, ends = (each for each in caplog.messages if each.startswith("trial 00001 "))

@@ -29,9 +29,9 @@ class LeftRun:
         """Start the run, and call the function in it."""
         return run_flow(flow(name="asks")(act), flow_run=self._client.read_flow_run(self.id))
 
-    def ask(self, form: type[RunInput], about: str) -> None:
+    def ask(self, form: type[RunInput]) -> None:
         with pytest.raises(Pause):
-            self.within(lambda: leave_with(form, about))
+            self.within(lambda: leave_with(form))
 
     def resume(self, answer: Mapping[str, object] | None = None) -> None:
         self._client.resume_flow_run(self.id, run_input=None if answer is None else dict(answer))
@@ -55,7 +55,7 @@ class LeftRun:
         """Write the stored inputs that many earlier forms leave behind."""
         for number in range(forms):
             for kind in ("schema", "description", "response"):
-                key = f"suspended-prefect-tune-ask-{number:04}-{number:012}-{kind}"
+                key = f"suspended-prefect-tune-{number:012}-{kind}"
                 self._client.create_flow_run_input(self.id, key, '{"go_on": true}')
 
 

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import new_write_id, write_directly
-from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, form_of_training, last_form
+from prefect_tune.suspension.resume_forms import NewAnswer, form_of_training, last_form
 from prefect_tune.suspension.suspend_and_resume import TRAINING_QUESTION, Turn, first_turn, follow_up
 from prefect_tune.tasks.experiments import open_experiment
 from tests.flows.interruptions.trouble import Trouble
@@ -43,7 +43,7 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
     choice = ResumeChoice(way="other checkpoint", checkpoint=5)
-    turn = Turn(trained.plan(None), choice=choice, news=(answered,))
+    turn = Turn(trained.plan(None), answer=NewAnswer(choice, answered))
     opened = _opened(trained)
     back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
@@ -64,7 +64,7 @@ _DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("damage", _DAMAGE)
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
-    left_run.ask(form_of_training(ResumeLimits(checkpoints=(5, 10, 15)), "How?"), HOW_TO_CONTINUE)
+    left_run.ask(form_of_training(ResumeLimits(checkpoints=(5, 10, 15)), "How?"))
     left_run.resume(_BACK)
     _DAMAGE[damage](trained.target)
     before = experiment_at(trained.target, "troubled")
@@ -79,4 +79,6 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     assert experiment_at(trained.target, "troubled") == before
     left_run.resume({**_BACK, "checkpoint": 10})
     left_run.within(start)
-    assert [each.choice for each in turns] == [ResumeChoice(way="other checkpoint", checkpoint=10)]
+    (answer,) = [turn.answer for turn in turns]
+    assert answer is not None
+    assert answer.choice == ResumeChoice(way="other checkpoint", checkpoint=10)

@@ -27,7 +27,7 @@ from tests.flows.training import entries_at, experiment_at, owners_at, statuses
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.moody import Moody, train
 
-pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.timeout(400)]
 
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 SPACE = {"row": pt.randint(0, ROWS)}
@@ -320,6 +320,7 @@ def test_the_source_is_the_same_by_name_and_by_object() -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying_so(
     drivers: Drivers, local_target: LocalTarget
 ) -> None:
@@ -365,13 +366,11 @@ def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget
     searched(local_target, num_samples=1)
     before = objects(local_target, "old/1/trials/00000/checkpoints")
     pt.resume("old", target=local_target, fork="new", num_samples=2)
-    with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
-        delete_experiment("old", target=local_target)
-    assert delete_experiment("new", target=local_target) > 0
+    assert delete_experiment("new", target=local_target).object_count > 0
     assert list(objects(local_target, "new")) == ["new/generations/0000000002.json"]
     assert objects(local_target, "old/1/trials/00000/checkpoints") == before
     assert len(searched(local_target, num_samples=2).trials) == 2
-    assert delete_experiment("old", target=local_target) > 0
+    assert delete_experiment("old", target=local_target).object_count > 0
     assert list(objects(local_target, "old")) == ["old/generations/0000000002.json"]
 
 

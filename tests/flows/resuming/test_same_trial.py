@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.attempt import CurveReader, has_had_enough
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
@@ -73,7 +72,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: Tria
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
     done = Trial(trial="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
-    assert has_had_enough(spec, done, stopper)
+    assert has_had_enough(done, stopper, CurveReader(spec.target, spec.trial.of_experiment))
 
 
 @pytest.mark.parametrize(
@@ -91,5 +90,5 @@ def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
 ) -> None:
     assert isinstance(spec.target, LocalTarget)
     write_experiment(Path(spec.target.path), NAME, [1, 2, 3, 4])
-    spec = replace(spec, needs_curve=stopper.looks_back)
-    assert has_had_enough(spec, trial_at(spec.target, NAME), stopper) is enough
+    curves = CurveReader(spec.target, spec.trial.of_experiment)
+    assert has_had_enough(trial_at(spec.target, NAME), stopper, curves) is enough

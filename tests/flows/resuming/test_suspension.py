@@ -18,7 +18,6 @@ from tests.trainables.witness import acts_of
 
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _TABLE = "tests.trainables.digits_table:DigitsTable"
-_INQUISITIVE = "tests.trainables.inquisitive:Inquisitive"
 _resumes_at_once = pytest.mark.xfail(
     prefect.__version__.startswith("3.8."),
     reason="its process worker may lose a run that starts again while its process still ends: docs/troubleshooting.md",
@@ -52,7 +51,7 @@ class _Story:
 @pytest.mark.deep
 @pytest.mark.timeout(500)
 @_resumes_at_once
-def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui, tmp_path: Path) -> None:
+def test_runs_that_are_suspended_save_and_go_on_as_they_are_answered(ui: Ui, tmp_path: Path) -> None:
     training = _Story(
         ui,
         tmp_path,
@@ -73,9 +72,6 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
         num_samples=2,
         stop={"step": 15},
         max_concurrent_trials=2,
-    )
-    asking = _Story(
-        ui, tmp_path, "asking", "durable-trainable", trainable=_INQUISITIVE, config={"asks_at": 4}, stop={"step": 6}
     )
     waiting = [training, search]
 
@@ -100,11 +96,6 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     ui.resume(search.run, way="extend", samples=1)
     ui.resume(training.run, way="other checkpoint", checkpoint=5)
 
-    schema, question = ui.form(asking.run)
-    assert "By how much?" in question
-    assert (schema["properties"]["by"]["default"], schema["properties"]["why"]["enum"]) == (1, ["so", "or so"])
-    ui.resume(asking.run, by=10)
-
     _, again = ui.form(search.run, but=page)
     assert "less than before: samples 1 (it has 2)" in again
     ui.resume(search.run, way="extend", samples=3, steps=16)
@@ -117,30 +108,3 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     found = experiment_at(search.target, "search")
     assert [(each.status, each.step) for each in found.trials.values()] == [(Status.COMPLETED, 16)] * 3
     assert (found.settings["num_samples"], found.term) == (3, 2)
-
-    assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
-    assert trial_at(asking.target, "asking").metrics["count"] == 3 + 3 * 10
-    assert [each.step for each in acts_of(asking.witness) if each.act == "loaded"] == [3]
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(500)
-@_resumes_at_once
-def test_a_trial_of_a_search_asks_a_person_and_the_others_wait_for_the_answer_too(ui: Ui, tmp_path: Path) -> None:
-    search = _Story(
-        ui,
-        tmp_path,
-        "many",
-        "tune",
-        trainable=_INQUISITIVE,
-        space={"asks_at": {"grid_search": [3, 100]}, "step_seconds": 0.1},
-        num_samples=1,
-        stop={"step": 30},
-        max_concurrent_trials=2,
-    )
-    ui.form(search.run)
-    ui.resume(search.run, by=10, why="so")
-    assert ui.until_final(search.run).is_completed(), ui.log(search.run)
-    asked, other = experiment_at(search.target, "many").trials.values()
-    assert (asked.metrics["count"], other.metrics["count"]) == (2 + 28 * 10, 30)
-    assert (asked.status, other.status) == (Status.COMPLETED, Status.COMPLETED)

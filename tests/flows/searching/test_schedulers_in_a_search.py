@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import optuna
 import pytest
 
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
     Decided,
-    Event,
     Finished,
     Paused,
     Reported,
-    Started,
-    TrialAdded,
 )
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner
-from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
-from tests.fakes.searches.limits import limits_of
-from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
+from prefect_tune.journal_access import write_directly
+from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
 
 SCHEDULERS = {
     "asha stopping": ASHA(max_t=9, variant="stopping"),
@@ -40,28 +38,24 @@ SCHEDULERS = {
     "pbt": PBT(perturbation_interval=2, hyperparam_mutations={"x": [1.0, 2.0]}),
     "pruner": OptunaPruner(optuna.pruners.MedianPruner()),
 }
+SPACE = {"x": uniform(0, 1)}
 SAVED = CheckpointRef(step=3, sequence=1, metrics={"loss": 1.0})
-
-
-def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
-    """An experiment with one trial, whose own journal has events of its first attempt that no search has read."""
-    added = TrialAdded(trial="00000", config={"x": 0.5})
-    began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
-    own = JournalKey(experiment=NAME, generation=1, trial="00000")
-    search = open_journal(target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id()))
-    open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
-    return write_directly(target, search, [added.model_copy(update={"own_journal": True})])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_metric_that_nobody_reports_is_each_trials_error_and_the_search_goes_on(
     scheduler: Scheduler, local_target: LocalTarget
 ) -> None:
-    acted = SimulatedSearch(local_target, samples=3, slots=2, metric="lsos")
-    state = acted.run(scheduler)
-    assert acted.are(state) == ["errored"] * 3
+    options = {"space": SPACE, "num_samples": 3, "metric": "lsos", "scheduler": scheduler}
+    search = PlannedSearch(local_target, slots=2)
+    state = search.run(**options)
+    assert phases(state) == ["errored"] * 3
     assert all("'lsos'" in each.reason for each in state.trials.values())
-    assert acted.are(acted.run(scheduler)) == ["errored"] * 3
+    assert phases(search.run(**options)) == ["errored"] * 3
+
+
+def phases(state: Experiment) -> Sequence[str]:
+    return [str(each.phase) for each in state.trials.values()]
 
 
 @pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
@@ -71,8 +65,8 @@ def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, lo
         Reported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
         Paused(trial="00000", reason="expected a number for metric 'loss'"),
     )
-    acted = SimulatedSearch(local_target, samples=2)
-    assert set(acted.are(acted.run(scheduler))) == {"finished"}
+    state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2, scheduler=scheduler)
+    assert set(phases(state)) == {"finished"}
 
 
 PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
@@ -86,12 +80,15 @@ CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
 def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     one: str, other: str, started: int, local_target: LocalTarget
 ) -> None:
-    acted = SimulatedSearch(local_target)
-    before = acted.run(PAUSING[one], until=lambda: acted.executor.start_count >= started and not len(acted.executor))
-    assert "paused" in acted.are(before)
-    after = acted.run(OTHERS[other])
-    assert acted.are(after) == ["finished"] * 9
-    assert acted.run(OTHERS[other]).trials == after.trials
+    executor = UnreliableExecutor()
+    search = PlannedSearch(local_target, slots=1, executor=executor)
+    before = search.run(
+        lambda: executor.start_count >= started and not len(executor), space=SPACE, scheduler=PAUSING[one]
+    )
+    assert "paused" in phases(before)
+    after = search.run(space=SPACE, scheduler=OTHERS[other])
+    assert phases(after) == ["finished"] * 9
+    assert search.run(space=SPACE, scheduler=OTHERS[other]).trials == after.trials
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -103,8 +100,7 @@ def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
     committed = [Committed(trial="00000", checkpoint=SAVED)] if is_saved else []
     pause = Decided(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
     write_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
-    acted = SimulatedSearch(local_target, StoppableExecutor(9, saved={"00000": SAVED} if is_saved else {}), samples=2)
-    state = acted.run()
+    state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2)
     assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
 
 
@@ -116,20 +112,23 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
         Finished(trial="00000", reason="step 3 of 3"),
     )
     assert began.trial("00000").status is Status.PENDING
-    acted = SimulatedSearch(local_target, StoppableExecutor(9, saved={"00000": SAVED}), samples=1)
+    executor = UnreliableExecutor()
     for _ in range(2):
-        state = acted.run(limits=limits_of(1, has_had_enough=lambda trial: trial.step >= 9))
+        state = PlannedSearch(local_target, slots=1, executor=executor).run(
+            space=SPACE, num_samples=1, has_had_enough=lambda trial: trial.step >= 9
+        )
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
-        assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)
+        assert (state.trial("00000").attempt, executor.start_count) == (2, 1)
 
 
-class _Requests(StoppableExecutor):
-    """Keeps the requests that exploit, each with the steps of the comparisons until then."""
+class _Requests(UnreliableExecutor):
+    """Keeps the requests that follow an exploit, each with the milestone."""
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
-        if request.exploit is not None:
-            self.exploits.append((spec.trial.trial, request.exploit.source, request.milestone))
-        super().start(spec, request, attempt, absorbed)
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        newest = newest_checkpoint(request.trial)
+        if newest is not None and newest.origin is not None:
+            self.exploits.append((spec.trial.trial, newest.origin.trial, request.milestone))
+        super().start(spec, request)
 
     exploits: list[tuple[str, str, int | None]]
 
@@ -138,9 +137,11 @@ def test_after_an_exploit_a_trial_is_compared_an_interval_after_its_sources_last
     local_target: LocalTarget,
 ) -> None:
     """With one slot the source is behind: the trial does not wait until its own old step is passed again."""
-    executor = _Requests(9)
+    executor = _Requests()
     executor.exploits = []
-    state = SimulatedSearch(local_target, executor, samples=2).run(SCHEDULERS["pbt"])
+    state = PlannedSearch(local_target, slots=1, executor=executor).run(
+        space=SPACE, num_samples=2, scheduler=SCHEDULERS["pbt"]
+    )
     past = [each for trial in state.trials.values() for each in trial.past if each.report is not None]
     compared: dict[str, int] = {}
     decided = []

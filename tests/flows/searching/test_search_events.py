@@ -27,18 +27,20 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.base import Proposals, Search, Space, Suggestion
+from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.checkpoints import first_generation
-from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
+from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor
 
 SCHEDULERS = {
     "asha stopping": ASHA(max_t=9, variant="stopping"),
     "asha promotion": ASHA(max_t=9, variant="promotion"),
     "hyperband": Hyperband(max_t=9),
 }
+SPACE = {"x": uniform(0, 1)}
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ class _NotingProposals(Proposals):
 def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_after_a_resume(
     name: str, local_target: LocalTarget
 ) -> None:
-    acted = SimulatedSearch(local_target, StoppableExecutor(12))
+    searched = PlannedSearch(local_target, slots=1, executor=UnreliableExecutor(12))
+    options = {"space": SPACE, "num_samples": None, "stop": {"step": 12}, "scheduler": SCHEDULERS[name]}
     live, again = Noting(), Noting()
-    state = acted.run(SCHEDULERS[name], live)
+    state = searched.run(search=live, **options)
     steps = {number: each.step for number, each in enumerate(state.trials.values())}
     assert {number for what, number in live.events if what == "stopped"} == {
         number for number, step in steps.items() if step < 9
@@ -87,7 +90,7 @@ def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_af
     assert [number for what, number in before if what == "stopped"] == [
         number for what, number in live.events if what == "stopped"
     ]
-    assert acted.run(SCHEDULERS[name], again).trials == state.trials
+    assert searched.run(search=again, **options).trials == state.trials
     assert again.events == live.events
 
 
@@ -128,15 +131,16 @@ def after(*events: Event) -> bool:
     return state.trial("t").past[-1].stopped
 
 
-EMPTY = nothing_yet(first_generation(NAME))
+EMPTY = nothing_yet(first_generation("e"))
 
 
 def test_what_optuna_proposes_beside_a_scheduler_is_the_same_in_one_run_and_in_three(tmp_path: Path) -> None:
     def configs(name: str, *counts: int) -> Sequence[object]:
-        acted = SimulatedSearch(LocalTarget(path=str(tmp_path / name)), StoppableExecutor(12))
+        searched = PlannedSearch(LocalTarget(path=str(tmp_path / name)), slots=1, executor=UnreliableExecutor(12))
+        options = {"space": SPACE, "num_samples": None, "stop": {"step": 12}, "scheduler": SCHEDULERS["asha stopping"]}
         for count in counts:
             sampler = optuna.samplers.TPESampler(n_startup_trials=3)
-            state = acted.run(SCHEDULERS["asha stopping"], OptunaSearch(sampler, count))
+            state = searched.run(search=OptunaSearch(sampler, count), **options)
         return [each.config for each in state.trials.values()]
 
     assert configs("at once", 18) == configs("in three", 5, 12, 18)

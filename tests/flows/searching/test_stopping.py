@@ -28,7 +28,7 @@ from tests.long_cases import long_after
 from tests.trainables.moody import Moody
 from tests.trainables.witness import acts_of
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 TABLE = "tests.trainables.digits_table:DigitsTable"
 MOODY = "tests.trainables.moody:Moody"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import AttemptEnded, Cause
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import FarSearch
+from tests.flows.resuming.test_resume import objects, searched
 from tests.long_cases import long_after
 
 _MODELS = """
@@ -62,9 +66,9 @@ def train(config): pass
 
 
 @pytest.fixture
-def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> Callable[[], set[int]]:
+def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_prefect_server: None) -> Callable[[], set[int]]:
     """Make `models_here`, `needs_more` and `leaves` importable; return the processes that have imported the first."""
-    assert prefect_server
+    del no_prefect_server
     witness, project = tmp_path / "witness", tmp_path / "project"
     project.mkdir()
     (project / "models_here.py").write_text(_MODELS.format(witness=str(witness)))
@@ -95,7 +99,7 @@ _NO_TRAINABLES = [
         "needs_more:Nett",
         r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
     ),
-    ("model_here:Net", r"there is no module 'model_here'; did you mean 'models_here'\?"),
+    ("model_here:Net", r"there is no module 'model_here'; is its project installed here"),
 ]
 
 
@@ -208,3 +212,25 @@ def test_an_import_that_fails_after_a_step_was_trained_costs_its_trial_only(tmp_
 
     known = search.live(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)
     assert known.trial("00001").status is Status.ERRORED
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_resume_where_its_module_cannot_be_imported_is_one_error_without_a_traceback(
+    local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere_nets").mkdir()
+    (tmp_path / "elsewhere_nets" / "train.py").write_text("def train(config):\n    return {'error': 1.0}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = importlib.import_module("elsewhere_nets.train").train
+    searched(local_target, num_samples=1, trainable=function, stop=None)
+    before = objects(local_target)
+    for each in ("elsewhere_nets", "elsewhere_nets.train"):
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    expected = "trainable 'elsewhere_nets.train:train': there is no module 'elsewhere_nets'; is its project installed"
+    with pytest.raises(pt.InvalidInput, match=expected) as raised:
+        pt.resume("old", target=local_target)
+    assert raised.value.__cause__ is None
+    assert not [each for each in raised.traceback if "/prefect/" in str(each.path)]
+    assert [each.levelname for each in caplog.records if "Encountered exception" in each.message] == ["ERROR"]
+    assert objects(local_target) == before

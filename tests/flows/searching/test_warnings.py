@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +40,7 @@ def planned(trainable: Any = train, **options: Any) -> SearchPlan:
 def searched(then: SearchPlan, *news: Event) -> Experiment:
     """An experiment of three trials with this plan."""
     name = then.trainable.__name__
-    added = [
-        TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, own_journal=True) for n in range(3)
-    ]
+    added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, of_search=True) for n in range(3)]
     return after(nothing_yet(first_generation("e")), [Configured(settings=then.settings), *added, *news])
 
 
@@ -93,47 +89,6 @@ def test_several_trials_without_a_metric_are_a_warning(
 ) -> None:
     warn_of_no_metric(planned(**options), LOG)
     assert [each.partition(":")[0] for each in caplog.messages] == ["no metric"] * count
-
-
-class _Descent(pt.Trainable):
-    """Restores its whole state, as a model with its optimizer, and applies its configuration again if that says so."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.config, self.state = config, {"x": 8.0, "rate": float(config["rate"])}
-
-    def step(self) -> Mapping[str, Any]:
-        self.state["x"] -= self.state["rate"] * (self.state["x"] - 3)
-        return {"score": (self.state["x"] - 3) ** 2}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "state.json").write_text(json.dumps(self.state))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.state = json.loads(Path(checkpoint_dir, "state.json").read_text())
-        if self.config["applies"]:
-            self.state["rate"] = self.config["rate"]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize("applies", [False, True])
-def test_a_score_that_is_minimized_and_exploits_that_change_nothing_are_warnings_of_a_search(
-    applies: bool, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    pt.tune(
-        _Descent,
-        {"rate": pt.uniform(0.01, 0.5), "applies": applies},
-        target=local_target,
-        experiment="e",
-        metric="score",
-        num_samples=4,
-        max_concurrent_trials=1,  # they take turns: the same each time
-        stop={"step": 16},
-        scheduler=pt.PBT(4, {"rate": pt.uniform(0.01, 0.5)}),
-        isolation="thread",
-    )
-    assert caplog.text.count("score: by its name large values are good") == 1
-    assert caplog.text.count("its new configuration changes nothing") == (0 if applies else 1)
 
 
 def test_a_given_mode_that_is_the_default_changes_no_search() -> None:

@@ -16,7 +16,7 @@ from prefect_tune.executors.launchers import DeploymentLauncher
 from tests.flows.searching.test_tune import searched
 from tests.flows.training import statuses
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 PBT = pt.PBT(perturbation_interval=1, hyperparam_mutations={"x": pt.uniform(0, 1)})
 SPACE = {"x": pt.uniform(0, 1)}

@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def looked_at(root: Path) -> str:
-    return shared_access_reason(root, ["e/journal", "e/segments"]) or ""
+    return shared_access_reason(root, ["e/journal", "e/snapshots"]) or ""
 
 
 def test_a_folder_that_only_its_user_can_write_to_is_their_own(root: Path) -> None:

@@ -19,9 +19,9 @@ SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "a retention that is a number": ({"retention": 3}, r"retention: Input should be .*, found 3"),
     "a misspelt rule": ({"retention": {"lst": 3}}, r"retention\.lst: Extra inputs"),
     "a timeout that is text": ({"timeout_seconds": "x"}, "timeout_seconds: Input should be a valid number"),
-    "a timeout of nothing": ({"timeout_seconds": 0}, "timeout_seconds: expected more than 0, found 0"),
+    "a timeout of nothing": ({"timeout_seconds": 0}, "timeout_seconds: Input should be greater than 0, found 0"),
     "an endless timeout": ({"timeout_seconds": NAN}, "timeout_seconds: .*finite.*, found nan"),
-    "a negative time": ({"trained_seconds": -1}, "trained_seconds: expected 0 or more, found -1"),
+    "a negative time": ({"trained_seconds": -1}, "trained_seconds: Input should be greater .*, found -1"),
     "an unknown time": ({"trained_seconds": NAN}, "trained_seconds: .*finite.*, found nan"),
     "a metric that is not finite": ({"metrics": {"loss": NAN}}, "metrics: 'loss': found nan"),
     "metrics that are a number": ({"metrics": 0}, "metrics: expected a dict"),
@@ -50,7 +50,10 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
 RESTORES: dict[str, tuple[dict[str, Any], str]] = {
     "half a step": ({"step": 1.5}, "step: expected a number from 1 on"),
     "a directory that is a number": ({"directory": 3}, "directory: Input is not a valid path .*, found 3"),
-    "a timeout that is negative": ({"timeout_seconds": -1}, "timeout_seconds: expected more than 0, found -1"),
+    "a timeout that is negative": (
+        {"timeout_seconds": -1},
+        "timeout_seconds: Input should be greater .*, found -1",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from prefect_tune import ownership
 from prefect_tune.attempt.commit_worker import commit_entry
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
+from prefect_tune.core.journal.journal import earlier_owners
 from prefect_tune.core.journal_events import Owner, TrialAdded
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import quarantine
@@ -153,7 +153,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save(1)
-    nothing, read = LoadedJournal(nothing_yet(first_generation("e"))), read_undamaged
+    nothing, read = nothing_yet(first_generation("e")), read_undamaged
     answers = iter([nothing])  # this task read the journal before the other task opened it
     caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
@@ -268,7 +268,8 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         tries.append(len(tries))
         if len(tries) == 2:
             raise Crash
-        quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
+        journal, stamp = folder.of_experiment, Stamp(write_id="guest", at="now")
+        quarantine(caller.bucket, journal, {first: "bad"}, stamp, side_by_side=map)
         return commit_entry(*arguments)
 
     caller.patch.setattr(checkpoints, "commit_entry", quarantining)

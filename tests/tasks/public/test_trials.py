@@ -19,7 +19,7 @@ from tests.fakes.checkpoints import first_generation
 from tests.tasks.public.conftest import Caller
 from tests.trainables.counting import Counting
 
-pytestmark = pytest.mark.usefixtures("prefect_server")  # each save of an attempt is a task run
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,14 @@ def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path
     caller.begin("first")
     with pytest.raises(pt.Superseded):
         run(tmp_path, trial="c")
+
+
+@pytest.mark.usefixtures("caller")
+def test_a_paused_trial_is_trained_on(tmp_path: Path) -> None:
+    place: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e"}
+    pt.sync_experiment_state.fn(**place, reports={1: {"count": 1}}, status="paused")
+    done = run(tmp_path, isolation="thread")
+    assert (done.status, done.step, done.attempts) == (Status.COMPLETED, 4, 2)
 
 
 def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Caller, tmp_path: Path) -> None:

@@ -94,10 +94,6 @@ def _is_asked() -> None:
     pt.get_trial().should_checkpoint  # noqa: B018  it listens
 
 
-def _ask() -> None:
-    pt.ask("continue?")
-
-
 def _report_step() -> None:
     pt.report_step({"from": "a child"}, lambda _: None)
 
@@ -106,7 +102,6 @@ _CALLS: Mapping[str, Callable[[], None]] = {
     "report": _report,
     "report_step": _report_step,
     "should_checkpoint": _is_asked,
-    "ask": _ask,
 }
 
 

@@ -13,9 +13,9 @@ from prefect_tune.core.journal_events import TrialAdded
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.tuner.stop_requests import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search
+from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
-from tests.flows.simulated_search import StoppableExecutor
 
 
 @pytest.mark.parametrize("trial", [None, "00000", "00001"], ids=["all", "one", "refused"])
@@ -27,7 +27,7 @@ def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pyte
     policy = random_policy()
     pending = pending_entry(WrittenEntries(), policy)
     pending.put(TrialAdded(trial="00000", config={}))
-    Stopping(limits_of(1), policy, StoppableExecutor(9), pending, logging.getLogger("a run")).heed(
+    Stopping(limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")).heed(
         Asking(threading.Event())
     )
     assert "\\x1b]0;title\\x07" in caplog.text

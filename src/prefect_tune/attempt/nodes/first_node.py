@@ -1,10 +1,9 @@
 """Node 0 of an attempt on several nodes: it waits for the others, and their ranks become channels like its own.
 
-    here                                             there
-    supervisor ◄─ channel of rank 2 ◄─┐              ┌─► process of rank 2
-                  channel of rank 3 ◄─┤  the target  ├─► process of rank 3
-                                      └─ messages ◄──┘
-                  commit worker: send your parts ──►    part ──► manifest
+    here                                                there
+    supervisor ◄─ channel of rank 2 ◄─┐                 ┌─► process of rank 2
+                  channel of rank 3 ◄─┴─ TCP, secret ◄──┴─► process of rank 3
+                  commit worker: send your parts ──► part on the target ──► manifest
 
 Everything else is the attempt of one node: this one owns the journal, decides, and commits. A node that is lost is the
 end of its ranks. Never: a rank of an earlier attempt; a wait for a node without a deadline.
@@ -12,20 +11,22 @@ end of its ranks. Never: a rank of an earlier attempt; a wait for a node without
 
 from __future__ import annotations
 
-import math
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Self
 
 from prefect_tune.attempt.group_saves import PARTS_WITHIN
-from prefect_tune.attempt.nodes.node_stream import NodeReader, NodeWriter
+from prefect_tune.attempt.nodes.node_connection import NodeConnection, read_from
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.rank_group import Placement, free_port
@@ -33,26 +34,28 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
-from prefect_tune.core.messages.process_messages import Start, to_trial
-from prefect_tune.core.messages.target_messages import (
+from prefect_tune.core.messages.node_messages import (
     Arrived,
     Begin,
     FromRank,
     GroupOver,
+    NodeAddress,
     NodeMessage,
     NodeStopping,
     RankGone,
     SendPart,
     ToRank,
-    is_signed_with,
-    node_messages_up_to,
 )
+from prefect_tune.core.messages.process_messages import Start, ToTrial
+from prefect_tune.core.messages.target_messages import node_objects_up_to
 from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.shown_text import plural
-from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, numbered
-from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.runtime.message_stream import MessageReader
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.values import digest_of
+from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.deadline import Deadline
 
@@ -62,8 +65,8 @@ _FEWER_AFTER = timedelta(minutes=2)
 """After which time an attempt begins with `min_nodes`."""
 _LOOK_SECONDS = 0.1
 _PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
-_READ_WITHIN = timedelta(seconds=10)
-_TO_RANK_BYTES = 64 * 1024**2
+_REQUEST_TIMEOUT = timedelta(seconds=10)
+_JOIN_TIMEOUT = timedelta(seconds=10)
 _UNROUTED = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): choosing a route to it sends nothing
 
 
@@ -84,14 +87,12 @@ class OtherNodes:
         self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log
         self._secret = secret
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
-        self._had_these = False
+        self._joining = threading.Lock()
+        self._has_begun = False
         self._arrived: dict[int, str] = {}
+        self._connections: dict[int, NodeConnection] = {}
         self._lost: dict[int, Reason] = {}
-        self._present: Sequence[int] = (0,)
-        self._sent_seconds: dict[int, float] = {}
-        """By node, in the last save to which several sent files."""
-        self._ranks: dict[int, _RankElsewhere] = {}
-        self._readers: dict[int, NodeReader] = {}
+        self._ranks: dict[int, _RemoteRank] = {}
         self.stop: Callable[[], None] = lambda: None
         """Called when the infrastructure asks a node to stop."""
         self.placement = Placement(processes=processes_on(spec.processes_per_trial, 1))
@@ -103,36 +104,26 @@ class OtherNodes:
             NodesMissing: fewer than `min_nodes` arrived in time, or `stop` was set.
         """
         self.stop = stop.set
-        spec, others = self._spec, range(1, self._spec.nodes_per_trial)
-        for node in others:
-            hears, loses = partial(self._hear, node), partial(self._lose, node)
-            self._readers[node] = NodeReader(spec.target, self._key, node, self._writer, hears, loses)
-        self._log.info("waiting for %s of attempt %d", plural(len(others), "node", "nodes"), self._key.attempt)
+        self._log.info("waiting for %d other nodes of attempt %d", self._spec.nodes_per_trial - 1, self._key.attempt)
         self._wait(stop)
-        present = [each for each in others if each in self._arrived and each not in self._lost]
-        for absent in set(others).difference(present):
-            self._readers.pop(absent).close()
-            self._writer.read_up_to.pop(absent, None)
+        with self._joining:
+            self._has_begun = True
+            present = sorted(self._connections.keys() - self._lost.keys())
         address, port = address_here(), free_port()
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
-        nodes = self._present = (0, *present)
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
-        self._writer.send(
+        nodes = (0, *present)
+        self._send(
             Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
         )
-        where = ", ".join(f"{each} ({self._arrived[each]})" for each in present)
+        where = ", ".join(f"{node} ({self._arrived[node]})" for node in present)
         self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, where or "no other")
-        return [self._channel(node, rank) for node, rank in self._ranks_of(present)]
-
-    def known_up_to(self) -> float:
-        """Return until when it is known of each node that it was alive; a lost one is known to be gone."""
-        seen = [each.seen_at for node, each in self._readers.items() if node not in self._lost]
-        return min(seen, default=math.inf)
-
-    @property
-    def sending(self) -> Sequence[float]:
-        """How many seconds each node took in the last save until its files were on the target; 0 if it had none."""
-        return [self._sent_seconds.get(each, 0.0) for each in self._present]
+        for place, node in enumerate(present, 1):
+            for rank in range(place * self.placement.processes, (place + 1) * self.placement.processes):
+                self._ranks[rank] = _RemoteRank(self._connections[node], node, rank)
+                if (reason := self._lost.get(node)) is not None:
+                    self._ranks[rank].hang_up(_end_with_node(node, reason))
+        return [*self._ranks.values()]
 
     def lost(self) -> Mapping[int, Reason]:
         """Return the nodes that are gone, with the reason."""
@@ -145,50 +136,86 @@ class OtherNodes:
         `before` is the trial's state. Leave the block when the checkpoint is committed, or given up.
         """
         parent, collected = parent_of_next(self._spec.trial, before), reused_from(before)
-        self._writer.send(SendPart(key=key, parent=parent, collected_up_to=collected))
-        began, self._sent_seconds = time.monotonic(), {}
-
-        def arrived(node: int) -> None:
-            self._sent_seconds[node] = time.monotonic() - began
-
-        def waits() -> Callable[[], bool]:
-            arrived(0)
-            return _waits()
-
-        yield PartsOfSave(self._key, self._term, tuple(nodes), waits, self.lost, arrived)
-        for node in nodes:
-            self._writer.delete(self._key.part_path(key, node))
+        self._send(SendPart(key=key, parent=parent, collected_up_to=collected))
+        yield PartsOfSave(self._key, self._term, tuple(nodes), _waits, self.lost)
+        paths = [self._key.part_path(key, node) for node in nodes]
+        threading.Thread(target=copy_context().run, args=(self._delete, lambda _: paths), daemon=True).start()
 
     def __enter__(self) -> Self:
-        """Begin to write. Raises NodesMissing: a task runner repeats what began an earlier attempt, with its nodes."""
+        """Listen for the nodes."""
+        self._request = digest_of(self._secret.encode())
         on_target(self._spec.target, self._delete_earlier)
-        if self._had_these:
-            raise NodesMissing("its worker is gone, and the other nodes with it: all begin again", is_stopped=False)
-        self._writer = NodeWriter(self._spec.target, self._key, 0, self._secret, self._log)
+        host = address_here()
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError:  # the name of a service, for example
+            self._listener = socket.create_server(("", 0))
+        self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=self._request)
+        threading.Thread(target=copy_context().run, args=(self._accept,), name="accept-nodes", daemon=True).start()
+        document = seal(self._address)
+        on_target(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the ranks of all nodes, and delete the messages once the nodes have read that."""
-        self._writer.send(GroupOver())
-        self._writer.close()
-        read_until = Deadline.after(_READ_WITHIN)
-        while not self._writer.is_read and read_until.remaining_seconds and len(self._lost) < len(self._readers):
-            time.sleep(_LOOK_SECONDS)
-        for each in self._readers.values():
-            each.close()
+        """End the ranks of all nodes, and delete what the nodes have left for one another."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        with self._joining:
+            self._has_begun = True
+        self._send(GroupOver())
+        for connection in self._connections.values():
+            connection.close()
         for rank in self._ranks.values():
             rank.hang_up(ProcessEnd(reason=make_reason("attempt-over")))
-        with suppress(TuneError), self._spec.target.open(timeout=_READ_WITHIN) as store:  # the next attempt does it
-            store.delete([each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt)])
+        self._delete(
+            lambda store: [each.path for each in node_objects_up_to(store, self._spec.trial, self._key.attempt)]
+        )
+
+    def _delete(self, paths_in: Callable[[ObjectStore], Sequence[str]]) -> None:
+        """Delete these objects, if the target answers: else the end of the attempt, or the next one, does."""
+        with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
+            store.delete(paths_in(store))
 
     def _delete_earlier(self, store: ObjectStore) -> None:
-        """Delete what earlier attempts have left; note whether one of them had the nodes of this one."""
-        left = [each.path for each in node_messages_up_to(store, self._spec.trial, self._key.attempt - 1)]
-        firsts = {numbered(key.messages(0), 1) for each in left if (key := NodesKey.from_path(self._spec.trial, each))}
-        # Noted before it is deleted, and kept: this is repeated if the answer of the deletion is lost.
-        self._had_these |= any(is_signed_with(store, each, self._secret) for each in firsts)
+        """Delete what the nodes of earlier attempts have left."""
+        left = [listed.path for listed in node_objects_up_to(store, self._spec.trial, self._key.attempt - 1)]
         if left:
             store.delete(left)
+
+    def _send(self, message: NodeMessage) -> None:
+        for connection in self._connections.values():
+            connection.send(message)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                link, _ = self._listener.accept()
+                run = copy_context().run
+                threading.Thread(target=run, args=(self._join, link), name="join-node", daemon=True).start()
+
+    def _join(self, link: socket.socket) -> None:
+        """Add the node that has connected, if it has the secret, and is expected."""
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
+        connection, key = Connection(link.detach()), self._address.connection_key(self._key, self._secret)
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            arrived = read_from(connection).read(_JOIN_TIMEOUT)
+        except (AuthenticationError, EOFError, OSError, MalformedMessage) as error:
+            self._log.warning("refused a connection to node 0: %s: %s", type(error).__name__, error)
+            connection.close()
+            return
+        with self._joining:
+            expected = set() if self._has_begun else set(range(1, self._spec.nodes_per_trial)) - self._arrived.keys()
+            node = arrived.node if isinstance(arrived, Arrived) else 0
+            receive, lose = partial(self._receive, node), partial(self._lose, node)
+            joined = NodeConnection(connection, node, receive, lose)
+            if isinstance(arrived, Arrived) and node in expected:
+                self._arrived[node], self._connections[node] = arrived.host, joined
+                return
+        joined.send(GroupOver())
+        joined.close()
 
     def _wait(self, stop: threading.Event) -> None:
         most, least = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial
@@ -209,22 +236,10 @@ class OtherNodes:
                     is_stopped=False,
                 )
 
-    def _ranks_of(self, nodes: Sequence[int]) -> Sequence[tuple[int, int]]:
-        each_has = self.placement.processes
-        return [(node, place * each_has + local) for place, node in enumerate(nodes, 1) for local in range(each_has)]
-
-    def _channel(self, node: int, rank: int) -> TrialChannel:
-        elsewhere = self._ranks[rank] = _RankElsewhere(node, rank, self._writer)
-        if (why := self._lost.get(node)) is not None:
-            elsewhere.hang_up(_lost_with_node(node, why))
-        return TrialChannel(elsewhere.here, elsewhere)
-
-    def _hear(self, node: int, message: NodeMessage) -> None:
+    def _receive(self, node: int, message: NodeMessage) -> None:
         match message:
-            case Arrived(host=host):
-                self._arrived[node] = host
-            case FromRank(rank=rank, message=told) if rank in self._ranks:
-                self._ranks[rank].deliver(told.model_dump_json().encode())
+            case FromRank(rank=rank, message=sent) if rank in self._ranks:
+                self._ranks[rank].deliver(sent.model_dump_json().encode())
             case RankGone(rank=rank, end=end) if rank in self._ranks:
                 self._ranks[rank].hang_up(end)
             case NodeStopping():
@@ -233,29 +248,30 @@ class OtherNodes:
             case _:
                 pass
 
-    def _lose(self, node: int, why: Reason) -> None:
-        self._lost[node] = why
-        for each in self._ranks.values():
-            if each.node == node:
-                each.hang_up(_lost_with_node(node, why))
+    def _lose(self, node: int, reason: Reason) -> None:
+        self._lost[node] = reason
+        for rank in [*self._ranks.values()]:
+            if rank.node == node:
+                rank.hang_up(_end_with_node(node, reason))
 
 
-def _lost_with_node(node: int, error: Reason) -> ProcessEnd:
+def _end_with_node(node: int, error: Reason) -> ProcessEnd:
     return ProcessEnd(reason=make_reason("node-lost", node=node, error=error))
 
 
-class _RankElsewhere:
-    """The far end of the channel of a rank on another node; for the channel, it is the process of that rank."""
+class _RemoteRank(TrialChannel):
+    """The channel to a rank on another node, whose messages arrive on the connection of that node."""
 
-    def __init__(self, node: int, rank: int, writer: NodeWriter) -> None:
+    def __init__(self, connection: NodeConnection, node: int, rank: int) -> None:
         ours, theirs = socket.socketpair()
         self.node = node
-        self.here = Connection(ours.detach())
-        """The supervisor's end."""
         self._there = Connection(theirs.detach())
-        self._rank, self._writer = rank, writer
+        self._of_node, self._rank = connection, rank
         self._end: ProcessEnd | None = None
-        threading.Thread(target=self._pass_on, name=f"rank-{rank}", daemon=True).start()
+        super().__init__(Connection(ours.detach()), self)
+
+    def tell(self, message: ToTrial) -> None:
+        self._of_node.send(ToRank.model_validate({"rank": self._rank, "message": message}))
 
     def is_alive(self) -> bool:
         return self._end is None
@@ -274,13 +290,6 @@ class _RankElsewhere:
         self._end = self._end or end
         with suppress(OSError), socket.socket(fileno=os.dup(self._there.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
-
-    def _pass_on(self) -> None:
-        reader = MessageReader(self._there, to_trial, limit_bytes=_TO_RANK_BYTES)
-        with suppress(EOFError, OSError):
-            while True:
-                if (message := reader.read()) is not None:
-                    self._writer.send(ToRank(rank=self._rank, message=message))
 
 
 def _waits() -> Callable[[], bool]:

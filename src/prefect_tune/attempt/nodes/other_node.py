@@ -1,10 +1,10 @@
 """A node other than the first of an attempt: it trains its ranks, and passes their messages on.
 
-    waits for node 0 ──► arrived ──► begin ──► restores the same checkpoint ──► processes ══ messages both ways ══► over
-                                                              parts: sent when node 0 asks for them ──► the target
+    node 0 ──► arrived ──► begin ──► restores the same checkpoint ──► processes ══ messages both ways ══► over
+                                                  parts: sent when node 0 asks for them ──► the target
 
-It writes no journal and commits nothing. It ends when node 0 says that the attempt is over, or has been silent for too
-long; with it end its processes. Never: a second process of one node; a part that node 0 has not asked for.
+It writes no journal and commits nothing. It ends when node 0 says that the attempt is over, or the connection is lost;
+its processes end with it. Never: a second process of one node; a part that node 0 has not asked for.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.group_saves import merge, remove_directory
-from prefect_tune.attempt.nodes.node_stream import NodeReader, NodeWriter
+from prefect_tune.attempt.nodes.node_connection import SILENCE_TIMEOUT, NodeConnection
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankEnded, RankGroup, rank_group
@@ -30,8 +31,7 @@ from prefect_tune.core.checkpoints.commit import reusable
 from prefect_tune.core.checkpoints.parts import refuse_part, send_part
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, TrialEnded
-from prefect_tune.core.messages.target_messages import (
+from prefect_tune.core.messages.node_messages import (
     Arrived,
     Begin,
     FromRank,
@@ -41,8 +41,9 @@ from prefect_tune.core.messages.target_messages import (
     RankGone,
     SendPart,
     ToRank,
-    newest_attempt,
+    newest_address,
 )
+from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.restore import manifest_if_readable
@@ -65,20 +66,25 @@ def train_node(
 ) -> Reason:
     """Train the ranks of a node until the attempt is over; return why it is."""
     link.watch()
-    key = _attempt_of(spec, request, link.stop)
-    if isinstance(key, Reason):
-        return key
-    return _OtherNode(spec, request, key, node, link, tasks, log).run()
+    joined = _connect(spec, request, link.stop)
+    if isinstance(joined, Reason):
+        return joined
+    return _OtherNode(spec, request, *joined, node, link, tasks, log).run()
 
 
-def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> NodesKey | Reason:
-    """Wait until node 0 of the requested attempt, or of a later one, has begun; or return why there will be none."""
-    until = Deadline.after(_FIRST_NODE_WITHIN)
+def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> tuple[NodesKey, Connection] | Reason:
+    """Connect to node 0 of the requested attempt, or of a later one; or return why there will be none."""
+    until, reachable_until = Deadline.after(_FIRST_NODE_WITHIN), None
     at_least, looks = max(1, request.attempt), 0
     while until.remaining_seconds:
-        found = on_target(spec.target, lambda store: newest_attempt(store, spec.trial, at_least, request.secret))
+        found = on_target(spec.target, lambda store: newest_address(store, spec.trial, at_least))
         if found is not None:
-            return found
+            key, address = found
+            with suppress(AuthenticationError, EOFError, OSError):
+                return key, Client((address.host, address.port), authkey=address.connection_key(key, request.secret))
+            reachable_until = reachable_until or Deadline.after(SILENCE_TIMEOUT)
+            if not reachable_until.remaining_seconds:
+                return make_reason("node-silent", node=0, seconds=SILENCE_TIMEOUT.total_seconds())
         if looks % 10 == 9 and _is_over(spec, request):
             return make_reason("node-not-needed")
         looks += 1
@@ -89,7 +95,7 @@ def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event)
 
 def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
     try:
-        trial = read_experiment(spec.target, spec.journal).trials.get(spec.trial.trial)
+        trial = read_experiment(spec.target, spec.trial.of_experiment).trials.get(spec.trial.trial)
     except TuneError:
         return False
     return trial is not None and (
@@ -103,6 +109,7 @@ class _OtherNode:
         spec: TrialSpec,
         request: AttemptRequest,
         key: NodesKey,
+        connection: Connection,
         node: int,
         link: SearchLink,
         tasks: AttemptTasks,
@@ -110,7 +117,8 @@ class _OtherNode:
     ) -> None:
         self._spec, self._request, self._key, self._node = spec, request, key, node
         self._link, self._tasks, self._log = link, tasks, log
-        self._inbox: queue.SimpleQueue[NodeMessage] = queue.SimpleQueue()
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # a reason: node 0 is lost
         self._over: Reason | None = None
         self._stop_was_asked = False
         self._first_rank = 0
@@ -121,40 +129,35 @@ class _OtherNode:
         self._sending = threading.Lock()
 
     def run(self) -> Reason:
-        self._writer = NodeWriter(self._spec.target, self._key, self._node, self._request.secret, self._log)
-        reader = NodeReader(self._spec.target, self._key, 0, self._writer, self._inbox.put, self._lost)
+        self._node_0 = NodeConnection(self._connection, 0, self._inbox.put, self._inbox.put)
         try:
-            self._writer.send(Arrived(host=socket.gethostname()))
+            self._node_0.send(Arrived(node=self._node, host=socket.gethostname()))
             while self._over is None:
                 match self._next(_TICK):
-                    case Begin() as begin if self._node in begin.nodes:
+                    case Begin() as begin:
                         self._train(begin)
-                    case Begin():
-                        self._over = make_reason("node-left-out")
                     case GroupOver():
                         self._over = make_reason("node-not-needed")
                     case _:
                         self._pass_on_stop()
         finally:
-            self._writer.close()
-            reader.close()
+            self._node_0.close()
         return self._over
 
-    def _lost(self, reason: Reason) -> None:
-        self._over = reason
-
-    def _next(self, patience: timedelta) -> NodeMessage | None:
-        if self._writer.is_displaced.is_set():
-            self._over = make_reason("node-displaced", node=self._node, attempt=self._key.attempt)
+    def _next(self, timeout: timedelta) -> NodeMessage | None:
         try:
-            return self._inbox.get(timeout=patience.total_seconds())
+            message = self._inbox.get(timeout=timeout.total_seconds())
         except queue.Empty:
             return None
+        if not isinstance(message, Reason):
+            return message
+        self._over = message
+        return None
 
     def _pass_on_stop(self) -> None:
         if self._link.stop.is_set() and not self._stop_was_asked:
             self._stop_was_asked = True
-            self._writer.send(NodeStopping())
+            self._node_0.send(NodeStopping())
 
     def _train(self, begin: Begin) -> None:
         place, processes = begin.nodes.index(self._node), processes_on(self._spec.processes_per_trial, 1)
@@ -168,7 +171,7 @@ class _OtherNode:
             except (TuneError, OSError) as error:
                 self._over = make_reason("node-not-started", node=self._node, error=str(error))
                 for rank in ranks:
-                    self._writer.send(RankGone(rank=rank, end=ProcessEnd(reason=self._over)))
+                    self._node_0.send(RankGone(rank=rank, end=ProcessEnd(reason=self._over)))
                 return
             self._serve(group)
             group.end_all()
@@ -200,7 +203,7 @@ class _OtherNode:
             except RankEnded as ended:
                 broken = ProcessEnd(reason=make_reason("invalid-use", text=str(ended)))
                 end = group.end(ended.rank) if ended.is_gone else broken
-                self._writer.send(RankGone(rank=self._first_rank + ended.rank, end=end))
+                self._node_0.send(RankGone(rank=self._first_rank + ended.rank, end=end))
             self._pass_on_stop()
             while self._over is None and (message := self._next(timedelta(0))) is not None:
                 match message:
@@ -222,46 +225,35 @@ class _OtherNode:
             message = message.model_copy(update={"directory": None, "node": self._node})
         if isinstance(message, TrialEnded):
             group.leave(local_rank)
-        self._writer.send(FromRank(rank=rank, message=message))
+        self._node_0.send(FromRank(rank=rank, message=message))
 
     # ------------------------------------------------------------------------------------------------- parts
 
     def _send_part(self, wanted: SendPart) -> None:
         """Send the files of a step; without any of that step here, nothing is expected of this node."""
-        with self._sending:
-            self._send_part_alone(wanted)
-
-    def _send_part_alone(self, wanted: SendPart) -> None:
         step, of = wanted.key.step, (self._key, self._node, self._term)
-        if step not in self._parts and step not in self._merged:
-            return
-        try:
-            directory = self._directory_of(step)
-            within = timedelta(seconds=self._spec.sync.sync_timeout_seconds)
-            on_target(self._spec.target, lambda store: _send(store, wanted, directory, of), within)
-        except TuneError as error:
-            if self._over:
-                return  # its files are being removed
-            self._log.warning("the part of step %d was not sent: %s", step, error)
-            why = f"{type(error).__name__}: {error}"
-            self._refuse(wanted, lambda store: refuse_part(store, wanted.key, of, why))
-        for earlier in [each for each in self._merged if each < step]:
-            remove_directory(self._merged.pop(earlier))
-
-    def _refuse(self, wanted: SendPart, refuse: Callable[[ObjectStore], None]) -> None:
-        try:
-            on_target(self._spec.target, refuse)
-        except TuneError as error:  # node 0 waits until its deadline
-            self._log.warning("node 0 does not know that there is no part of step %d: %s", wanted.key.step, error)
-
-    def _directory_of(self, step: int) -> Path:
-        """Return the directory with the files of all ranks here; asked again, the same."""
-        if step not in self._merged:
-            directories = self._parts.pop(step)
-            first, *others = sorted(directories)
-            merge(directories[first], {each: directories[each] for each in others})
-            self._merged[step] = directories[first]
-        return self._merged[step]
+        with self._sending:
+            if step not in self._parts and step not in self._merged:
+                return
+            try:
+                if step not in self._merged:
+                    directories = self._parts.pop(step)
+                    first, *others = sorted(directories)
+                    merge(directories[first], {rank: directories[rank] for rank in others})
+                    self._merged[step] = directories[first]
+                directory, within = self._merged[step], timedelta(seconds=self._spec.sync.sync_timeout_seconds)
+                on_target(self._spec.target, lambda store: _send(store, wanted, directory, of), within)
+            except TuneError as error:
+                if self._over:
+                    return  # its files are being removed
+                self._log.warning("the part of step %d was not sent: %s", step, error)
+                reason = f"{type(error).__name__}: {error}"
+                try:
+                    on_target(self._spec.target, lambda store: refuse_part(store, wanted.key, of, reason))
+                except TuneError as untold:  # node 0 waits until its deadline
+                    self._log.warning("node 0 does not know that there is no part of step %d: %s", step, untold)
+            for earlier in [merged for merged in self._merged if merged < step]:
+                remove_directory(self._merged.pop(earlier))
 
 
 def _send(store: ObjectStore, wanted: SendPart, directory: Path, of: tuple[NodesKey, int, int]) -> None:

@@ -44,8 +44,6 @@ READ_ONCE = (
     "TPU_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# The interpreter and the C library read these at start, so a fork has the values of its fork server.
-_READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 
 
 def added_to_this(added: Mapping[str, str]) -> Mapping[str, str]:
@@ -56,11 +54,6 @@ def added_to_this(added: Mapping[str, str]) -> Mapping[str, str]:
 def fixed_by_this() -> Mapping[str, str]:
     """Return the variables of this process that libraries read once: processes with other values serve other trials."""
     return {name: os.environ[name] for name in READ_ONCE if name in os.environ}
-
-
-def read_at_start(variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Return those that an interpreter reads at its start."""
-    return {name: value for name, value in variables.items() if name.startswith(_READ_AT_START)}
 
 
 def of_interpreter(variables: Mapping[str, str]) -> Mapping[str, str]:
@@ -93,7 +86,7 @@ AS_IT_IS: Mapping[str, str] = MappingProxyType({})
 _GOODBYE = timedelta(seconds=5)
 
 
-class _Body(Protocol):
+class ProcessHandle(Protocol):
     """The process, or the thread of this process, that trains."""
 
     def is_alive(self) -> bool: ...
@@ -106,7 +99,7 @@ class _Body(Protocol):
 class TrialChannel:
     """The connection to a running attempt. Call `receive` from one thread, `tell` from any."""
 
-    def __init__(self, connection: Connection, body: _Body, output: TrialOutput | None = None) -> None:
+    def __init__(self, connection: Connection, body: ProcessHandle, output: TrialOutput | None = None) -> None:
         """Args: output: of its process. Default: that is logged elsewhere."""
         self._connection, self._output = connection, output
         self._reader = _reader_of(connection)
@@ -120,7 +113,7 @@ class TrialChannel:
         """What to wait for until a message arrives."""
         return self._connection
 
-    def go_over_to(self, connection: Connection, body: _Body, output: TrialOutput) -> None:
+    def go_over_to(self, connection: Connection, body: ProcessHandle, output: TrialOutput) -> None:
         """Switch to another process."""
         with self._sending:
             self._connection, self._reader, self._body = connection, _reader_of(connection), body
@@ -266,9 +259,7 @@ class _Process:
         return self._end
 
 
-MEMORY_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT"})
-"""The signals that end a process which reads memory that it does not have."""
-OWN_SIGNALS = MEMORY_SIGNALS | {"SIGFPE", "SIGILL"}
+OWN_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
 """The signals that the trainable or its libraries cause; SIGKILL comes from outside the process."""
 
 

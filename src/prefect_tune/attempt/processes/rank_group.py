@@ -69,14 +69,11 @@ class RankGroup:
         self,
         channels: Sequence[TrialChannel],
         joins: _Joins | None = None,
-        known_up_to: Callable[[], float] = lambda: math.inf,
         node_count: int = 1,
         ranks_here: float = math.inf,
     ) -> None:
         self.node_count = node_count
         self._ranks_here = ranks_here
-        self.known_up_to = known_up_to
-        """Returns up to when it is known of all ranks whether they are gone, in seconds of the monotonic clock."""
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
         self._joins = joins
@@ -343,16 +340,15 @@ def rank_group(
     placement: Placement,
     open_channel: Callable[[Start], AbstractContextManager[TrialChannel]],
     elsewhere: Sequence[TrialChannel] = (),
-    known_up_to: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[RankGroup]:
     """Open the processes of an attempt, each with its rank, and end them when the block is left.
 
-    `elsewhere` are the channels to ranks of other nodes; `known_up_to` is as in `RankGroup`.
+    `elsewhere` are the channels to ranks of other nodes.
     """
     with ExitStack() as opened:
         if placement.world_size > 1:
             here = [opened.enter_context(open_channel(each)) for each in _starts(start, placement)]
-            group = RankGroup([*here, *elsewhere], None, known_up_to, placement.node_count, len(here))
+            group = RankGroup([*here, *elsewhere], None, placement.node_count, len(here))
             opened.callback(group.close)
             yield group
             return

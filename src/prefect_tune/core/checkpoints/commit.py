@@ -17,7 +17,7 @@ an owner creates after it was superseded is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of
-  the save that sent it (the number of the journal's last entry then), so that a save never relies on a blob that a
+  the save that sent it, so that a save never relies on a blob that a
   garbage collection of an earlier state may still delete: see `reusable`.
 - The directory must not change between the first byte read and the manifest: `require_unchanged` looks at the end.
 - A reply that was lost is settled by reading: `publish` recognizes its own manifest by the write id.
@@ -90,8 +90,8 @@ class Reusable:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitResult:
-    """The result of a commit: the manifest, what was sent, and the damaged blobs that were found."""
+class Save:
+    """A saved checkpoint: the manifest says what was reported and where the bytes lie; the rest is what saving cost."""
 
     manifest: Manifest
     sent_blobs: int
@@ -158,7 +158,7 @@ def commit(
     side_by_side: ParallelMap,
     reverification: Reverification | None = None,
     complete: Callable[[Manifest], Manifest] = alone,
-) -> CommitResult:
+) -> Save:
     """Publish `source` as the checkpoint `key`.
 
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
@@ -188,10 +188,10 @@ def commit(
         written |= _written(blobs)
         manifest = _manifest(key, source, about, blobs)
     source.require_unchanged()
-    require_stored(store, key.trial, written)
+    require_stored(store, key.trial.blobs, written)
     published = publish(store, key, complete(manifest))
     damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
-    return CommitResult(published, len(written), sum(written.values()), damaged)
+    return Save(published, len(written), sum(written.values()), damaged)
 
 
 def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
@@ -223,7 +223,7 @@ def sent(
     work = groups(pieces(source.files))
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     source.require_unchanged()
-    require_stored(store, key.trial, _written(blobs))
+    require_stored(store, key.trial.blobs, _written(blobs))
     return _contents(key, source, blobs)
 
 
@@ -263,21 +263,21 @@ def _placed(
         offset += piece.length
 
 
-def require_stored(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
-    """Require every sent blob on the target at its full size before the manifest: the client's reply is no proof.
+def require_stored(store: ObjectStore, folder: str, written: Mapping[str, int]) -> None:
+    """Require every sent blob in `folder` at its full size before the manifest: the client's reply is no proof.
 
     Raises:
         StoreUnavailable: one is missing, or is not whole.
     """
     if not written:
         return
-    seen = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    seen = {listed.path: listed.size_bytes for listed in store.list(folder)}
     for path, size_bytes in written.items():
         # A listing may be stale: ask for the object itself before calling it missing.
         found = seen.get(path)
         if found != size_bytes and (found := store.size(path)) != size_bytes:
             raise StoreUnavailable(
-                f"{path}: sent {size_bytes} bytes and the client reported success, but the target has "
+                f"{path}: {size_bytes} bytes were sent or copied and the client reported success, but the target has "
                 f"{'nothing' if found is None else f'{found} bytes'}; not committed"
             )
 

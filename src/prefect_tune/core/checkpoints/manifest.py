@@ -12,7 +12,7 @@ from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, PortablePath, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.core.values import Digest, ExperimentName, StepReport, Value, digest_of
+from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 
 # A directory's bytes as chunks and blobs: large files split, small files packed together.
 #
@@ -114,21 +114,10 @@ class ChunkRef(Value):
 
 
 class BlobRef(Value):
-    """A blob: its path below the folder of the experiment's generation, and its size.
-
-    `experiment` and `generation` name the experiment of that folder, if it is not the manifest's own (in a fork).
-    """
+    """A blob: its path below the folder of the experiment's generation, and its size."""
 
     path: PortablePath
     size_bytes: _Count
-    experiment: ExperimentName | None = None
-    generation: Generation | None = None
-
-    @model_validator(mode="after")
-    def _names_both(self) -> BlobRef:
-        if (self.experiment is None) != (self.generation is None):
-            raise ValueError(f"{self.path!r}: expected an experiment with its generation, or neither")
-        return self
 
 
 class FileRef(Value):
@@ -184,6 +173,9 @@ class Contents(Value):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
+        for blob in self.blobs:
+            if not blob.path.startswith(f"trials/{self.trial}/blobs/"):
+                raise ValueError(f"{blob.path!r} is not a blob of trial {self.trial!r}")
         for file in self.files:
             for chunk in file.chunks:
                 if chunk.blob >= len(self.blobs):
@@ -206,14 +198,7 @@ class Contents(Value):
 
     def blob_path(self, index: int) -> str:
         """Return the path of blob `index` from the target's root."""
-        blob = self.blobs[index]
-        if blob.experiment is None:
-            return f"{self.experiment}/{self.generation}/{blob.path}"
-        return f"{blob.experiment}/{blob.generation}/{blob.path}"
-
-    def lies_at(self, home: CheckpointKey) -> bool:
-        """Return whether all its blobs are stored in the folder of `home`'s trial."""
-        return all(path.startswith(f"{home.trial.blobs}/") for path in self.blob_paths())
+        return f"{self.experiment}/{self.generation}/{self.blobs[index].path}"
 
     def blob_paths(self) -> frozenset[str]:
         """Return the paths of all its blobs from the target's root."""
@@ -224,16 +209,8 @@ class Manifest(Contents, Document):
     """A committed checkpoint: its metadata (`about`) and its contents."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     about: About
-    origin: CheckpointKey | None = None
-    """For a clone: the checkpoint whose blobs it refers to."""
-
-    @model_validator(mode="after")
-    def _refers_to_its_origin(self) -> Self:
-        if self.origin and not self.lies_at(self.origin):
-            raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
-        return self
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

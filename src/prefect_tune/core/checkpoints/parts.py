@@ -53,8 +53,6 @@ class PartsOfSave:
     """Called when the files of node 0 are sent; returns a function that waits a moment, or returns False: too late."""
     lost: Callable[[], Mapping[int, Reason]]
     """Returns the nodes that are gone, with the reason."""
-    arrived: Callable[[int], None] = lambda _: None
-    """Called when the part of a node is there."""
 
 
 def send_part(
@@ -101,14 +99,13 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         for node in missing:
             if (part := _part(store, manifest.key, wanted, node)) is not None:
                 found[node] = part
-                wanted.arrived(node)
         still = [each for each in missing if each not in found]
         if gone := {each: why for each, why in wanted.lost().items() if each in still}:
             raise PartMissing("; ".join(f"node {each} {why}" for each, why in gone.items()))
         if still and not wait():
             raise PartMissing(f"node {', '.join(map(str, still))} did not add its part in time")
     sizes = {part.blob_path(index): blob.size_bytes for part in found.values() for index, blob in enumerate(part.blobs)}
-    require_stored(store, manifest.key.trial, sizes)
+    require_stored(store, manifest.key.trial.blobs, sizes)
     return _joined(manifest, [found[each] for each in sorted(found)])
 
 
@@ -119,7 +116,7 @@ def _part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int
         return None
     found = part.key, part.attempt, part.term, part.node
     expected = key, wanted.nodes.attempt, wanted.term, node
-    if found != expected or not part.lies_at(key):
+    if found != expected:
         raise CheckpointCorrupt(f"{path}: expected the part of {expected}, found that of {found}")
     if part.failed:
         raise PartMissing(f"node {node} cannot add its part: {part.failed}")

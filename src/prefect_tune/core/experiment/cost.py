@@ -26,7 +26,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
 from prefect_tune.core.html_tables import Html, cell_html, escaped, paragraph, rows_table
 from prefect_tune.core.shown_text import format_seconds, plural
-from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.core.values import parse_time
 
 
@@ -72,8 +72,6 @@ class AttemptCost:
     """All but idle."""
     use: AttemptUse | None
     """Its processors and memory; None for an attempt that runs, or was lost."""
-    ranks: RankSeconds | None = None
-    """The seconds of its saves by rank; None for a single process."""
     is_bounded: bool = False
     """Whether its begin by another clock was outside its slot or its run, and was moved to the nearest time in it."""
 
@@ -81,11 +79,6 @@ class AttemptCost:
     def rank_ends(self) -> Sequence[RankEnd]:
         """How ranks ended that did not end like the others."""
         return self.use.ends if isinstance(self.use, GroupUse) else ()
-
-    @property
-    def waited_for_ranks_seconds(self) -> float | None:
-        """How long its saves waited for the slowest rank, of the rank that waited longest; None for one process."""
-        return max(self.ranks.waiting) if self.ranks else None
 
     @property
     def total_seconds(self) -> float:
@@ -122,11 +115,6 @@ class ExperimentCost:
     def run_seconds(self) -> float:
         """The time of all runs, without the time between them."""
         return sum(each.seconds for each in self.runs)
-
-    @property
-    def waited_for_ranks_seconds(self) -> float:
-        """How long saves waited for the slowest rank: the sum over attempts, of each that of the longest wait."""
-        return sum(each.waited_for_ranks_seconds or 0.0 for each in self.attempts)
 
     def __repr__(self) -> str:
         """Return the sentence, and the number of attempts."""
@@ -254,7 +242,7 @@ def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[
             before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
             is_bounded = gap != before
         seconds = _shared_out(record, before, held_seconds, is_running=is_running)
-        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, record.ranks, is_bounded)
+        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, is_bounded)
 
 
 def _so_far(trial: Trial, record: AttemptRecord) -> AttemptRecord:

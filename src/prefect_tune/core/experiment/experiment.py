@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
-from rpds import HashTrieMap, HashTrieSet
+from rpds import HashTrieMap
 
-from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
+from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
+from prefect_tune.core.experiment.trial import Clone
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     PastEvent,
     Phase,
     Trial,
     after,
-    is_overtaken,
     with_adopted,
     with_fork,
 )
 from prefect_tune.core.journal_events import (
-    Absorbed,
     Adopted,
     Answered,
-    AttemptEnded,
+    CheckpointRef,
     Committed,
     Configured,
     Decided,
@@ -37,11 +35,11 @@ from prefect_tune.core.journal_events import (
     Forked,
     ForkOrigin,
     GuestEvent,
+    Launched,
     OneTrialsEvent,
     Opened,
     Owner,
     Quarantined,
-    Question,
     Requeued,
     Resumed,
     SlotFreed,
@@ -51,35 +49,26 @@ from prefect_tune.core.journal_events import (
     Writer,
 )
 from prefect_tune.core.reasons import AnyReason
-from prefect_tune.core.storage.layout import JournalKey, TrialKey, boundaries, is_boundary, level_of
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
-from prefect_tune.core.values import Digest, StepReport, TrialId, Value
+from prefect_tune.core.values import Digest, StepReport, Value
 
 # A persistent mapping of an experiment's trials: one change costs the same with ten trials and with ten thousand.
 
-_Changed: TypeAlias = "tuple[HashTrieSet[int], ...]"
-_NONE: HashTrieSet[int] = HashTrieSet()
 _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrialMap(Mapping[str, Trial]):
-    """Immutable trials by name, in the order in which they were added. A changed copy shares unchanged trials.
-
-    It also records which trials changed since which segment boundary, for writing segments.
-    """
+    """Immutable trials by name, in the order in which they were added. A changed copy shares unchanged trials."""
 
     _numbers: HashTrieMap[str, int]
     """By name, the trial's number in the order in which they were added."""
     _trials: HashTrieMap[int, Trial]
-    _changed: _Changed = (_NONE,)
-    """Sets of trials' numbers. Those in the first set changed since the last boundary that ends with two zeros, those
-    in the second between it and the last one that ends with three, and so on. A superfluous number costs bytes; a
-    missing one would lose the change."""
 
     @classmethod
     def of(cls, trials: Iterable[Trial] = ()) -> TrialMap:
-        """Return `trials`, in this order, each marked as changed."""
+        """Return `trials`, in this order."""
         found = cls(HashTrieMap(), HashTrieMap())
         for trial in trials:
             found = found.with_trial(trial)
@@ -92,32 +81,7 @@ class TrialMap(Mapping[str, Trial]):
         if number is None:
             number = len(numbers)
             numbers = numbers.insert(trial.trial, number)
-        lately, *earlier = self._changed
-        changed = self._changed if number in lately else (lately.insert(number), *earlier)
-        return TrialMap(numbers, self._trials.insert(number, trial), changed)
-
-    def at_boundary(self, number: int) -> TrialMap:
-        """Return a copy after entry `number`, which ends a segment: the segments within it are merged into it."""
-        changed = [*self._changed, *[_NONE] * (level_of(number) - len(self._changed))]
-        for level in range(level_of(number) - 1):
-            changed[level + 1] = changed[level + 1].update(changed[level])
-            changed[level] = _NONE
-        return TrialMap(self._numbers, self._trials, tuple(changed))
-
-    def changed_in(self, number: int) -> Sequence[Trial]:
-        """Return the trials for the segment that ends with the last entry, `number`, in the order of addition."""
-        return [self._trials[each] for each in sorted(self._changed[level_of(number) - 1])]
-
-    def with_segment(self, number: int, changed: Sequence[Trial]) -> TrialMap:
-        """Return a copy after the next segment, the one at `number`, which holds `changed`."""
-        numbers, trials = self._numbers, self._trials
-        for trial in changed:
-            if trial.trial not in numbers:
-                numbers = numbers.insert(trial.trial, len(numbers))
-            trials = trials.insert(numbers[trial.trial], trial)
-        lately = HashTrieSet(numbers[trial.trial] for trial in changed)
-        wider = self._changed[level_of(number) :]
-        return TrialMap(numbers, trials, (*[_NONE] * (level_of(number) - 1), lately, *wider))
+        return TrialMap(numbers, self._trials.insert(number, trial))
 
     def __getitem__(self, trial: str) -> Trial:
         return self._trials[self._numbers[trial]]
@@ -157,9 +121,6 @@ def _listed(trials: TrialMap) -> tuple[Trial, ...]:
     return tuple(trials.values())
 
 
-_Kept = TypeVar("_Kept")
-
-
 class Experiment(Value):
     """The state of an experiment after the first `number` entries of its journal."""
 
@@ -172,8 +133,8 @@ class Experiment(Value):
     owner: Owner | None = None
     opened_at: int = 0
     """The number of the entry with which the present owner opened the experiment."""
-    settled_from: int = 0
-    """A manifest with a smaller sequence that no entry names is no checkpoint, and never becomes one."""
+    adopted_in: int = 0
+    """The last term whose owner has adopted what the owner before it had saved and not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """The parameters of the run that opened it last; see `Configured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
@@ -198,20 +159,16 @@ class Experiment(Value):
     """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
     answers: tuple[Answered, ...] = ()
     """Answers of persons, oldest first."""
-    questions: Mapping[TrialId, Question] = Field(default_factory=dict)
-    """Questions of trials that are not answered yet."""
     past_count: int = 0
     """The number of events that are replayed to search and scheduler; see `Trial.past`."""
     runs: tuple[RunRecord, ...] = ()
     """When each run owned the experiment, the first one first; see `cost.cost_of`."""
-    segment_digests: tuple[tuple[int, Digest], ...] = ()
-    """The digests of the entries that end the segments of its history; see `boundaries`."""
     trials: TrialMap = Field(default_factory=TrialMap.of)
     """The trials by name, in the order in which they were added."""
 
     @property
     def name(self) -> str:
-        """The experiment's name, whether this is its journal or that of one of its trials."""
+        """The experiment's name."""
         return self.key.experiment
 
     def opened_by(self) -> Opened:
@@ -222,7 +179,6 @@ class Experiment(Value):
         return Opened(
             experiment=key.experiment,
             generation=key.generation,
-            trial=key.trial,
             term=self.term,
             owner=self.owner,
             at=self.runs[-1].began_at if self.runs and self.runs[-1].term == self.term else None,
@@ -263,39 +219,7 @@ def apply(
             experiment = next_of(experiment, event, entry.number, entry.writer)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
-    experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
-    return _at_boundary(experiment) if is_boundary(entry.number) else experiment
-
-
-def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
-    """As `apply`, for an entry that is about to be written.
-
-    Raises:
-        SaveOvertaken: the entry commits a save that began before a checkpoint of its trial was quarantined.
-    """
-    _require_not_overtaken(experiment, entry)
-    return apply(experiment, entry, digest)
-
-
-def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
-    """Checked before writing only: reading takes a journal as it was written."""
-    for event in entry.events:
-        trial = experiment.trials.get(event.trial) if isinstance(event, Committed) else None
-        if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):
-            raise SaveOvertaken(
-                f"{experiment.key}: step {event.checkpoint.step} of trial {trial.trial!r} was saved while a checkpoint "
-                "was quarantined, and may share its damaged blobs: save it again"
-            )
-
-
-def _at_boundary(experiment: Experiment) -> Experiment:
-    known = {**dict(experiment.segment_digests), experiment.number: experiment.digest}
-    return experiment.model_copy(
-        update={
-            "segment_digests": tuple((number, known[number]) for number in boundaries(experiment.number)),
-            "trials": experiment.trials.at_boundary(experiment.number),
-        }
-    )
+    return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
 def _require_successor(experiment: Experiment, entry: Entry) -> None:
@@ -312,16 +236,16 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
 def _require_writer(experiment: Experiment, entry: Entry) -> None:
     """A guest's entry holds only what a guest may write: whoever can write to the target cannot end another's trial."""
     if entry.writer == "guest":
-        found = [each.type for each in entry.events if not isinstance(each, GuestEvent) or _blames(each)]
+        found = [
+            event.type
+            for event in entry.events
+            if not isinstance(event, GuestEvent) or (isinstance(event, Quarantined) and event.kills)
+        ]
         if found or not entry.events:
             raise JournalCorrupt(
                 f"{experiment.key}, entry {entry.number}: expected events that a guest may write, found "
                 f"{', '.join(found) or 'none'}"
             )
-
-
-def _blames(event: GuestEvent) -> bool:
-    return isinstance(event, Quarantined) and event.kills
 
 
 def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
@@ -340,43 +264,30 @@ def after_event(experiment: Experiment, event: Event, number: int, writer: Write
         case Forked():
             return _forked(experiment, event)
         case Deletion():
-            return experiment.model_copy(update={"is_removed": not event.cancelled})
+            return experiment.model_copy(update={"is_removed": True})
         case StopAsked():
             return _asked_to_stop(experiment, event)
         case Answered():
-            return _answered(experiment, event)
+            return experiment.model_copy(update={"answers": (*experiment.answers, event)})
         case TrialAdded():
             return _added(experiment, event)
-        case Absorbed():
-            return _absorbed(experiment, event)
         case _:
             trial = _known(experiment, event.trial)
-            return _noted(experiment, trial, event, after(trial, event, number, writer))
+            return _noted(experiment, trial, event, after(trial, event, writer))
 
 
 def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
-    opens = JournalKey(experiment=event.experiment, generation=event.generation, trial=event.trial)
+    opens = JournalKey(experiment=event.experiment, generation=event.generation)
     if (opens, event.term) != (experiment.key, experiment.term + 1):
         raise IllegalTransition(f"it opens {opens} for owner {event.term}")
-    restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
+    before = experiment.owner
+    is_same_run = before is not None and event.owner.flow_run is not None and event.owner.flow_run == before.flow_run
+    restarts = experiment.restarts + 1 if is_same_run and not event.owner.by_hand else 0
     opened = {"term": event.term, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
     if event.at is not None:
         run = RunRecord(term=event.term, began_at=event.at, slots=event.owner.slots)
         opened["runs"] = (*experiment.runs, run)
     return experiment.model_copy(update=opened)
-
-
-def _is_restart(before: Owner | None, now: Owner) -> bool:
-    """Return whether the same flow run was started again, and not by a person."""
-    again = before is not None and now.flow_run is not None and now.flow_run == before.flow_run
-    return again and not now.by_hand
-
-
-def _answered(experiment: Experiment, event: Answered) -> Experiment:
-    """Keep the answer, also to a question that is not open."""
-    answered = (event.trial, event.key)
-    open_ones = {name: each for name, each in experiment.questions.items() if (name, each.key) != answered}
-    return experiment.model_copy(update={"answers": (*experiment.answers, event), "questions": open_ones})
 
 
 def _configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
@@ -406,12 +317,12 @@ def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
-    """From this entry on, only manifests of the present owner can be commits."""
+    """From this entry on, no save of an attempt that ended with its owner becomes a checkpoint."""
     for name in {**event.checkpoints, **event.reached}:
         trial = _known(experiment, name)
-        experiment = _with(experiment, with_adopted(trial, event, has_own_journal=trial.own_journal))
+        experiment = _with(experiment, with_adopted(trial, event))
     runs = seen(experiment.runs, event.seen_at)
-    return experiment.model_copy(update={"settled_from": experiment.opened_at, "runs": runs})
+    return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
 
 
 def _forked(experiment: Experiment, event: Forked) -> Experiment:
@@ -427,38 +338,13 @@ def _forked(experiment: Experiment, event: Forked) -> Experiment:
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
     if event.trial in experiment.trials:
         raise IllegalTransition(f"trial {event.trial!r} was added before")
-    fields = event.model_dump(include={"trial", "config", "fingerprint", "own_journal"})
+    fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
     new = Trial.model_validate(fields)
     return _with_past(experiment, new, PastEvent(order=experiment.past_count + 1, what="added"))
 
 
-def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
-    """Apply an entry of the trial's own journal; its configuration, owners and deletion are known here already."""
-    trial = _known(experiment, event.trial)
-    if event.number != trial.absorbed + 1:
-        raise IllegalTransition(
-            f"trial {trial.trial!r}: expected entry {trial.absorbed + 1} of its journal, found entry {event.number}"
-        )
-    for each in event.events:
-        trial = experiment.trial(trial.trial)
-        match each:
-            case Opened(owner=owner):
-                experiment = _with(experiment, trial.model_copy(update={"search_term": owner.search_term}))
-            case TrialAdded() | Deletion():
-                continue
-            case Adopted():
-                experiment = _with(experiment, with_adopted(trial, each))
-            case _ if each.trial != event.trial:
-                raise IllegalTransition(f"trial {event.trial!r}: its journal has an event of trial {each.trial!r}")
-            case _:
-                experiment = _noted(experiment, trial, each, after(trial, each, event.number, event.writer))
-    return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
-
-
 def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
-    """Record what is replayed to search and scheduler when the experiment is resumed, and an open question."""
-    if isinstance(event, AttemptEnded) and event.question is not None:  # in place of an older one
-        experiment = experiment.model_copy(update={"questions": {**experiment.questions, event.trial: event.question}})
+    """Record what is replayed to search and scheduler when the experiment is resumed."""
     order = experiment.past_count + 1
     match event:
         case Decided(report=report, decision=decision):
@@ -479,7 +365,12 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
         case Committed():
             return _progressed(_with(experiment, now))
         case Started():
-            return _with(experiment, _with_record(now, event.attempt, term=now.search_term or experiment.term))
+            return _with(
+                experiment,
+                _with_record(now, event.attempt, term=experiment.term if now.outbox is None else now.search_term),
+            )
+        case Launched():
+            return _with(experiment, now.model_copy(update={"search_term": experiment.term}))
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             runs = ended_after(experiment.runs, since, seconds)
             freed = _with_record(now, attempt, slot_term=experiment.term)
@@ -513,13 +404,56 @@ def _known(experiment: Experiment, trial: str) -> Trial:
 
 
 def _with(experiment: Experiment, trial: Trial) -> Experiment:
-    changed: dict[str, object] = {"trials": experiment.trials.with_trial(trial)}
+    changed: dict[str, object] = {"trials": _note_clones(experiment.trials, trial)}
     if trial.trial in experiment.stops and trial.phase in ENDED:
-        changed["stops"] = _but_for(trial.trial, experiment.stops)
-    if trial.trial in experiment.questions and trial.phase in ENDED:
-        changed["questions"] = _but_for(trial.trial, experiment.questions)
+        changed["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
     return experiment.model_copy(update=changed)
 
 
-def _but_for(trial: str, named: Mapping[str, _Kept]) -> dict[str, _Kept]:
-    return {name: kept for name, kept in named.items() if name != trial}
+def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
+    """Return the trials with `trial` replaced, and its clones noted in the trials that have the bytes.
+
+    Raises:
+        IllegalTransition: the bytes of a new clone may have been deleted: no trial has them as a checkpoint or a clone.
+    """
+    before, trials = trials.get(trial.trial), trials.with_trial(trial)
+    if (
+        before is not None
+        and before.checkpoints is trial.checkpoints
+        and (before.quarantined_checkpoints is trial.quarantined_checkpoints)
+    ):
+        return trials
+    old, new = _clones_in(before), _clones_in(trial)
+    for origin, clone in old - new:
+        source = trials[origin]
+        left = tuple(other for other in source.clones if other != clone)
+        trials = trials.with_trial(source.model_copy(update={"clones": left}))
+    for origin, clone in new - old:
+        found = trials.get(origin)
+        has_bytes = found is not None and (
+            (clone.step, clone.sequence) in {(ref.step, ref.sequence) for ref in _refs_in(found)}
+            or (clone.step, clone.sequence) in {(other.step, other.sequence) for other in found.clones}
+        )
+        if found is None or not has_bytes:
+            raise IllegalTransition(
+                f"trial {trial.trial!r}: step {clone.step} ({clone.sequence}) of trial {origin!r} is no longer a "
+                "checkpoint, and cannot be cloned"
+            )
+        trials = trials.with_trial(found.model_copy(update={"clones": (*found.clones, clone)}))
+    return trials
+
+
+def _refs_in(trial: Trial) -> Sequence[CheckpointRef]:
+    """Return the checkpoints whose bytes are kept: a guest may quarantine one while the owner clones it."""
+    return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
+
+
+def _clones_in(trial: Trial | None) -> set[tuple[str, Clone]]:
+    """Return the clones of other trials' checkpoints that the trial has, each with the trial that has the bytes."""
+    if trial is None:
+        return set()
+    return {
+        (at.trial, Clone(step=at.step, sequence=at.sequence, trial=trial.trial, clone_sequence=ref.sequence))
+        for ref in _refs_in(trial)
+        if (at := ref.origin) is not None
+    }

@@ -100,17 +100,17 @@ def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool 
 
 
 def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
-    """Return why a search ends in which three trials errored by the same error, and none has trained a step.
+    """Return why a search ends in which three trials errored by the same error before their second step.
 
-    None if a trial has reported a step or completed, if an error differs, or while a trial trains its first step that
-    began before the third error.
+    None if a trial has reported a second step or completed, if an error differs, or while a trial trains its first
+    step that began before the third error.
     """
     from prefect_tune.core.experiment.trial import Phase  # the flows import this module, and need no journal
 
     begun = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in begun if trial.phase is Phase.ERRORED]
     if (
-        any(trial.step or trial.phase is Phase.FINISHED for trial in begun)
+        any(trial.step > 1 or trial.phase is Phase.FINISHED for trial in begun)
         or len(errored) < _SAME_ERRORS
         or not all(is_same_error(trial.end_reason, errored[0].end_reason) for trial in errored)
     ):

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import Value, argument_error
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
@@ -53,8 +53,7 @@ def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoic
     try:
         choice = ResumeChoice.model_validate(answer)
     except ValidationError as invalid:
-        problem = invalid.errors(include_url=False)[0]
-        raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from invalid
+        raise argument_error(invalid) from invalid
     _require_used(choice, limits)
     match choice.way:
         case "extend":

@@ -210,7 +210,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
         return _AtLeast(tuple((_name(name), _limit(name, limit)) for name, limit in plain_keys(stop, "stop").items()))
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(as_stopper(each) for each in stop))
-    if callable(stop):
+    if callable(stop) and not isinstance(stop, type):
         if found := other_signature(stop, 1):
             raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {found}")
         return _Function(stop)
@@ -244,17 +244,6 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
     if isinstance(stopper, AnyOf):
         return {name: limit for each in stopper.stoppers for name, limit in limits_in(each).items()}
     return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
-
-
-def metrics_needed(stopper: Stopper) -> frozenset[str]:
-    """Return the metrics without which a report makes it raise `BadStop`."""
-    match stopper:
-        case AnyOf(stoppers=several):
-            return frozenset().union(*map(metrics_needed, several))
-        case Plateau(metric=name):
-            return frozenset({name})
-        case _:
-            return frozenset(limits_in(stopper)) - {"step"}
 
 
 def _name(name: object) -> str:

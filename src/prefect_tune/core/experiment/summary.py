@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, cas
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded, events_in
+from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.values import StepReport
 
@@ -131,18 +131,18 @@ class Exploited:
 
 
 def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
-    """Return what a trial exploited, in order, from its own journal or, if it has none, the experiment's."""
+    """Return what a trial exploited, in order, from the entries of its experiment's journal."""
     config: Mapping[str, object] = {}
     found: list[Exploited] = []
     for event in (event for entry in entries for event in entry.events):
         match event:
             case TrialAdded(trial=added) if added == trial:
                 config = event.config
-            case Cloned(trial=into, inherited=False) if into == trial and event.config is not None:
+            case Cloned(trial=into) if into == trial and event.config is not None:
                 names = [*event.config, *(each for each in config if each not in event.config)]
                 values = {each: (config.get(each), event.config.get(each)) for each in names}
                 changed = {each: (old, new) for each, (old, new) in values.items() if old != new}
-                found.append(Exploited(event.checkpoint.step, event.source.trial.trial, changed))
+                found.append(Exploited(event.checkpoint.step, event.source, changed))
                 config = event.config
             case _:
                 pass
@@ -153,7 +153,7 @@ def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[st
     """Return the configuration with which a trial saved its checkpoint of this sequence, before or after exploits.
 
     Args:
-        entries: of its own journal or, if it has none, of the experiment's.
+        entries: of the experiment's journal.
         trial: its name.
         sequence: of the checkpoint; a clone has the configuration with which the trial continues from it.
     """
@@ -162,7 +162,7 @@ def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[st
         match event:
             case TrialAdded(trial=added) if added == trial:
                 config = event.config
-            case Cloned(trial=into, inherited=False) if into == trial and event.checkpoint.sequence <= sequence:
+            case Cloned(trial=into) if into == trial and event.checkpoint.sequence <= sequence:
                 config = config if event.config is None else event.config
             case _:
                 pass
@@ -198,8 +198,18 @@ class Curves:
 
     def tell_event(self, event: Event) -> None:
         """Add the reports of the next event."""
-        for each in events_in(event):
-            self._tell(each)
+        match event:
+            case Started(trial=trial, from_step=start) if trial in self._reports:
+                reports = self._reports[trial]
+                self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
+            case Cloned(trial=trial, checkpoint=copy):
+                report = StepReport(step=copy.step, metrics=copy.metrics, trained_seconds=copy.trained_seconds)
+                self._reports[trial] = {copy.step: report}
+            case Reported(trial=trial, report=report):
+                self._reports.setdefault(trial, {})[report.step] = report
+                self._report_count += 1
+            case _:
+                pass
 
     @property
     def report_count(self) -> int:
@@ -210,20 +220,6 @@ class Curves:
         """Return the curve of a trial, by step; empty where it has no report."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
-
-    def _tell(self, event: Event) -> None:
-        match event:
-            case Started(trial=trial, from_step=start) if trial in self._reports:
-                reports = self._reports[trial]
-                self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
-            case Cloned(trial=trial, checkpoint=copy, inherited=False):
-                report = StepReport(step=copy.step, metrics=copy.metrics, trained_seconds=copy.trained_seconds)
-                self._reports[trial] = {copy.step: report}
-            case Reported(trial=trial, report=report):
-                self._reports.setdefault(trial, {})[report.step] = report
-                self._report_count += 1
-            case _:
-                pass
 
 
 _HAS_SECRETS = "trial_job_variables"
@@ -239,7 +235,7 @@ def is_search(state: Experiment) -> bool:
 
 def kind_of(state: Experiment) -> str:
     """Return "search" or "training": trials of a flow of one's own, however many, are trainings."""
-    return "search" if state.settings or any(trial.own_journal for trial in state.trials.values()) else "training"
+    return "search" if state.settings or any(trial.of_search for trial in state.trials.values()) else "training"
 
 
 def counted(state: Experiment) -> Mapping[str, int]:

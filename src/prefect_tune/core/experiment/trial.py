@@ -21,7 +21,14 @@ from prefect_tune.core.html_tables import (
     paragraph,
     soft,
 )
-from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, FinishKind, QuarantinedCheckpoint
+from prefect_tune.core.journal_events import (
+    Cause,
+    CheckpointOrigin,
+    CheckpointRef,
+    FinishKind,
+    Owner,
+    QuarantinedCheckpoint,
+)
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit
 from prefect_tune.core.shown_text import first_line, plural, shown_size
@@ -35,7 +42,7 @@ from prefect_tune.core.values import StepReport, TrialId, Value, flat
 
 
 class Phase(StrEnum):
-    """What can happen to a trial next, see `trial_transitions.NEXT`. Its values are on targets, in segments."""
+    """What can happen to a trial next, see `trial_transitions.NEXT`. Its values are on targets, in snapshots."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -112,6 +119,17 @@ class PastEvent(Value):
     """With "ended": whether the scheduler ended it early."""
 
 
+class Clone(Value):
+    """A clone that another trial has of one of the trial's checkpoints."""
+
+    step: int
+    sequence: int
+    trial: TrialId
+    """The trial that has the clone."""
+    clone_sequence: int
+    """The sequence of the clone there."""
+
+
 class Trial(Value):
     """One configuration being trained, as of the journal's last entry.
 
@@ -123,8 +141,8 @@ class Trial(Value):
     trial: TrialId
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    own_journal: bool = False
-    """Whether it has its own journal, whose entries the experiment's journal absorbs."""
+    of_search: bool = False
+    """Whether a search proposed it; False for a single training, and in a flow of one's own."""
     phase: Phase = Phase.PENDING
     """What can happen to it next; its status is derived from it."""
     attempt: int = 0
@@ -142,10 +160,14 @@ class Trial(Value):
     """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
     lost_checkpoints: int = 0
     """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""
+    next_sequence: int = 1
+    """The sequence of its next save. Each save, each attempt and each limit for running saves counts it up."""
+    settled_from: int = 1
+    """Manifests with lower sequences that the journal does not name are no checkpoints, and never become any."""
     collected_up_to: int = 0
-    """The entry of the last retirement: blobs begun before it are reused only while a checkpoint refers to them."""
-    claims: tuple[Claim, ...] = ()
-    """The clones of its live and retired checkpoints: the bytes stay until a clone is released."""
+    """The limit of the last retirement: blobs of earlier saves are reused only while a checkpoint refers to them."""
+    clones: tuple[Clone, ...] = ()
+    """The clones that other trials have of its live and retired checkpoints, whose bytes stay until then."""
     user_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
@@ -177,10 +199,16 @@ class Trial(Value):
     """The cause of the last attempt's end; None if that attempt paused."""
     finish_kind: FinishKind | None = None
     """How it finished; None if it has not."""
-    absorbed: int = 0
-    """The last entry of its own journal that the experiment's journal has absorbed."""
+    outbox: int | None = None
+    """The number of the open outbox of an attempt on another machine; None where there is none."""
+    outbox_count: int = 0
+    """How many outboxes it has had; the next one has the next number."""
+    post: int = 0
+    """The last post of the open outbox that the journal has."""
     search_term: int = 0
-    """The owner of the experiment that requested its last attempt; 0 if that is not known."""
+    """The owner of the experiment that launched the attempt of the last outbox."""
+    supervisor: Owner | None = None
+    """The process that supervises its last attempt, on another machine; None where that is the journal's owner."""
     proposed: Mapping[str, object] | None = None
     """The configuration it was added with, if it has exploited another trial since."""
     exploits: Exploit | None = None
@@ -268,20 +296,44 @@ def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     return folder.checkpoint_key(newest) if newest else None
 
 
+def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> CheckpointRef | None:
+    """Return the newest checkpoint from which a clone trains at least one more step; None if there is none.
+
+    Args:
+        trial: the trial that has the checkpoints.
+        last_step: the step with which each trial ends at the latest; None if that is not known.
+    """
+    ends = [] if last_step is None else [last_step]
+    if trial.status is Status.COMPLETED:
+        ends.append(trial.step)
+    return next((ref for ref in reversed(trial.checkpoints) if all(ref.step < end for end in ends)), None)
+
+
+def clone_for(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
+    """Return the reference by which `trial` has a checkpoint of the trial `source` as its next one."""
+    origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
+    return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin, "pinned": False})
+
+
 def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
     """Return the keys of all live checkpoints, oldest first."""
     return [folder.checkpoint_key(each) for each in trial.checkpoints]
 
 
-def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether `checkpoint` is a live checkpoint of `trial`."""
-    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
+def is_live(trial: Trial, key: CheckpointKey) -> bool:
+    """Return whether `key` is a live checkpoint of `trial`, or the origin of one."""
+    return any(_has_key(trial, ref, key) for ref in trial.checkpoints)
 
 
-def is_quarantined(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether `checkpoint` is quarantined: not used, but it can be reinstated."""
-    refs = (each.checkpoint for each in trial.quarantined_checkpoints)
-    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
+def is_quarantined(trial: Trial, key: CheckpointKey) -> bool:
+    """Return whether `key` is quarantined in `trial`: not used, but it can be reinstated."""
+    return any(_has_key(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
+
+
+def _has_key(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
+    at = ref.origin or ref
+    name = ref.origin.trial if ref.origin is not None else trial.trial
+    return (at.step, at.sequence, name) == (key.step, key.sequence, key.trial.trial)
 
 
 def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
@@ -294,12 +346,12 @@ def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
 
 
 def is_overtaken(trial: Trial, sequence: int) -> bool:
-    """Return whether a checkpoint was quarantined after the save that began at entry `sequence`."""
+    """Return whether a checkpoint was quarantined after the save with this sequence had begun."""
     return any(sequence < each.since for each in trial.quarantined_checkpoints)
 
 
 def reused_from(trial: Trial) -> int:
-    """Return the entry since which the next save may reuse blobs that no live checkpoint refers to.
+    """Return the first sequence whose blobs the next save may reuse, if no live checkpoint refers to them.
 
     Blobs begun before the last retirement may be deleted at any time; those that existed when a checkpoint
     was quarantined may be the damaged ones.
@@ -307,14 +359,14 @@ def reused_from(trial: Trial) -> int:
     return max((trial.collected_up_to, *(each.since for each in trial.quarantined_checkpoints)))
 
 
-def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether `checkpoint` is no longer live in `trial`, but a clone needs its bytes."""
-    claimed = any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.claims)
-    return claimed and not is_live(trial, checkpoint)
+def is_held(trial: Trial, key: CheckpointKey) -> bool:
+    """Return whether `key` is no longer live in `trial`, and another trial has a clone of it."""
+    has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
+    return has_clone and not is_live(trial, key)
 
 
 def is_acceptable(trial: Trial, sequence: int) -> bool:
-    """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
+    """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
     Not if it began before the last retirement: blobs that it reused may have been deleted since. Not if its
     sequence is at most that of a checkpoint in the journal: the trial has continued without it.
@@ -326,9 +378,8 @@ def is_acceptable(trial: Trial, sequence: int) -> bool:
 def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
-    True if it is not live, not quarantined, needed by no clone, and was begun before the last retirement in
-    `state`. Then no later save reuses it, here or in a process that takes over during the deletion, and no
-    new clone of it can be claimed.
+    True if it is not live, not quarantined, without a clone, and was begun before the last retirement in `state`.
+    Then no later save reuses it, here or in a process that takes over during the deletion, and it is not cloned.
     """
     if is_quarantined(state, key):
         return False

@@ -30,21 +30,21 @@ from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
-    Claim,
-    Claimed,
     Cloned,
     Committed,
     Decided,
-    Event,
     Finished,
     Forked,
     ForkedTrial,
     GaveUp,
+    Launched,
     OneTrialsEvent,
+    OutboxClosed,
     Paused,
     Pinned,
     Quarantined,
     QuarantinedCheckpoint,
+    Received,
     Reported,
     Requeued,
     Resumed,
@@ -53,6 +53,7 @@ from prefect_tune.core.journal_events import (
     Started,
     Writer,
 )
+from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds, slot_freed
 from prefect_tune.core.values import StepReport
@@ -93,12 +94,11 @@ NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
     (Phase.PAUSED, GaveUp): Phase.ERRORED,  # it ended because they were found unusable
     (Phase.ERRORED, Requeued): Phase.PENDING,
     (Phase.FINISHED, Requeued): Phase.PENDING,
-    (Phase.PENDING, Requeued): Phase.PENDING,  # the experiment's journal records it before the trial's own
+    (Phase.PENDING, Requeued): Phase.PENDING,  # with fresh budgets
     (Phase.RUNNING, Paused): Phase.PAUSED,
     (Phase.PAUSED, Resumed): Phase.PENDING,
-    (Phase.PAUSED, Started): Phase.RUNNING,
     (Phase.PAUSED, Finished): Phase.FINISHED,
-    # The experiment's journal absorbs starts and ends after it has journaled its decisions.
+    # The scheduler decides about a milestone that was reported before the attempt ended, or goes on at once.
     (Phase.PENDING, Paused): Phase.PAUSED,
     (Phase.PENDING, Resumed): Phase.PENDING,
     (Phase.RUNNING, Resumed): Phase.RUNNING,
@@ -107,17 +107,14 @@ NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Claimed
+_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
 
 
-def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False) -> Trial:
-    """Return the trial with what a new owner found, and the old one had not journaled: checkpoints, and its last step.
+def with_adopted(trial: Trial, event: Adopted) -> Trial:
+    """Return the trial with what its owner found, and its attempt had not journaled: checkpoints, and its last step.
 
-    Args:
-        trial: the trial, in the journal of `event` or in that of its experiment.
-        event: the first event of the new owner.
-        has_own_journal: whether the trial's attempts write a journal other than that of `event`, and may still run.
+    An attempt with an open outbox may still run, so that its saves are not settled.
 
     Raises:
         IllegalTransition: one of them is not acceptable (see `is_acceptable`).
@@ -125,44 +122,55 @@ def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False)
     for checkpoint in event.checkpoints.get(trial.trial, ()):
         trial = _with_checkpoint(trial, checkpoint)
     if (reached := event.reached.get(trial.trial)) is not None:
-        known = {"reached": max(reached, trial.reached or 0), "vanished": trial.vanished or not has_own_journal}
-        seconds = {"reached_seconds": max(trial.reached_seconds, event.trained_seconds.get(trial.trial, 0.0))}
-        trial = trial.model_copy(update={**known, **seconds})
+        trial = trial.model_copy(
+            update={
+                "reached": max(reached, trial.reached or 0),
+                "reached_seconds": max(trial.reached_seconds, event.trained_seconds.get(trial.trial, 0.0)),
+            }
+        )
+        if trial.outbox is None:
+            settled = trial.next_sequence + 1
+            trial = trial.model_copy(update={"vanished": True, "next_sequence": settled, "settled_from": settled})
     return trial
 
 
 def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
-    """Return the trial of a fork: all that refers to objects on the target is replaced, and the rest stays."""
+    """Return the trial of a fork, which has no other objects on the target than its checkpoints and their clones.
+
+    Its sequences are counted on. The entry is a limit as a retirement is: no save of the origin goes on in the fork.
+    """
     return trial.model_copy(
         update={
             "phase": NEXT.get((trial.phase, Forked), trial.phase),
             "checkpoints": forked.checkpoints,
             "cloned": None,
-            "absorbed": forked.absorbed,
+            "outbox": None,
             "quarantined": (),
             "quarantined_checkpoints": (),
             "lost_checkpoints": 0,
-            "claims": (),
-            "collected_up_to": 0,
+            "settled_from": trial.next_sequence,
+            "collected_up_to": trial.next_sequence,
             "started_from": None,
             "records": (),
         }
     )
 
 
-def after(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer = "owner") -> Trial:
-    """Return the trial after `event`, which `writer` has written to the journal's entry `number`.
+def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Trial:
+    """Return the trial after `event`, which `writer` has journaled.
 
     Raises:
         IllegalTransition: the event cannot happen to a trial in this phase.
     """
     phase = _next_phase(trial, event)
-    return _apply_to_trial(trial, event, number, writer).model_copy(update={"phase": phase})
+    has_ended = trial.phase is Phase.RUNNING and phase is not Phase.RUNNING
+    ends = {"outbox": None} if has_ended else {}  # an attempt posts nothing after its end
+    return _apply_to_trial(trial, event, writer).model_copy(update={"phase": phase, **ends})
 
 
 def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.phase is not Phase.RUNNING) or (
-        isinstance(event, Cloned) and not event.inherited and trial.phase not in (Phase.PENDING, Phase.PAUSED)
+        isinstance(event, Cloned) and trial.phase not in (Phase.PENDING, Phase.PAUSED)
     )
     phase = NEXT.get((trial.phase, type(event)))
     if misplaced or (phase is None and type(event) in _CHANGES_PHASE):
@@ -170,7 +178,7 @@ def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     return phase or trial.phase
 
 
-def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer) -> Trial:
+def _apply_to_trial(trial: Trial, event: OneTrialsEvent, writer: Writer) -> Trial:
     match event:
         case Started():
             return _started(trial, event)
@@ -184,24 +192,39 @@ def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int, writer: Wr
             return _apply_reason(trial, event)
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             return trial.model_copy(update={"records": slot_freed(trial.records, attempt, since, seconds)})
+        case Launched() | Received() | OutboxClosed():
+            return _apply_outbox_event(trial, event)
         case _:
-            return _apply_checkpoint_event(trial, event, number, writer)
+            return _apply_checkpoint_event(trial, event, writer)
 
 
-def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int, writer: Writer) -> Trial:
+def _apply_outbox_event(trial: Trial, event: Launched | Received | OutboxClosed) -> Trial:
+    match event:
+        case Launched(outbox=outbox) if trial.outbox is None and outbox == trial.outbox_count + 1:
+            return trial.model_copy(update={"outbox": outbox, "outbox_count": outbox, "post": 0})
+        case Received(post=post) if trial.outbox is not None and post == trial.post + 1:
+            return trial.model_copy(update={"post": post})
+        case OutboxClosed() if trial.outbox is not None:
+            return trial.model_copy(update={"outbox": None})
+        case _:
+            raise IllegalTransition(
+                f"trial {trial.trial!r}: {event!r} cannot follow outbox {trial.outbox}, the last one being "
+                f"{trial.outbox_count}, and post {trial.post}"
+            )
+
+
+def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, writer: Writer) -> Trial:
     match event:
         case Committed():
-            return _committed(trial, event, number)
+            return _committed(trial, event)
         case Retired():
-            return _retired(trial, event.retires, number)
+            return _retired(trial, event.retires, trial.next_sequence + 1)
         case Quarantined(quarantined=False):
             return _reinstated(trial, event.sequence)
         case Quarantined():
-            return _quarantined(trial, event, number, writer)
+            return _quarantined(trial, event, writer)
         case Pinned():
             return _pinned(trial, event)
-        case Claimed():
-            return trial.model_copy(update={"claims": _claims(trial, event)})
         case _:
             assert_never(event)
 
@@ -237,6 +260,8 @@ def _started(trial: Trial, event: Started) -> Trial:
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
+    # An earlier attempt may still save, if its process was only believed dead: its saves have lower sequences.
+    sequence = trial.next_sequence + (trial.attempt > 0)
     wasted_steps = max(0, max(trial.step, trial.reached or 0) - event.from_step)
     return trial.model_copy(
         update={
@@ -252,6 +277,9 @@ def _started(trial: Trial, event: Started) -> Trial:
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,
             "end_reason": "",
+            "next_sequence": sequence,
+            "settled_from": sequence if trial.attempt else trial.settled_from,
+            "supervisor": event.supervisor,
             "records": _started_records(trial, event, has_lost_steps=wasted_steps > 0),
         }
     )
@@ -289,20 +317,31 @@ def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -
         raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} after {trial.attempt}")
 
 
-def _committed(trial: Trial, event: Committed, number: int) -> Trial:
+def _committed(trial: Trial, event: Committed) -> Trial:
+    """Add the checkpoint, and retire those that it replaces.
+
+    A checkpoint that was quarantined meanwhile may share damaged blobs with the new one. So the new one is quarantined
+    too, for its supervisor to save it again. An attempt on another machine does not hear of it, and trains on: until
+    its next attempt has restored and so verified a checkpoint, none is retired.
+    """
+    sequence = event.checkpoint.sequence
     committed = _with_checkpoint(trial, event.checkpoint, event.seconds)
-    return _retired(committed, event.retires, number) if event.retires else committed
+    if is_overtaken(trial, sequence):
+        since = max(each.since for each in trial.quarantined_checkpoints)
+        return _with_quarantined(committed, sequence, make_reason("save-overtaken"), since)
+    if event.retires and not (trial.outbox is not None and is_overtaken(trial, trial.settled_from)):
+        return _retired(committed, event.retires, sequence + 1)
+    return committed
 
 
 def _cloned(trial: Trial, event: Cloned) -> Trial:
     """Continue from the clone; the trial's own steps count neither as wasted nor as its history. Budgets stay."""
     copy = event.checkpoint
     _require_acceptable(trial, copy)
-    if event.inherited:
-        return trial.model_copy(update={"checkpoints": (*trial.checkpoints, copy)})
     return trial.model_copy(
         update={
             "checkpoints": (*trial.checkpoints, copy),
+            "next_sequence": _next_after(trial, copy),
             "cloned": copy.sequence,
             "step": copy.step,
             "metrics": copy.metrics,
@@ -318,41 +357,44 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     )
 
 
-def _claims(trial: Trial, event: Claimed) -> tuple[Claim, ...]:
-    """Only a live or held checkpoint can be claimed: the deletion of any other may have begun."""
-    claim = event.claim
-    if event.released:
-        return tuple(each for each in trial.claims if each.clone != claim.clone)
-    if not (is_live(trial, claim) or is_held(trial, claim)):
-        raise IllegalTransition(
-            f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, but is "
-            "no longer a checkpoint"
-        )
-    return trial.claims if claim in trial.claims else (*trial.claims, claim)
-
-
 def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None = None) -> Trial:
     _require_acceptable(trial, checkpoint)
     newest, records = newest_checkpoint(trial), trial.records
     if records and not records[-1].is_over:
         trained_seconds = max(0.0, checkpoint.trained_seconds - (newest.trained_seconds if newest else 0.0))
         records = (*records[:-1], records[-1].saved(seconds, trained_seconds))
-    since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
-    return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "records": records, **since_then})
+    return trial.model_copy(
+        update={
+            "checkpoints": (*trial.checkpoints, checkpoint),
+            "next_sequence": _next_after(trial, checkpoint),
+            "records": records,
+            "machine_failures": 0,
+            "same_start": 0,
+            "blamed_checkpoints": 0,
+        }
+    )
+
+
+def _next_after(trial: Trial, checkpoint: CheckpointRef) -> int:
+    """Return the sequence of the save after `checkpoint`, whose supervisor may not know of the last limits."""
+    return max(trial.next_sequence, checkpoint.sequence + 1)
 
 
 def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
     if not is_acceptable(trial, checkpoint.sequence):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} was begun after entry "
-            f"{checkpoint.sequence}, which is not after its checkpoints "
+            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}, "
+            f"which is not after its checkpoints "
             f"{[each.sequence for each in trial.checkpoints]}, those quarantined {list(trial.quarantined)} "
             f"and the last retirement ({trial.collected_up_to})"
         )
 
 
-def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
-    """Retire live and quarantined checkpoints: the latter cannot be reinstated then, and are deleted as any other."""
+def _retired(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
+    """Retire live and quarantined checkpoints: the latter cannot be reinstated then, and are deleted as any other.
+
+    `limit` is the first sequence of the saves that begin after that.
+    """
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
     gone = {each.checkpoint.sequence for each in trial.quarantined_checkpoints} & set(sequences)
     return trial.model_copy(
@@ -362,27 +404,34 @@ def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
                 each for each in trial.quarantined_checkpoints if each.checkpoint.sequence not in gone
             ),
             "quarantined": tuple(each for each in trial.quarantined if each not in gone),
-            "collected_up_to": number,
+            "collected_up_to": limit,
+            "next_sequence": max(trial.next_sequence, limit),
         }
     )
 
 
-def _quarantined(trial: Trial, event: Quarantined, number: int, writer: Writer) -> Trial:
+def _quarantined(trial: Trial, event: Quarantined, writer: Writer) -> Trial:
     """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated.
 
     No later save reuses its blobs, of which one may be damaged; the owner's running save is not committed either.
     """
-    found = [each for each in trial.checkpoints if each.sequence == event.sequence]
-    kept = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
-    known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
+    limit = trial.next_sequence + 1
+    quarantined = _with_quarantined(trial, event.sequence, event.reason, limit)
+    update: dict[str, int] = {"blamed_checkpoints": trial.blamed_checkpoints + event.kills}
+    if writer == "owner" and not event.by_guest:
+        update |= {"collected_up_to": limit, "next_sequence": limit}
+    return quarantined.model_copy(update=update)
+
+
+def _with_quarantined(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
+    found = [each for each in trial.checkpoints if each.sequence == sequence]
+    kept = (QuarantinedCheckpoint(checkpoint=each, since=since, reason=reason) for each in found)
     return trial.model_copy(
         update={
             "checkpoints": tuple(each for each in trial.checkpoints if each not in found),
-            "quarantined": known,
+            "quarantined": trial.quarantined if sequence in trial.quarantined else (*trial.quarantined, sequence),
             "quarantined_checkpoints": (*trial.quarantined_checkpoints, *kept),
             "lost_checkpoints": trial.lost_checkpoints + len(found),
-            "blamed_checkpoints": trial.blamed_checkpoints + event.kills,
-            "collected_up_to": trial.collected_up_to if writer == "guest" else number,
         }
     )
 
@@ -429,12 +478,3 @@ def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
             "records": _ended_record(trial, event.use, is_lost=is_lost),
         }
     )
-
-
-def repeats(event: Event, trial: Trial | None) -> bool:
-    """Whether the event is no news after those before it.
-
-    A continuation is recorded by the experiment's journal, and then by the trial's own. No other event is in both: a
-    trial that has ended cannot end again, see `NEXT`.
-    """
-    return isinstance(event, Requeued | Resumed) and trial is not None and trial.phase is Phase.PENDING

@@ -10,7 +10,7 @@ number of processes that do not know of each other, without locks, leases or clo
 
 - **Owner.** The last `Opened` names it. `take_over` is an append of `Opened`; there is no other way to become the
   owner, and none to remain it: an owner learns that it was replaced when its next entry is refused.
-- **Guests** (claims of clones, quarantine and pruning by another process) append through `append_as_guest`, and only
+- **Guests** (quarantine and pruning by another process) append through `append_as_guest`, and only
   `GuestEvent`; the entry says its writer. The owner finds such an entry in its place, applies it, and appends after it.
 - **Write id.** A refused creation may be one's own, whose reply was lost: an entry with one's own write id is success.
 - **Deletion.** An entry counts once the experiment's first entry was seen after its creation: see `generations`.
@@ -19,7 +19,7 @@ number of processes that do not know of each other, without locks, leases or clo
 Never: an entry replaced or deleted (but with its whole experiment); an entry after one that is gone, since an unmounted
 disk would accept it; an unknown outcome taken for success or for a refusal.
 
-Segments (`segments`) are a cache of this fold. Whatever does not follow from the entries is thrown away.
+A snapshot (`snapshot`) is a cache of this fold. Whatever does not follow from the entries is thrown away.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -42,19 +40,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, apply, following, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.segments import (
-    Segment,
-    UnusableSegmentError,
-    after_segment,
-    delete_segments,
-    listed_segments,
-    read_segment,
-    segment_is_due,
-    steps,
-    write_due_segment,
-)
+from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
+from prefect_tune.core.journal.snapshot import list_snapshots, read_snapshot
 from prefect_tune.core.journal_events import (
     Deletion,
     Entry,
@@ -66,7 +53,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
 from prefect_tune.core.storage.generations import require_not_deleted
-from prefect_tune.core.storage.layout import JournalKey, begin_of, boundaries, number_in
+from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import (
     Buffer,
     ObjectStore,
@@ -120,33 +107,47 @@ def decode_entry(data: Buffer, path: str) -> Entry:
 _RACES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedJournal:
-    """An experiment folded from its journal, and the segments that its next owner has to repair."""
-
-    experiment: Experiment
-    unwritten: tuple[Experiment, ...] = ()
-    """The experiment at each segment boundary that has no usable segment."""
-    unusable: frozenset[int] = frozenset()
-    """Numbers of segments that are listed, but damaged or of another history."""
-
-
 def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Experiment:
     """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
 
-    Reads at most 18 objects, however many entries there are, as long as every segment was written.
+    Reads the newest snapshot, and the entries after it. Where they do not follow from it, reads all entries.
 
     Raises:
         JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
         Superseded: the experiment was deleted, and parts of its journal are left.
         UnknownVersion: a newer prefect-tune wrote an entry.
     """
-    return read(store, journal, side_by_side=side_by_side).experiment
+    with _unless_deleted(store, journal):
+        snapshot = _newest_snapshot(store, journal)
+        try:
+            return _follow(store, snapshot, side_by_side)
+        except JournalCorrupt:
+            if not snapshot.number:
+                raise
+            return _follow(store, nothing_yet(journal), side_by_side)
 
 
-def read(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> LoadedJournal:
-    """Load the experiment, with what `take_over` needs as `known` so as not to read the journal twice."""
-    return _loaded(store, journal, side_by_side)
+def _newest_snapshot(store: ObjectStore, journal: JournalKey) -> Experiment:
+    """Return the newest snapshot that can be read, or the empty experiment."""
+    unusable: set[int] = set()
+    while numbers := [number for number in list_snapshots(store, journal) if number not in unusable]:
+        if (snapshot := read_snapshot(store, journal, numbers[0])) is not None:
+            return snapshot
+        unusable.add(numbers[0])  # damaged, or deleted since it has a successor: list again
+    return nothing_yet(journal)
+
+
+def _follow(store: ObjectStore, experiment: Experiment, side_by_side: ParallelMap) -> Experiment:
+    """Apply the entries that come after `experiment`; where there is none, check the last one."""
+    number = experiment.number
+    for entry, data in entries_after(store, experiment.key, number, side_by_side):
+        experiment = apply(experiment, entry, digest_of(data))
+    if number and experiment.number == number:
+        path = experiment.key.entry_path(number)
+        last = read_if_there(store, path)
+        if last is None or digest_of(last) != experiment.digest:
+            raise JournalCorrupt(f"{path}: missing, or not the entry that the snapshot was made of")
+    return experiment
 
 
 def history(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Sequence[Entry]:
@@ -221,7 +222,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
         Superseded: another owner has written the next entry, and owns the experiment now; or it was deleted.
         CommitUnknown: the target did not say whether it wrote; call again with the same stamp.
-        JournalCorrupt, SaveOvertaken: the events cannot follow the last entry; nothing was written.
+        JournalCorrupt: the events cannot follow the last entry; nothing was written.
         StoreUnavailable: the first entry no longer exists, or the target cannot be reached.
     """
     while True:
@@ -255,9 +256,7 @@ def append_as_guest(
             return found
         require_conditional_create(store, found.key)
         with suppress(AlreadyExists):
-            after = _append_next(store, found, events, stamp, writer="guest")
-            write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
-            return after
+            return _append_next(store, found, events, stamp, writer="guest")
     raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
 
 
@@ -275,9 +274,9 @@ def _append_next(
     )
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
-    result = following(experiment, entry, digest_of(data))
+    result = apply(experiment, entry, digest_of(data))
     create_or_recognize(store, path, data)
-    _require_first_entry(store, experiment.key, path)
+    require_first_entry(store, experiment.key, path)
     return result
 
 
@@ -293,13 +292,13 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
     return apply(experiment, entry, digest_of(data))
 
 
-def _require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
+def require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
     """Check after the creation of an entry that the experiment was not deleted before; remove the entry if it was.
 
     A deletion deletes the experiment's first entry before anything else. So if that is there, no entry was missing when
     this one was created; and the disk is the one on which the experiment is, not an empty folder where it was mounted.
     """
-    first = key.of_experiment.entry_path(1)
+    first = key.entry_path(1)
     try:
         if first != created and store.size(first) is not None:
             return
@@ -327,7 +326,7 @@ def take_over(
     *,
     side_by_side: ParallelMap,
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
-    known: LoadedJournal | None = None,
+    known: Experiment | None = None,
 ) -> Experiment:
     """Open the experiment for `owner`: begin a new term. The same entry holds the events that `also` returns.
 
@@ -343,19 +342,16 @@ def take_over(
     """
     lost: Superseded | None = None
     for _ in range(_RACES):
-        loaded = _caught_up(store, known, side_by_side) if known else _loaded(store, journal, side_by_side)
+        found = _catch_up(store, known, side_by_side) if known else load(store, journal, side_by_side=side_by_side)
         try:
-            opened = _opened(store, loaded.experiment, owner, stamp, also)
+            return _open(store, found, owner, stamp, also)
         except Superseded as race:
             require_not_deleted(store, journal)  # that is no race
             lost, known = race, None
-            continue
-        _mend(store, loaded, opened, side_by_side)
-        return opened
     raise Superseded(f"{journal}: lost {_RACES} races to open it") from lost
 
 
-def _opened(
+def _open(
     store: ObjectStore,
     found: Experiment,
     owner: Owner,
@@ -368,7 +364,6 @@ def _opened(
     opened = Opened(
         experiment=key.experiment,
         generation=key.generation,
-        trial=key.trial,
         term=found.term + 1,
         owner=owner,
         at=stamp.at,
@@ -384,97 +379,14 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     return decode_entry(read_document(store, path, JournalCorrupt), path).write_id == stamp.write_id
 
 
-def _loaded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
-    with _unless_deleted(store, key):
-        return _folded(store, key, side_by_side)
-
-
-def _folded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
-    """Load by segments; where the entries do not follow from them, load from the entries alone."""
-    try:
-        return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
-    except JournalCorrupt:
-        if not (listed := listed_segments(store, key)):
-            raise
-        return _followed(store, LoadedJournal(nothing_yet(key), unusable=listed), side_by_side)
-
-
-def _caught_up(store: ObjectStore, known: LoadedJournal, side_by_side: ParallelMap) -> LoadedJournal:
+def _catch_up(store: ObjectStore, known: Experiment, side_by_side: ParallelMap) -> Experiment:
     """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
-    key = known.experiment.key
-    if not known.experiment.number:
+    if not known.number:
         return known  # if a first entry exists by now, writing ours fails, and the journal is read then
     try:
-        return _followed(store, known, side_by_side)
+        return _follow(store, known, side_by_side)
     except JournalCorrupt:
-        return _loaded(store, key, side_by_side)
-
-
-def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
-    """Return the experiment at the end of its newest usable segment."""
-    unusable: frozenset[int] = frozenset()
-    while listed := listed_segments(store, key) - unusable:  # list again each time: an owner may be writing
-        try:
-            newest = read_segment(store, key, max(listed))
-            return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
-        except UnusableSegmentError as found:
-            unusable |= {found.number}
-    return LoadedJournal(nothing_yet(key), unusable=unusable)
-
-
-def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: ParallelMap) -> LoadedJournal:
-    """Fold the segments and entries before the newest segment, then that segment."""
-    end = newest.experiment
-    known, loaded = dict(end.segment_digests), LoadedJournal(nothing_yet(end.key))
-    way = pairwise((0, *steps(listed, begin_of(end.number))))
-    for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
-        if isinstance(step, Segment):
-            loaded = replace(loaded, experiment=after_segment(loaded.experiment, step, known))
-        else:
-            loaded = _next(loaded, *step)
-    return replace(loaded, experiment=after_segment(loaded.experiment, newest, known))
-
-
-def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Segment | tuple[Entry, Buffer]:
-    if there > here + 1:
-        return read_segment(store, key, there)
-    path = key.entry_path(there)
-    data = read_listed(store, path)
-    return decode_entry(data, path), data
-
-
-def _next(loaded: LoadedJournal, entry: Entry, data: Buffer) -> LoadedJournal:
-    after = apply(loaded.experiment, entry, digest_of(data))
-    if not segment_is_due(after):
-        return replace(loaded, experiment=after)
-    missing = {each.number: each for each in (*loaded.unwritten, after)}
-    unwritten = tuple(missing[number] for number in boundaries(after.number) if number in missing)
-    return replace(loaded, experiment=after, unwritten=unwritten)
-
-
-def _followed(store: ObjectStore, begun: LoadedJournal, side_by_side: ParallelMap) -> LoadedJournal:
-    """Add the entries that come after the segments."""
-    loaded = begun
-    for entry, data in entries_after(store, begun.experiment.key, begun.experiment.number, side_by_side):
-        loaded = _next(loaded, entry, data)
-    if loaded is begun and begun.experiment.number:
-        _require_last(store, begun.experiment)
-    return loaded
-
-
-def _require_last(store: ObjectStore, experiment: Experiment) -> None:
-    """Check the last entry where none follows that names its digest: the segments may be of another journal."""
-    path = experiment.key.entry_path(experiment.number)
-    data = read_if_there(store, path)
-    if data is None or digest_of(data) != experiment.digest:
-        raise JournalCorrupt(f"{path}: missing, or not the entry that the segments end with")
-
-
-def _mend(store: ObjectStore, loaded: LoadedJournal, opened: Experiment, side_by_side: ParallelMap) -> None:
-    """Delete unusable segments and write missing ones: an earlier owner died, or its target failed."""
-    with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
-        delete_segments(store, opened.key, loaded.unusable)
-        list(side_by_side(lambda experiment: write_due_segment(store, experiment), (*loaded.unwritten, opened)))
+        return load(store, known.key, side_by_side=side_by_side)
 
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
@@ -512,20 +424,3 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
 
     with _unless_deleted(store, key):
         return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
-
-
-# Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.
-
-
-def trial_today(store: ObjectStore, experiment: JournalKey, known: Trial, *, side_by_side: ParallelMap) -> Trial:
-    """Return the state of a trial of `experiment` in its own journal; `known` where it has none, or none yet.
-
-    Its `past` is that of `known`: decisions are in the experiment's journal.
-
-    Raises:
-        JournalCorrupt, UnknownVersion: as `load`.
-    """
-    if not known.own_journal:
-        return known
-    found = load(store, experiment.of_trial(known.trial), side_by_side=side_by_side).trials.get(known.trial, known)
-    return found.model_copy(update={"past": known.past})

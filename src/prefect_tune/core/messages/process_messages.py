@@ -14,10 +14,10 @@ from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import Message, PathName, StepReport, Value
 
 
-class Surroundings(Value):
+class ProcessEnvironment(Value):
     """The environment that a forked or kept process adopts before it starts a trial."""
 
-    type: Literal["surroundings"] = "surroundings"
+    type: Literal["process-environment"] = "process-environment"
     environment: Mapping[str, str]
     """All environment variables; each character is one byte (Latin-1)."""
     working_directory: str
@@ -30,26 +30,13 @@ READY = "ready"
 """A template's answer when it has imported the trainable and can be forked; any other text is the reason why not."""
 
 
-IMPORTED = b"imported"
-"""The answer to a `Preload`, whether the import succeeded or failed."""
-
-
-class Preload(Value):
-    """Import a trainable before the trial that needs it starts."""
-
-    type: Literal["preload"] = "preload"
-    trainable: str
-    """As in `Start`."""
-    import_path: tuple[PathName, ...]
-
-
 class ImportRequest(Value):
     """Import a trainable in a template."""
 
     trainable: str
     """As in `Start`."""
     import_path: tuple[PathName, ...]
-    surroundings: Surroundings
+    environment: ProcessEnvironment
     supervisor: int
     """The pid of the process that sends fork requests: the template ends with it."""
 
@@ -98,12 +85,12 @@ class Start(Value):
     """The step at which the trial asks whether to continue, and waits for the answer; None for never."""
     saves_first: bool = False
     """Whether a class trainable saves at the milestone before it asks."""
-    answers: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
-    """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: Rank = Field(default_factory=Rank)
     metrics_from: MetricsFrom = "rank 0"
+    required_metrics: tuple[str, ...] = ()
+    """The metrics of the search that each report of rank 0 has to have."""
     """Whose metrics are those of a step."""
     ranks_at: PathName = ""
     """The socket that ranks join which the trainable's own launcher starts; empty if none may."""
@@ -195,8 +182,6 @@ class StepDone(Value):
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
-    writing_seconds: float = 0.0
-    """How long the checkpoint took to write, or to copy."""
 
 
 class Part(Value):
@@ -208,8 +193,6 @@ class Part(Value):
     """Its files; None if it adds none, or if another node holds them."""
     node: int = 0
     """The node that holds its files, if that is another one than the first."""
-    writing_seconds: float = 0.0
-    """As in `StepDone`."""
 
 
 class RankMetrics(Value):
@@ -271,8 +254,7 @@ class Directive(Value):
 
 
 _ToTrial: TypeAlias = (
-    Surroundings
-    | Preload
+    ProcessEnvironment
     | Start
     | Refused
     | CheckpointSaved

@@ -2,39 +2,25 @@
 
 Names are never written twice, so a late deletion, from a process believed dead or a request believed
 lost, deletes no object that was written since.
+
+A trial's folder has the checkpoints with manifests of their own. A clone has none: it is an entry, which keeps the
+bytes of its origin in the folder of another trial, retired or not. When the last clone is retired, too, the origin is
+deleted as any other checkpoint of its own trial (`collectable_origins`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
-from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live
-from prefect_tune.core.journal_events import QuarantinedCheckpoint
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live, is_quarantined, live_keys
+from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.restore import OutdatedStateError, read_manifest, require_still_needed
-from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
-
-Release: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
-"""Called with a clone and its origin before the clone is deleted; returns the number of objects it deleted itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Doomed:
-    """A retired checkpoint whose objects still exist."""
-
-    key: CheckpointKey
-    blobs: frozenset[str] = frozenset()
-    origin: CheckpointKey | None = None
-
-
-def release_nothing(clone: CheckpointKey, origin: CheckpointKey) -> int:
-    """Release nothing: the owner of the origin finds the claim to be over."""
-    del clone, origin
-    return 0
 
 
 def collect(
@@ -44,12 +30,11 @@ def collect(
     doomed: Collection[CheckpointKey],
     *,
     side_by_side: ParallelMap,
-    release: Release = release_nothing,
 ) -> int:
-    """Delete retired checkpoints: blobs that no other checkpoint needs, metadata, then manifests.
+    """Delete retired checkpoints of `trial`: blobs that no other checkpoint needs, metadata, then manifests.
 
     The manifest goes last, so that the next call finds and finishes an interrupted deletion. Checkpoints that
-    are not collectable are left alone. Returns the number of blobs and manifests deleted.
+    are not collectable, and those of other trials, are left alone. Returns the number of blobs and manifests deleted.
 
     If another process has retired and deleted checkpoints that `state` still names, the journal is read again.
 
@@ -60,52 +45,42 @@ def collect(
     """
     while True:
         try:
-            return _collected(store, trial, state, doomed, side_by_side, release)
+            keys = [key for key in doomed if key.trial == trial and is_collectable(state, key)]
+            blobs = {key: paths for key, paths in side_by_side(partial(_blobs_of, store), keys) if paths is not None}
+            if not blobs:
+                return 0
+            unneeded = sorted(frozenset().union(*blobs.values()) - _reachable(store, trial, state, side_by_side))
         except OutdatedStateError as outdated:
             state = outdated.current
+            continue
+        store.delete(unneeded)
+        store.delete([listed.path for key in keys for listed in store.list(key.metadata_folder)])
+        store.delete([key.manifest_path for key in blobs])
+        return len(unneeded) + len(blobs)
 
 
-def _collected(
-    store: ObjectStore,
-    trial: TrialKey,
-    state: Trial,
-    doomed: Iterable[CheckpointKey],
-    side_by_side: ParallelMap,
-    release: Release,
-) -> int:
-    keys = [key for key in doomed if is_collectable(state, key)]
-    found = [each for each in side_by_side(lambda key: _doomed(store, key), keys) if each is not None]
-    if not found:
-        return 0
-    blobs = {path for each in found for path in each.blobs} - _reachable(store, trial, state, side_by_side)
-    ours = sorted(path for path in blobs if path.startswith(f"{trial.blobs}/"))
-    store.delete(ours)
-    store.delete([each.path for key in keys for each in store.list(key.metadata_folder)])
-    store.delete([each.key.manifest_path for each in found if each.origin is None])
-    released = [_release(store, each.key, each.origin, release) for each in found if each.origin is not None]
-    return len(ours) + len(found) + sum(released)
+def collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
+    """Return the origins of the clones among `retired` that may be deleted, being retired and without another clone."""
+    origins = (ref.origin for ref in retired if ref.origin is not None)
+    keys = (
+        CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
+        for origin in origins
+    )
+    return [key for key in dict.fromkeys(keys) if is_collectable(experiment.trial(key.trial.trial), key)]
 
 
-def _release(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, release: Release) -> int:
-    deleted = release(clone, origin)
-    store.delete([clone.manifest_path])
-    return deleted
-
-
-def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: int) -> Sequence[CheckpointKey]:
+def leftover(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[CheckpointKey]:
     """Return keys of manifests on the target that are not checkpoints: retired and not deleted, or never a commit.
 
-    Those that clones need are included: they are checked again until no clone needs them.
-    `settled_from` is the experiment's: manifests with that or a larger sequence may belong to a running save.
+    Those that clones need are included: they are checked again until no clone needs them. Manifests at or beyond the
+    trial's limits may belong to a running save, and are not included.
     """
-    if settled_from <= 1:
+    limit = max(state.settled_from, state.collected_up_to)
+    if limit <= 1:
         return []  # sequences begin with 1, so no manifest is old enough
-    keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in store.list(trial.checkpoints))
-    return [
-        key
-        for key in keys
-        if key and not is_live(state, key) and key.sequence not in state.quarantined and key.sequence < settled_from
-    ]
+    keys = (CheckpointKey.from_manifest_path(trial, listed.path) for listed in store.list(trial.checkpoints))
+    old = (key for key in keys if key and key.sequence < limit and key.sequence not in state.quarantined)
+    return [key for key in old if not (is_live(state, key) or is_quarantined(state, key))]
 
 
 def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: ParallelMap) -> Sequence[Listed]:
@@ -121,46 +96,45 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
     """
     reachable = _reachable(store, trial, state, side_by_side)
     return [
-        each
-        for each in store.list(trial.blobs)
-        if 0 <= blob_sequence(each.path) < state.collected_up_to and each.path not in reachable
+        listed
+        for listed in store.list(trial.blobs)
+        if 0 <= blob_sequence(listed.path) < state.collected_up_to and listed.path not in reachable
     ]
 
 
-def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
+def _blobs_of(store: ObjectStore, key: CheckpointKey) -> tuple[CheckpointKey, frozenset[str] | None]:
     """Return the blobs of a retired checkpoint; None if its manifest is deleted already."""
     try:
-        manifest = read_manifest(store, key)
+        return key, read_manifest(store, key).blob_paths()
     except CheckpointNotFound:
-        return None
+        return key, None
     except CheckpointCorrupt:
-        return _Doomed(key)  # retired, so its manifest is not needed; its blobs become orphans
-    return _Doomed(key, manifest.blob_paths(), manifest.origin)
+        return key, frozenset()  # retired, so its manifest is not needed; its blobs become orphans
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: ParallelMap) -> set[str]:
-    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were quarantined."""
-    needed: Sequence[CheckpointName] = (*state.checkpoints, *state.claims)
-    keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
-    found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
-    if bad := {key: each for key, each in found.items() if isinstance(each, CheckpointCorrupt)}:
+    """Return the paths of the trial's blobs that live or quarantined checkpoints, or clones elsewhere, refer to."""
+    held = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
+    needed = dict.fromkeys(key for key in (*live_keys(trial, state), *held) if key.trial == trial)
+    manifests = dict(side_by_side(lambda key: (key, _read_needed(store, key)), needed))
+    if bad := {key: found for key, found in manifests.items() if isinstance(found, CheckpointCorrupt)}:
         require_still_needed(store, trial, bad, side_by_side=side_by_side)
-    blobs = {path for each in found.values() if isinstance(each, Manifest) for path in each.blob_paths()}
-    return blobs.union(
-        *side_by_side(lambda each: _quarantined_blobs(store, trial, each), state.quarantined_checkpoints)
-    )
+    blobs = {path for found in manifests.values() if isinstance(found, Manifest) for path in found.blob_paths()}
+    quarantined = (trial.checkpoint_key(each.checkpoint) for each in state.quarantined_checkpoints)
+    own = [key for key in quarantined if key.trial == trial]
+    return blobs.union(*side_by_side(lambda key: _quarantined_blobs(store, key), own))
 
 
-def _quarantined_blobs(store: ObjectStore, trial: TrialKey, quarantined: QuarantinedCheckpoint) -> frozenset[str]:
+def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
     """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
-    ref = quarantined.checkpoint
     try:
-        return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()
+        return read_manifest(store, key).blob_paths()
     except (CheckpointCorrupt, CheckpointNotFound):
-        return frozenset(each.path for each in store.list(trial.blobs) if blob_sequence(each.path) <= ref.sequence)
+        listed = store.list(key.trial.blobs)
+        return frozenset(blob.path for blob in listed if blob_sequence(blob.path) <= key.sequence)
 
 
-def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest | CheckpointCorrupt:
+def _read_needed(store: ObjectStore, key: CheckpointKey) -> Manifest | CheckpointCorrupt:
     try:
         return read_manifest(store, key)
     except CheckpointNotFound as missing:

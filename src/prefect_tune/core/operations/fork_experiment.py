@@ -1,30 +1,41 @@
-"""Fork an experiment: a new one continues from any entry of its journal, without copying the bytes of checkpoints.
+"""Fork an experiment: a new one continues from any entry of its journal, with copies of its checkpoints.
 
-A fork begins with the state of the origin's journal at that entry. Of a trial, that is what the experiment's journal
-had absorbed by then: later entries of the trial's own journal, and earlier ones not absorbed yet, are not part of
-it. The origin is only written to as a guest, so it may be running.
+    first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► one entry: the past, and `Forked`
 
-The first entry of the fork's journal names the origin. Then each trial gets a journal of its own, with its history
-and clones of its checkpoints. The last entry holds all the origin's events and completes the fork. An incomplete
-fork cannot be used; forking again under the same name completes it.
+A fork begins with the state of the origin's journal at that entry. The origin is only read, so it may be running; the
+target itself copies the blobs, so that no byte passes through this machine where the target can do that. Manifests are
+copied under the same step and sequence, and clones stay references within the fork. From then on neither experiment
+needs the other.
+
+The last entry holds all the origin's events and completes the fork. An incomplete fork cannot be used; forking again
+under the same name completes it, and copies what is missing.
+
+Never: a manifest before all blobs that it names; the last entry before all manifests that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+from prefect_tune.core.checkpoints.commit import names_of, publish, require_stored
+from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.checkpoints.metadata import newest_metadata
+from prefect_tune.core.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidInput,
+    ObjectNotFound,
+    Superseded,
+)
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, is_held, is_live
-from prefect_tune.core.journal.journal import append, as_of, history, load, take_over
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.experiment.trial_transitions import is_held, is_live
+from prefect_tune.core.journal.journal import append, as_of, load, take_over
+from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.core.journal_events import (
-    Absorbed,
     Adopted,
     CheckpointRef,
-    Cloned,
     Configured,
     Deletion,
     Event,
@@ -33,17 +44,18 @@ from prefect_tune.core.journal_events import (
     ForkOrigin,
     Opened,
     Owner,
+    Quarantined,
     StopAsked,
     WarmStart,
+    Writer,
 )
-from prefect_tune.core.operations.clone import clone
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, require_conditional_create
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp
 
 # A stop request that was not carried out by then was meant for the origin.
-_NOT_OF_THE_PAST = Opened | Adopted | Configured | StopAsked | Deletion
-_NOT_OF_A_TRIALS_PAST = Opened | Absorbed | Deletion
+_NOT_OF_THE_PAST = Opened | Configured | StopAsked | Deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,7 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, s
     """Return the past of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
-        InvalidInput: there is no such entry, the experiment is being deleted, is an incomplete fork, or has trials
-            without journals of their own.
+        InvalidInput: there is no such entry, the experiment is being deleted, is an incomplete fork, or is no search.
         JournalCorrupt: its journal is inconsistent.
     """
     found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
@@ -93,11 +104,12 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, s
         raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
     if not found.is_whole:
         raise InvalidInput(f"{experiment} is an incomplete fork: fork its origin, or complete it first")
-    if not all(trial.own_journal for trial in found.trials.values()):
+    if not all(trial.of_search for trial in found.trials.values()):
         raise InvalidInput(f"{experiment} is not a search: only searches can be forked")
     events = [event for entry in entries for event in entry.events]
     warm_starts = [each for event in events if isinstance(event, Configured) for each in event.warm_starts]
-    return Past(found, list(filter(_is_of_the_past, events)), found.settings, warm_starts)
+    past = [_in_a_fork(event, entry.writer) for entry in entries for event in entry.events if _is_of_the_past(event)]
+    return Past(found, past, found.settings, warm_starts)
 
 
 def _is_of_the_past(event: Event) -> bool:
@@ -105,20 +117,38 @@ def _is_of_the_past(event: Event) -> bool:
     return not isinstance(event, _NOT_OF_THE_PAST) and not (isinstance(event, Forked) and event.trials is None)
 
 
+def _in_a_fork(event: Event, writer: Writer) -> Event:
+    """Return the event as the owner of the fork writes it, without what it says of the origin's runs."""
+    if isinstance(event, Quarantined) and writer == "guest":
+        return event.model_copy(update={"by_guest": True})
+    return event.model_copy(update={"seen_at": None}) if isinstance(event, Adopted) else event
+
+
 def deleted_since(
     store: ObjectStore, past: Past, *, side_by_side: ParallelMap
 ) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return by trial the checkpoints of the past that the origin has retired since."""
-    saved = [trial for trial in past.experiment.trials.values() if trial.checkpoints]
-    gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.key, trial)), saved)
-    return {trial: refs for trial, refs in gone if refs}
+    """Return by trial the checkpoints of the past that the origin has retired or quarantined since."""
+    used = _used(past.experiment, load(store, past.experiment.key, side_by_side=side_by_side))
+    return _without(past.experiment, used)
 
 
-def _gone(store: ObjectStore, origin: JournalKey, then: Trial) -> Sequence[CheckpointRef]:
-    folder = origin.trial_key(then.trial)
-    now = load(store, folder.journal, side_by_side=map).trial(then.trial)
-    keys = [(ref, folder.checkpoint_key(ref)) for ref in then.checkpoints]
-    return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
+def _used(past: Experiment, now: Experiment) -> Sequence[CheckpointKey]:
+    """Return the keys of the checkpoints of `past` that are used `now`; a clone has that of its origin."""
+    live = (
+        past.trial_key(trial.trial).checkpoint_key(ref) for trial in past.trials.values() for ref in trial.checkpoints
+    )
+    homes = ((key, now.trial(key.trial.trial)) for key in dict.fromkeys(live))
+    return [key for key, home in homes if is_live(home, key) or is_held(home, key)]
+
+
+def _without(past: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
+    """Return by trial the checkpoints of `past` whose keys are not among `keys`."""
+    there = frozenset(keys)
+    lost = {
+        trial.trial: [ref for ref in trial.checkpoints if past.trial_key(trial.trial).checkpoint_key(ref) not in there]
+        for trial in past.trials.values()
+    }
+    return {trial: refs for trial, refs in lost.items() if refs}
 
 
 def begin_fork(
@@ -130,10 +160,8 @@ def begin_fork(
 
     Raises:
         InvalidInput: the name belongs to another experiment, or to a fork of another entry, or is being deleted.
-        StoreRefused: the target supports one writer only, but a fork has to write to the origin's journals.
         Superseded: another process makes the same fork.
     """
-    require_conditional_create(store, origin.key)
 
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:
@@ -154,115 +182,92 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     If it is killed at any time, call `begin_fork` and this again: what exists already is kept.
 
     Raises:
-        InvalidInput: a trial's folder holds remains of another experiment, or the origin is being deleted.
+        InvalidInput: the origin is being deleted, and not all of its checkpoints were copied.
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
     if into.is_whole:
         return Fork(into)
-    trials = list(past.experiment.trials.values())
-    histories = _histories(past.events)
-    made = list(side_by_side(lambda trial: _forked(store, past, into, trial, histories, stamp), trials))
-    _require_stays(store, past, into, side_by_side)
-    names = list(past.experiment.trials)
-    forked = Forked(origin=past.origin, trials={name: each for name, (each, _) in zip(names, made, strict=True)})
-    whole = append(store, into, [past.configured, *past.events, forked], stamp)
-    write_due_segment(store, whole)
-    return Fork(whole, {name: lost for name, (_, lost) in zip(names, made, strict=True) if lost})
+    copied = _copy_checkpoints(store, past, into, side_by_side)
+    lost = _without(past.experiment, copied)
+    trials = {
+        name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
+        for name, trial in past.experiment.trials.items()
+    }
+    forked = Forked(origin=past.origin, trials=trials)
+    complete = append(store, into, [past.configured, *past.events, forked], stamp)
+    write_snapshot(store, complete)
+    return Fork(complete, lost)
 
 
-def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap) -> None:
-    """Raise if the origin is being deleted.
+def _copy_checkpoints(
+    store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap
+) -> Sequence[CheckpointKey]:
+    """Copy the checkpoints of the past that the origin still uses, and return the keys of all that the fork has.
 
-    A deletion first journals itself, then looks for claims; a fork first claims, then calls this: one sees the other.
+    Raises:
+        InvalidInput: the origin is being deleted, and not all of them were copied.
     """
-    origin = past.experiment.key
-    now = load(store, origin, side_by_side=side_by_side)
-    if now.is_removed or now.number < past.experiment.number:
-        raise InvalidInput(f"{origin} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")
+    folder = f"{into.key.folder}/trials"
+    existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
+    wanted = _used(past.experiment, past.experiment)
+    copied = [key for key in wanted if _key_in_fork(key, into).manifest_path in existing]
+    if len(copied) == len(wanted):
+        return copied
+    sources = [
+        key for key in _used(past.experiment, _load_origin(store, past, into, side_by_side)) if key not in copied
+    ]
+    manifests = {key: found for key, found in side_by_side(lambda key: (key, _read(store, key)), sources) if found}
+    # Paths of blobs are relative to the folder of either experiment.
+    sizes = {blob.path: blob.size_bytes for manifest in manifests.values() for blob in manifest.blobs}
+    origin_folder, fork_folder = past.experiment.key.folder, into.key.folder
+    missing = [path for path, size_bytes in sizes.items() if existing.get(f"{fork_folder}/{path}") != size_bytes]
+
+    def copy_blob(path: str) -> str | None:
+        try:
+            store.copy(f"{origin_folder}/{path}", f"{fork_folder}/{path}")
+        except ObjectNotFound:
+            return path  # its checkpoint was retired and deleted meanwhile
+        return None
+
+    deleted = set(side_by_side(copy_blob, missing))
+    whole = {
+        key: manifest for key, manifest in manifests.items() if deleted.isdisjoint(blob.path for blob in manifest.blobs)
+    }
+    required = {f"{fork_folder}/{blob.path}": blob.size_bytes for manifest in whole.values() for blob in manifest.blobs}
+    require_stored(store, folder, required)
+
+    def publish_manifest(key: CheckpointKey) -> CheckpointKey:
+        key_in_fork = _key_in_fork(key, into)
+        publish(store, key_in_fork, whole[key].model_copy(update=names_of(key_in_fork)))
+        return key
+
+    copied += side_by_side(publish_manifest, whole)
+    if len(copied) < len(wanted):
+        _load_origin(store, past, into, side_by_side)
+    return copied
 
 
-def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
-    """Return by trial the absorbed events of its own journal."""
-    found: dict[str, list[Event]] = {}
-    for event in events:
-        if isinstance(event, Absorbed):
-            own = (each for each in event.events if not isinstance(each, _NOT_OF_A_TRIALS_PAST))
-            found.setdefault(event.trial, []).extend(own)
-        elif isinstance(event, Forked):
-            for trial, forked in (event.trials or {}).items():
-                found.setdefault(trial, []).append(Forked(origin=event.origin, trials={trial: forked}))
-    return found
+def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
+    return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 
-def _forked(
-    store: ObjectStore,
-    past: Past,
-    into: Experiment,
-    trial: Trial,
-    histories: Mapping[str, Sequence[Event]],
-    stamp: Stamp,
-) -> tuple[ForkedTrial, Sequence[CheckpointRef]]:
-    """Give a trial its own journal, if it had one; return its checkpoints in the fork, and those that were lost."""
-    if not trial.absorbed:
-        return ForkedTrial(), ()
-    begins = Forked(origin=past.origin, trials={trial.trial: ForkedTrial()})
-    state = _opened(store, into, trial.trial, (*histories[trial.trial], begins), stamp)
-    lost: list[CheckpointRef] = []
-    for ref, source in _missing(store, past.experiment.key, trial, state):
-        inherited = _inherited(store, ref, source, state, _numbered(stamp, state))
-        if inherited is None:
-            lost.append(ref)
-            continue
-        state = append(store, state, [inherited], _numbered(stamp, state))
-        write_due_segment(store, state)
-    there = state.trial(trial.trial)
-    return ForkedTrial(checkpoints=there.checkpoints, absorbed=state.number), lost
+def _load_origin(store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap) -> Experiment:
+    """Return the present state of the origin; raise InvalidInput if it is being deleted."""
+    key = past.experiment.key
+    with suppress(Superseded):
+        now = load(store, key, side_by_side=side_by_side)
+        if not now.is_removed and now.number >= past.experiment.number:
+            return now
+    raise InvalidInput(f"{key} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")
 
 
-def _opened(store: ObjectStore, into: Experiment, trial: str, first: Sequence[Event], stamp: Stamp) -> Experiment:
-    if into.owner is None:
-        raise InvalidInput(f"{into.key}: no owner has opened it")
-    key = into.key.of_trial(trial)
-    also = partial(_unless_there, first=first)
-    opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
-    entry = history(store, key, side_by_side=map)[0] if opened.term > 1 else None
-    if entry is not None and entry.events[1:] != first:
-        raise InvalidInput(f"{key.folder}: holds remains of another experiment: use another name for the fork")
-    return opened
-
-
-def _unless_there(found: Experiment, *, first: Sequence[Event]) -> Sequence[Event]:
-    return () if found.number else first
-
-
-def _missing(
-    store: ObjectStore, origin: JournalKey, trial: Trial, state: Experiment
-) -> Iterator[tuple[CheckpointRef, CheckpointKey]]:
-    """Yield the checkpoints of the origin's trial that the fork's trial has not inherited yet, oldest first."""
-    entries = history(store, state.key, side_by_side=map) if state.number > 1 else ()
-    events = (event for entry in entries for event in entry.events)
-    there = {event.source for event in events if isinstance(event, Cloned) and event.inherited}
-    folder = origin.trial_key(trial.trial)
-    for ref in trial.checkpoints:
-        source = folder.checkpoint_key(ref)
-        if source not in there:
-            yield ref, source
-
-
-def _inherited(
-    store: ObjectStore, ref: CheckpointRef, source: CheckpointKey, state: Experiment, stamp: Stamp
-) -> Cloned | None:
-    """Clone a checkpoint; None where its bytes are deleted or damaged."""
-    trial = source.trial.trial
+def _read(store: ObjectStore, key: CheckpointKey) -> Manifest | None:
+    """Return the manifest of `key` with its newest metadata; None where that is deleted or damaged."""
     try:
-        copy = clone(store, source, state, trial, stamp, side_by_side=map)
+        manifest = read_manifest(store, key)
+        metadata = newest_metadata(store, key.metadata_folder)
     except (CheckpointNotFound, CheckpointCorrupt):
         return None
-    copy = copy.model_copy(update={"pinned": ref.pinned})
-    return Cloned(trial=trial, checkpoint=copy, source=source, inherited=True)
-
-
-def _numbered(stamp: Stamp, state: Experiment) -> Stamp:
-    """Return the stamp of the next entry: different for each entry, the same for another try."""
-    return Stamp(write_id=f"{stamp.write_id}-{state.number}", at=stamp.at)
+    about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
+    return manifest.model_copy(update={"about": about})

@@ -1,43 +1,43 @@
-"""Garbage-collect a trial from outside its owner: retired checkpoints, remains of interrupted saves, old replies.
+"""Garbage-collect trials from outside their owner: retired checkpoints, remains of interrupted saves, old messages.
 
-There are no waiting periods: an object may be deleted once the trial's journal holds a limit after it, that is a
-retirement (see `collect.is_collectable`). The owner writes one with each retirement. When a trial has ended, no save is
-running, and a guest may write one (`Retired`): the journal is one sequence, so that a process that starts the
-trial again comes after that entry.
-
-Some trials end in the experiment's journal only: those that are given up, or not resumed. In its own journal such a
-trial waits, so that no save is running either, and a process that starts it again opens that journal first. So it has
-ended as long as no process has opened its journal since the experiment's journal absorbed it, and a guest's entry is
-refused if such a process is faster. A trial that is running by its own journal may have a live owner: it is left alone.
+There are no waiting periods: an object may be deleted once the journal holds a limit of its trial after it, that is a
+retirement (see `is_collectable`). The owner writes one with each retirement. When a trial has ended, no save is
+running, and a guest may write one (`Retired`): the journal is one sequence, so that a process that starts the trial
+again comes after that entry. A trial with an open outbox has not ended: its attempt may save at any time, and counts
+its limits itself.
 
 On a target that supports one writer only, no guest's entry is written: only objects that need no new limit are
 deleted, and `Collected.kept` says why the rest stays.
 
-The replies to trials on other machines are stored on the target, too. Attempt numbers only grow, so that replies to
-an attempt that is over may be deleted at any time.
+The replies and posts of trials on other machines are stored on the target, too. Attempts and outboxes are numbered
+upwards, so that those of an attempt that is over may be deleted at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
+from prefect_tune.core.experiment.summary import best_of, objective_in
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, after, is_collectable
 from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal_events import Claim, Retired
-from prefect_tune.core.messages.target_messages import answers_up_to, node_messages_up_to
-from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
-from prefect_tune.core.operations.clone import claims_over, clear, settle
-from prefect_tune.core.restore import OutdatedStateError, journal_of
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
+from prefect_tune.core.journal.outbox import received_posts
+from prefect_tune.core.journal_events import Retired
+from prefect_tune.core.messages.target_messages import answers_up_to, node_objects_up_to
+from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
+from prefect_tune.core.operations.scrub import Unreadable, unless_unreadable
+from prefect_tune.core.prefect_events import best_checkpoints
+from prefect_tune.core.restore import OutdatedStateError
+from prefect_tune.core.storage.generations import delete_objects_before, objects_before
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp
 
-_WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,250 +53,218 @@ class Collected:
     """Manifests that are kept for now: a running save may need them (until the trial's next retirement or end), or a
     clone does."""
     answer_count: int = 0
-    """Replies to attempts that are over, and messages between their nodes."""
+    """Replies to attempts that are over, messages between their nodes, and posts that the journal has."""
     kept: str | None = None
     """Why some garbage stays; None where none does."""
     damage: str | None = None
-    """The damage for which nothing of the trial may be deleted; None where there is none."""
+    """The damage, or the failure to read, for which nothing of the trial may be deleted; None where there is none."""
+
+    @property
+    def object_count(self) -> int:
+        """The number of objects, with a checkpoint as one."""
+        return len(self.checkpoints) + self.orphan_count + self.answer_count
 
 
 @dataclass(frozen=True, slots=True)
-class _Garbage:
-    doomed: Sequence[CheckpointKey]
-    orphans: Sequence[Listed]
-    answers: Sequence[Listed]
-    undecided_count: int
+class Garbage:
+    """The garbage of an experiment: found, or deleted."""
 
-    def collected(self, trial: TrialKey, kept: str | None) -> Collected:
-        return Collected(
-            trial.trial,
-            checkpoints=tuple(key.step for key in self.doomed),
-            orphan_count=len(self.orphans),
-            orphan_bytes=sum(each.size_bytes for each in self.orphans),
-            undecided_count=self.undecided_count,
-            answer_count=len(self.answers),
-            kept=kept,
-        )
+    trials: Sequence[Collected]
+    skipped_count: int
+    """The number of trials for which there was no time."""
+    dead: Sequence[Listed]
+    """Objects that deleted experiments of the same name have left."""
 
+    @property
+    def object_count(self) -> int:
+        """The number of objects, with a checkpoint as one."""
+        return len(self.dead) + sum(each.object_count for each in self.trials)
 
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """A trial and how to read it; `known` is the trial in its experiment's journal, where it may have ended only."""
-
-    store: ObjectStore
-    trial: TrialKey
-    side_by_side: ParallelMap
-    known: Trial | None
-
-    def state(self) -> Experiment:
-        """Read the journal that records its checkpoints."""
-        return load(self.store, journal_of(self.store, self.trial), side_by_side=self.side_by_side)
-
-    def ended(self, state: Experiment) -> Trial | None:
-        """Return the trial if it has ended: in `state`, or, since it was opened last, in the experiment's journal."""
-        found = None if state.is_removed else state.trials.get(self.trial.trial)
-        if found is None or found.phase in ENDED:
-            return found
-        known = self.known
-        elsewhere = (
-            known is not None and known.own_journal and known.phase in ENDED and state.opened_at <= known.absorbed
-        )
-        return found if elsewhere and found.phase in _WAITS else None
-
-    def orphans(self, own: Trial) -> Sequence[Listed]:
-        return orphans(self.store, self.trial, own, side_by_side=self.side_by_side)
-
-    def left(self, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
-        return leftover(self.store, self.trial, own, max(state.settled_from, own.collected_up_to))
-
-    def held(self, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
-        """Return retired checkpoints that are kept for clones, which may be over."""
-        return [key for key in self.left(state, own) if is_held(own, key)] if own.claims else []
-
-    def claims_over(self, own: Trial, checkpoints: Sequence[CheckpointKey]) -> Sequence[Claim]:
-        return claims_over(self.store, own, checkpoints, side_by_side=self.side_by_side)
-
-    def without_claims_that_are_over(self, own: Trial, checkpoints: Sequence[CheckpointKey]) -> Trial:
-        """Return the trial as `settle` would change it."""
-        over = self.claims_over(own, checkpoints)
-        return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
-
-    def settled(self, checkpoints: Sequence[CheckpointKey], stamp: Stamp) -> Trial:
-        return settle(self.store, self.trial, checkpoints, stamp, side_by_side=self.side_by_side)
-
-    def garbage(self, state: Experiment, own: Trial) -> _Garbage:
-        left = self.left(state, own)
-        doomed = [key for key in left if is_collectable(own, key)]
-        over = own.attempt if self.ended(state) else own.attempt - 1
-        answers = [*answers_up_to(self.store, self.trial, over), *node_messages_up_to(self.store, self.trial, over)]
-        return _Garbage(doomed, self.orphans(own), answers, len(left) - len(doomed))
-
-    def needs_limit(self, state: Experiment) -> bool:
-        """Return whether a guest may write a `Retired` entry, and it would free garbage."""
-        return self.ended(state) is not None and self._is_young(state)
-
-    def _is_young(self, state: Experiment) -> bool:
-        """Return whether a retirement now would free objects."""
-        own = state.trial(self.trial.trial)
-        beyond = own.model_copy(update={"collected_up_to": state.number + 1})
-        left = leftover(self.store, self.trial, beyond, state.number + 1)
-        now = [key for key in left if is_collectable(beyond, key) and not is_collectable(own, key)]
-        young = (each.path for each in self.orphans(beyond))
-        return bool(now) or any(blob_sequence(path) >= own.collected_up_to for path in young)
-
-    def why_not_settled(self, state: Experiment) -> str | None:
-        """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
-        if self.store.conditional_create:
-            return None
-        own = state.trial(self.trial.trial)
-        held = self.held(state, own)
-        more = self.needs_limit(state) or bool(self.claims_over(own, held))
-        return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
-
-    def pruned(self, state: Experiment, retires: Callable[[Trial], Sequence[int]] = lambda _: ()) -> Sequence[Retired]:
-        """Return a guest's retirement for the trial as it is in `state`; none unless it has ended."""
-        found = self.ended(state)
-        return () if found is None else [Retired(trial=self.trial.trial, retires=tuple(retires(found)))]
+    @property
+    def size_bytes(self) -> int:
+        """The size of what was listed; that of retired checkpoints is not known."""
+        return sum(each.size_bytes for each in self.dead) + sum(each.orphan_bytes for each in self.trials)
 
 
-def look_for_garbage(
-    store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap, known: Trial | None = None
-) -> Collected:
-    """Return what `collect_from` would delete; writes nothing."""
-    return _repeated_while_outdated(trial, partial(_looked_for, _Subject(store, trial, side_by_side, known)))
+def has_ended(trial: Trial) -> bool:
+    """Return whether no attempt of the trial can save before its next `Started` entry."""
+    return trial.phase in ENDED and trial.outbox is None
 
 
-def _looked_for(subject: _Subject) -> Collected:
-    state, trial = subject.state(), subject.trial
-    if trial.trial not in state.trials:
-        return Collected(trial.trial)  # it was added, and not started
-    own, kept = state.trial(trial.trial), subject.why_not_settled(state)
-    if kept is None and subject.needs_limit(state):
-        own = own.model_copy(update={"collected_up_to": state.number + 1})
-    if kept is None:
-        own = subject.without_claims_that_are_over(own, subject.held(state, own))
-    return subject.garbage(state, own).collected(trial, kept)
+def needs_limit(store: ObjectStore, key: TrialKey, trial: Trial, *, side_by_side: ParallelMap) -> bool:
+    """Return whether a guest may write a `Retired` entry for the trial, and it would free garbage."""
+    if not has_ended(trial) or not trial.attempt:
+        return False
+    try:
+        limited = after(trial, Retired(trial=trial.trial, retires=()), "guest")
+        left = leftover(store, key, limited)
+        if any(is_collectable(limited, old) and not is_collectable(trial, old) for old in left):
+            return True
+        blobs = orphans(store, key, limited, side_by_side=side_by_side)
+        return any(blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs)
+    except (CheckpointCorrupt, OutdatedStateError, Superseded):
+        return False  # `collect_from` reports it
+
+
+def collect_experiment(
+    store: ObjectStore,
+    experiment: Experiment,
+    stamp: Stamp,
+    *,
+    only: Collection[str] | None = None,
+    side_by_side: ParallelMap,
+    dry_run: bool = False,
+    has_time: Callable[[], bool] = lambda: True,
+) -> Garbage:
+    """Delete the garbage of an experiment, or of `only` these trials, and return it.
+
+    First it writes a `Retired` entry for the trials that have ended where that frees garbage; on a target that supports
+    one writer only it writes none. A dry run writes and deletes nothing, and returns what a run would delete. An object
+    that cannot be read is reported as its trial's damage, and does not stop the others.
+
+    Raises:
+        JournalCorrupt, Superseded, UnknownVersion: as `load`.
+        StoreUnavailable, StoreRefused, CommitUnknown: call again.
+    """
+    names = experiment.trials if only is None else only
+    state = experiment
+
+    def for_each(act: Callable[[TrialKey, Trial], _Result]) -> Sequence[_Result | Unreadable | None]:
+        def act_in_time(name: str) -> _Result | Unreadable | None:
+            key = state.trial_key(name)
+            if not has_time():
+                return None
+            return unless_unreadable(store, key, key.folder, lambda: act(key, state.trial(name)))
+
+        return list(side_by_side(act_in_time, names))
+
+    def limits(state: Experiment) -> Sequence[Retired]:
+        return [Retired(trial=name, retires=()) for name in limited if has_ended(state.trial(name))]
+
+    limited: Collection[str] = ()
+    if store.conditional_create:
+        young = for_each(lambda key, trial: needs_limit(store, key, trial, side_by_side=map))
+        limited = [name for name, is_young in zip(names, young, strict=True) if is_young is True]
+    if limited and not dry_run:
+        state = append_as_guest(store, state.key, limits, stamp, side_by_side=side_by_side)
+    for limit in limits(state) if dry_run else ():
+        state = after_event(state, limit, state.number + 1, "guest")
+    collected = for_each(lambda key, trial: collect_from(store, key, trial, side_by_side=map, dry_run=dry_run))
+    delete = objects_before if dry_run else delete_objects_before
+    return Garbage(
+        [
+            Collected(each.trial, damage=each.why) if isinstance(each, Unreadable) else each
+            for each in collected
+            if each is not None
+        ],
+        collected.count(None),
+        delete(store, state.name, state.key.generation) if only is None else (),
+    )
 
 
 def collect_from(
-    store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: ParallelMap, known: Trial | None = None
+    store: ObjectStore, key: TrialKey, trial: Trial, *, side_by_side: ParallelMap, dry_run: bool = False
 ) -> Collected:
-    """Delete the garbage of `trial`, and return what was deleted. The next call finishes an interrupted one.
+    """Delete the garbage of a trial, and return what was deleted. The next call finishes an interrupted one.
 
-    Args:
-        known: the trial in its experiment's journal: it may have ended only there.
+    A dry run deletes nothing.
 
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
-        StoreUnavailable, CommitUnknown: call again.
+        StoreUnavailable: call again.
     """
-    return _repeated_while_outdated(trial, partial(_collected, _Subject(store, trial, side_by_side, known), stamp))
-
-
-def _collected(subject: _Subject, stamp: Stamp) -> Collected:
-    state, store, trial = subject.state(), subject.store, subject.trial
-    if trial.trial not in state.trials:
-        return Collected(trial.trial)
-    own, kept = state.trial(trial.trial), subject.why_not_settled(state)
-    if kept is None and subject.needs_limit(state):
-        state = append_as_guest(store, state.key, subject.pruned, stamp, side_by_side=subject.side_by_side)
-        own = state.trial(trial.trial)
-    if kept is None and (held := subject.held(state, own)):
-        own = subject.settled(held, stamp)
-    found = subject.garbage(state, own)
-    if found.doomed:
-        clear(store, trial, own, found.doomed, stamp, side_by_side=subject.side_by_side)
-    if left := [*subject.orphans(own), *found.answers]:
-        store.delete([each.path for each in left])
-    return found.collected(trial, kept)
-
-
-def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> Collected:
-    """Call `act`, again while the owner retires checkpoints meanwhile; return damage and a deletion as a result."""
+    if not trial.attempt:
+        return Collected(trial.trial)  # it was added, and not started
+    kept = None
+    if not store.conditional_create and needs_limit(store, key, trial, side_by_side=side_by_side):
+        kept = f"more could be deleted after an entry in its journal: {ONE_WRITER}"
     while True:
         try:
-            return act()
-        except OutdatedStateError:
+            left = leftover(store, key, trial)
+            doomed = [old for old in left if is_collectable(trial, old)]
+            blobs = orphans(store, key, trial, side_by_side=side_by_side)
+            over = trial.attempt if has_ended(trial) else trial.attempt - 1
+            messages = [
+                *answers_up_to(store, key, over),
+                *node_objects_up_to(store, key, over),
+                *received_posts(store, key, trial),
+            ]
+            if not dry_run:
+                collect(store, key, trial, doomed, side_by_side=side_by_side)
+                unneeded = orphans(store, key, trial, side_by_side=side_by_side) if doomed else blobs
+                store.delete([listed.path for listed in (*unneeded, *messages)])
+        except OutdatedStateError as outdated:  # the owner retires checkpoints meanwhile
+            trial = outdated.current
             continue
         except CheckpointCorrupt as corrupt:
             return Collected(trial.trial, damage=str(corrupt))
         except Superseded:
             return Collected(trial.trial, kept="its experiment is being deleted")
+        return Collected(
+            trial.trial,
+            checkpoints=tuple(old.step for old in doomed),
+            orphan_count=len(blobs),
+            orphan_bytes=sum(blob.size_bytes for blob in blobs),
+            undecided_count=len(left) - len(doomed),
+            answer_count=len(messages),
+            kept=kept,
+        )
 
 
 # ------------------------------------------------------------------------------------------------- pruning
 
 
-def look_for_prunable(
-    store: ObjectStore,
-    trial: TrialKey,
-    policy: Retention,
-    *,
-    side_by_side: ParallelMap,
-    known: Trial | None = None,
-    needed: Collection[int] = (),
-) -> Sequence[int]:
-    """Return what `prune` would retire; writes nothing."""
-    subject = _Subject(store, trial, side_by_side, known)
-    found = subject.ended(subject.state())
-    if found is None:
+def prunable(experiment: Experiment, policy: Retention) -> Sequence[Retired]:
+    """Return the retirements of what `policy` does not keep; none while a trial has not ended.
+
+    The newest checkpoint of each trial and pinned ones stay, and so do the best trial and the best checkpoint of all.
+    """
+    trials = experiment.trials.values()
+    if experiment.is_removed or not all(has_ended(trial) for trial in trials):
         return ()
-    settled = subject.without_claims_that_are_over(found, _claimed(trial, found, policy))
-    return _prunable(settled, policy, needed)
+    best, best_saved = best_of(experiment), best_checkpoints(experiment, objective_in(experiment.settings))
+    unwanted = (
+        Retired(
+            trial=trial.trial,
+            retires=tuple(sequence for sequence in _unwanted(trial, policy) if sequence != best_saved.get(trial.trial)),
+        )
+        for trial in trials
+        if best is None or trial.trial != best.trial
+    )
+    return [retirement for retirement in unwanted if retirement.retires]
 
 
 def prune(
     store: ObjectStore,
-    trial: TrialKey,
+    journal: JournalKey,
     policy: Retention,
     stamp: Stamp,
     *,
     side_by_side: ParallelMap,
-    known: Trial | None = None,
-    needed: Collection[int] = (),
-) -> Sequence[int]:
-    """Retire the checkpoints of an ended trial that `policy` does not keep; return their sequences.
+    dry_run: bool = False,
+) -> Sequence[Retired]:
+    """Retire what is `prunable` in one entry, and return the retirements. Their bytes are deleted by `collect_from`.
 
-    Their bytes are deleted by a later `collect_from`. The newest checkpoint, pinned ones, those that clones and
-    forks need, and the sequences in `needed` are kept. If the trial is running again by then, none is retired: its
-    owner has a policy. Other arguments and errors are those of `collect_from`.
+    If a trial is running again by then, none is retired: its owner has a policy. A dry run writes nothing.
+
+    Raises:
+        StoreRefused: the target supports one writer only.
+        JournalCorrupt, Superseded, UnknownVersion: as `load`.
+        StoreUnavailable, CommitUnknown: call again.
     """
-    subject = _Subject(store, trial, side_by_side, known)
-    found = subject.ended(subject.state())
-    if found is not None and (claimed := _claimed(trial, found, policy)):
-        try:
-            found = subject.settled(claimed, stamp)
-        except Superseded:
-            return ()  # its experiment was deleted meanwhile
-    if found is None or not _prunable(found, policy, needed):
-        return ()
+    if dry_run:
+        return prunable(load(store, journal, side_by_side=side_by_side), policy)
     retirements: Sequence[Retired] = ()
 
     def events(state: Experiment) -> Sequence[Retired]:
         nonlocal retirements
-        retirements = [
-            each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires
-        ]
+        retirements = prunable(state, policy)
         return retirements
 
-    append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
-    return [sequence for each in retirements for sequence in each.retires]
+    append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
+    return retirements
 
 
-def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
-    quarantined = (
-        each.sequence for each in retired_quarantined(trial.quarantined_checkpoints, trial.checkpoints, policy)
-    )
-    return [*retired(trial.checkpoints, policy), *quarantined]
-
-
-def _prunable(trial: Trial, policy: Retention, needed: Collection[int]) -> Sequence[int]:
-    kept = {each.sequence for each in trial.claims}.union(needed)
-    return [each for each in _unwanted(trial, policy) if each not in kept]
-
-
-def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[CheckpointKey]:
-    """Return checkpoints that only clones keep from being retired; the clones may be over."""
-    unwanted = frozenset(_unwanted(found, policy))
-    named = {(each.step, each.sequence) for each in found.claims if each.sequence in unwanted}
-    return [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in sorted(named)]
+def _unwanted(trial: Trial, policy: Retention) -> Iterable[int]:
+    quarantined = retired_quarantined(trial.quarantined_checkpoints, trial.checkpoints, policy)
+    return (*retired(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))

@@ -25,7 +25,9 @@ class NamedOptions(HasJsonForm):
         name, options = type(self).__name__, cast("Any", self)
         if not is_dataclass(options) or not type(self).__module__.startswith(_MODULES.get(name, "no module")):
             return super().json_form()
-        changed = {each: value for each in fields(options) if (value := getattr(options, each.name)) != _default(each)}
+        defaults = {option: None if option.default is MISSING else option.default for option in fields(options)}
+        values = {option: getattr(options, option.name) for option in defaults}
+        changed = {option: value for option, value in values.items() if value != defaults[option]}
         form = {name: {option_name(each): _option_json(each, value) for each, value in changed.items()}}
         try:
             canonical_json(form)
@@ -37,10 +39,6 @@ class NamedOptions(HasJsonForm):
 def option_name(option: Field[Any]) -> str:
     """Return the name of a field in JSON."""
     return f"{option.name}_seconds" if option.metadata.get("json") == "seconds" else option.name
-
-
-def _default(option: Field[Any]) -> object:
-    return None if option.default is MISSING else option.default
 
 
 def _option_json(option: Field[Any], value: Any) -> object:

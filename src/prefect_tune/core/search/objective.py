@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import model_validator
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.metrics import is_finite, shown
-from prefect_tune.core.values import Value, metric_in
+from prefect_tune.core.shown_text import did_you_mean
+from prefect_tune.core.values import Value, leaves, metric_in
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -106,3 +107,14 @@ def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
     raise BadMetric(
         f"{where}: expected a number for metric {name!r}, found {shown(value)}; the report has {sorted(metrics)}"
     )
+
+
+def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
+    """Raise `BadMetric`, which names the option that allows it, if a report lacks one of the metrics of a search."""
+    for name in names:
+        try:
+            _number(metrics, name, where)
+        except BadMetric as error:
+            meant = did_you_mean(name, [reported for reported, _ in leaves(metrics)]) or "."
+            allowed = "If reports may lack it, pass allow_missing_metric=True (--allow-missing-metric)"
+            raise BadMetric(f"{error}{meant} {allowed}") from None

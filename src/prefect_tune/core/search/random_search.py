@@ -14,7 +14,6 @@ from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search
 from prefect_tune.core.search.domains import Grid, domains_in, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import (
-    Draw,
     agrees,
     below,
     fixed_by,
@@ -187,7 +186,10 @@ class _RandomProposals(Proposals):
             return Exhausted(of_a_grid if self._points > 1 else f"samples drawn: {self._samples} of {self._samples}")
         given = self._waiting[0][1] if self._waiting else {}
         fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}
-        config = resolve(self._space, self._drawing(number), fixed)
+        index = self._next // self._points if self._draws_per_sample else number
+        config = resolve(
+            self._space, lambda name, domain: domain.at(seeded_random.uniform(self._seed, "space", index, name)), fixed
+        )
         self.recall(number, config)
         return Proposed(config)
 
@@ -200,7 +202,3 @@ class _RandomProposals(Proposals):
             self._times[min(points, key=lambda point: (self._times[point], point))] += 1
         while self._times[self._next % self._points] > self._next // self._points:
             self._next += 1
-
-    def _drawing(self, number: int) -> Draw:
-        index = self._next // self._points if self._draws_per_sample else number
-        return lambda name, domain: domain.at(seeded_random.uniform(self._seed, "space", index, name))

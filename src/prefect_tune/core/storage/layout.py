@@ -3,25 +3,23 @@
 <experiment>/generations/0000000002.json
 <experiment>/<generation>/unnamed-call.json
 <experiment>/<generation>/journal/0000000001.json
-<experiment>/<generation>/segments/0000000010.jsonl
+<experiment>/<generation>/snapshots/0000000200.jsonl
 <experiment>/<generation>/live/0000000001-0000000001.json
 <experiment>/<generation>/requests/0000000001.json
 <experiment>/<generation>/results/trials/0000000010.parquet
 <experiment>/<generation>/results/reports/0000000010.parquet
-<experiment>/<generation>/callbacks/<name>/0000000001.json
-<experiment>/<generation>/trials/<trial>/journal/0000000001.json
-<experiment>/<generation>/trials/<trial>/segments/0000000010.jsonl
-<experiment>/<generation>/trials/<trial>/live/0000000001-0000000001.json
+<experiment>/<generation>/callbacks/<name>.json
+<experiment>/<generation>/trials/<trial>/outbox/0000000001/0000000001.json
 <experiment>/<generation>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
 <experiment>/<generation>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/<generation>/trials/<trial>/blobs/<digest>-<sequence>
 <experiment>/<generation>/trials/<trial>/answers/<attempt>-<step>.json
-<experiment>/<generation>/trials/<trial>/nodes/<attempt>/<node>/0000000001.json
+<experiment>/<generation>/trials/<trial>/nodes/<attempt>/address.json
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
 The page says what each object is. `generations` finds the generation of a name; a key has it, and all further keys
-and paths come from keys. The paths of callback states are built in `callback_delivery`.
+and paths come from keys.
 """
 
 from __future__ import annotations
@@ -62,24 +60,13 @@ def generation_folder(experiment: str, generation: Generation) -> str:
 
 
 class JournalKey(Value):
-    """Names a journal on a target: an experiment's, or a trial's own."""
+    """Names the journal of an experiment on a target."""
 
     experiment: str
     generation: Generation
-    trial: str | None = None
 
     def __str__(self) -> str:
-        experiment = f"experiment {self.experiment!r}"
-        return experiment if self.trial is None else f"trial {self.trial!r} of {experiment}"
-
-    @property
-    def of_experiment(self) -> JournalKey:
-        """The key of the experiment's journal."""
-        return JournalKey(experiment=self.experiment, generation=self.generation)
-
-    def of_trial(self, trial: str) -> JournalKey:
-        """Return the key of the own journal of a trial of the same experiment."""
-        return JournalKey(experiment=self.experiment, generation=self.generation, trial=trial)
+        return f"experiment {self.experiment!r}"
 
     def trial_key(self, trial: str) -> TrialKey:
         """Return the key of a trial of the same experiment."""
@@ -87,9 +74,7 @@ class JournalKey(Value):
 
     @property
     def folder(self) -> str:
-        if self.trial is None:
-            return generation_folder(self.experiment, self.generation)
-        return self.trial_key(self.trial).folder
+        return generation_folder(self.experiment, self.generation)
 
     @property
     def unnamed_call(self) -> str:
@@ -102,8 +87,8 @@ class JournalKey(Value):
         return f"{self.folder}/journal"
 
     @property
-    def segments(self) -> str:
-        return f"{self.folder}/segments"
+    def snapshots(self) -> str:
+        return f"{self.folder}/snapshots"
 
     @property
     def live(self) -> str:
@@ -127,9 +112,9 @@ class JournalKey(Value):
         """Return the path of entry `number` (from 1)."""
         return numbered(self.entries, number)
 
-    def segment_path(self, number: int) -> str:
-        """Return the path of the segment that ends with entry `number`."""
-        return numbered(self.segments, number, "jsonl")
+    def snapshot_path(self, number: int) -> str:
+        """Return the path of the snapshot of the experiment after entry `number`."""
+        return numbered(self.snapshots, number, "jsonl")
 
 
 def in_digits(number: int) -> str:
@@ -176,6 +161,20 @@ class CheckpointName(Protocol):
     def sequence(self) -> int: ...
 
 
+class NameOfOrigin(CheckpointName, Protocol):
+    """The name of a checkpoint within its experiment."""
+
+    @property
+    def trial(self) -> str: ...
+
+
+class CheckpointReference(CheckpointName, Protocol):
+    """The name of a checkpoint within its trial, and of the one whose manifest it uses, if it is a clone."""
+
+    @property
+    def origin(self) -> NameOfOrigin | None: ...
+
+
 class TrialKey(Value):
     """Names a trial on a target."""
 
@@ -186,11 +185,6 @@ class TrialKey(Value):
     @property
     def folder(self) -> str:
         return f"{generation_folder(self.experiment, self.generation)}/trials/{valid_name(self.trial)}"
-
-    @property
-    def journal(self) -> JournalKey:
-        """The key of the trial's own journal."""
-        return self.of_experiment.of_trial(self.trial)
 
     @property
     def of_experiment(self) -> JournalKey:
@@ -209,8 +203,11 @@ class TrialKey(Value):
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
 
-    def checkpoint_key(self, checkpoint: CheckpointName) -> CheckpointKey:
-        """Return the key of a checkpoint of this trial."""
+    def checkpoint_key(self, checkpoint: CheckpointReference) -> CheckpointKey:
+        """Return the key of the manifest of a checkpoint of this trial: for a clone, that of its origin."""
+        if (origin := checkpoint.origin) is not None:
+            folder = self.of_experiment.trial_key(origin.trial)
+            return CheckpointKey(trial=folder, step=origin.step, sequence=origin.sequence)
         return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
 
     @property
@@ -221,13 +218,21 @@ class TrialKey(Value):
         """Return the path of the reply to an attempt that asked at `step`; step 0 is for an unasked message."""
         return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
 
+    def outbox_path(self, outbox: int, post: int) -> str:
+        """Return the path of a post (from 1) in an outbox of the trial (from 1)."""
+        return numbered(f"{self.outboxes}/{in_digits(outbox)}", post)
+
+    @property
+    def outboxes(self) -> str:
+        return f"{self.folder}/outbox"
+
     @property
     def nodes(self) -> str:
         """The folder of what the nodes of an attempt write for one another."""
         return f"{self.folder}/nodes"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
-        """Return the path of a blob first written by the save that began after entry `sequence`."""
+        """Return the path of a blob first written by the save with this sequence."""
         return f"{self.blobs}/{digest}-{in_digits(sequence)}"
 
 
@@ -241,9 +246,10 @@ class NodesKey(Value):
     def folder(self) -> str:
         return f"{self.trial.nodes}/{self.attempt:06d}"
 
-    def messages(self, node: int) -> str:
-        """Return the folder of the numbered messages of a node."""
-        return f"{self.folder}/{node:04d}"
+    @property
+    def address_path(self) -> str:
+        """The path of the address where node 0 waits for the others."""
+        return f"{self.folder}/address.json"
 
     def part_path(self, key: CheckpointKey, node: int) -> str:
         """Return the path of the part that a node adds to a checkpoint."""
@@ -260,7 +266,7 @@ class NodesKey(Value):
 
 
 class CheckpointKey(Value):
-    """Names one checkpoint: its step, and the journal's length when its save began.
+    """Names one checkpoint: its step, and the sequence of its save, which counts the saves of the trial.
 
     No two checkpoints of one step have the same sequence, so a name is written at most once.
     """
@@ -313,42 +319,3 @@ Rows: TypeAlias = Literal["trials", "reports"]
 def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
     """Return the path of the results after entry `number` of the journal."""
     return numbered(f"{experiment.folder}/results/{rows}", number, "parquet")
-
-
-# The range of journal entries that each segment holds: decimal levels, so that few segments cover all entries.
-#
-# The segment at entry 48,260 holds the changes since 48,200: the number with its last non-zero digit set to zero.
-# So the first 48,263 entries are the segments at 40,000, 48,000, 48,200 and 48,260 and three entries: at most nine
-# objects for the digits before the last (a number has ten), and nine for that one, however many entries there are.
-
-_SEGMENT_BASE = 10
-
-
-def is_boundary(number: int) -> bool:
-    """Return whether a segment ends with entry `number`."""
-    return number > 0 and number % _SEGMENT_BASE == 0
-
-
-def level_of(number: int) -> int:
-    """Return how many zeros the number of a boundary ends with."""
-    level = 0
-    while number % _SEGMENT_BASE == 0:
-        number //= _SEGMENT_BASE
-        level += 1
-    return level
-
-
-def begin_of(number: int) -> int:
-    """Return the number of the last entry before those that the segment at `number` holds."""
-    wider: int = _SEGMENT_BASE ** (level_of(number) + 1)
-    return number // wider * wider
-
-
-def boundaries(number: int) -> Sequence[int]:
-    """Return the last entries of the segments that cover the first `number` entries, except the last 0 to 9."""
-    found: list[int] = []
-    end = number // _SEGMENT_BASE * _SEGMENT_BASE
-    while end:
-        found.insert(0, end)
-        end = begin_of(end)
-    return found

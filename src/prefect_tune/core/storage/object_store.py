@@ -93,6 +93,16 @@ class ObjectStore(Protocol):
         """Write `data` durably at a path that is only ever written with these bytes. Idempotent."""
         ...
 
+    def copy(self, source: str, path: str) -> None:
+        """Make the object at `path` hold the bytes of the one at `source`, durably. Idempotent.
+
+        `path` is only ever written with these bytes. The target copies them itself where it can.
+
+        Raises:
+            ObjectNotFound: the target answered that there is no object at `source`.
+        """
+        ...
+
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Make the object at `path` hold the joined `pieces`, durably, whatever it held before. Idempotent.
 

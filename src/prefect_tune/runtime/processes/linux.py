@@ -41,10 +41,10 @@ def sigchld_pipe() -> int:
     return reading
 
 
-def silence(bell: int) -> None:
+def drain_pipe(descriptor: int) -> None:
     """Read what is written on a descriptor, so that it is not readable any more."""
     with suppress(BlockingIOError):  # it is empty
-        os.read(bell, 4096)
+        os.read(descriptor, 4096)
 
 
 def while_alive(pid: int) -> list[int]:
@@ -58,12 +58,12 @@ def while_alive(pid: int) -> list[int]:
         return []
 
 
-def rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
+def poll_readable(descriptors: Collection[int], patience: timedelta | None = None) -> set[int]:
     """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
     poll = select.poll()
-    for bell in bells:
-        poll.register(bell, select.POLLIN)
-    return {bell for bell, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
 
 
 def keep_only(*descriptors: int) -> None:

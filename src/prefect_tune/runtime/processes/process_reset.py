@@ -1,7 +1,7 @@
 """Give a process that was forked, or has trained a trial before, the state of one newly started for its trial.
 
     import (`noting_import`: which variables, directory and seeds the module sets)
-      └─► fork, or the next trial of a kept class ──► `settle_in`: the trial's own, then what the module has set
+      └─► fork, or the next trial of a kept class ──► `reset_process_state`: the trial's own, then what that has set
 
 Never: two trials that draw the same numbers of a generator that the module has not seeded; a trial without the
 variables, the directory or the seeds that its module has set.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import mmap
 import os
 import random
 import sys
@@ -27,41 +26,33 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from prefect_tune.core.messages.process_messages import Surroundings
+from prefect_tune.core.messages.process_messages import ProcessEnvironment
 
 # Modules with a global generator, and their functions that seed it. Unseeded, it draws other numbers in each process.
 _SEED_FUNCTIONS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
-def settle_in(surroundings: Surroundings) -> None:
+def reset_process_state(adopted: ProcessEnvironment) -> None:
     """Set the environment, working directory and temporary directory, and seed the random generators anew.
 
     What the import of the trainable has set stays set: see `noting_import`. The state of the trainable itself (its
     object, its modules) is not reset: that is the task of `reset_config`.
     """
-    _take_on({_bytes(name): _bytes(value) for name, value in surroundings.environment.items()})
-    if surroundings.working_directory:
-        os.chdir(_bytes(surroundings.working_directory))
-    tempfile.tempdir = None  # so that it is read from the environment again
-    time.tzset()
-    _forget_what_was_drawn()
-    if _imported is not None:
-        _imported.apply()
-
-
-def _take_on(environment: dict[bytes, bytes]) -> None:
+    environment = {_bytes(name): _bytes(value) for name, value in adopted.environment.items()}
     for name in os.environb.keys() - environment.keys():
         del os.environb[name]
     os.environb.update({name: value for name, value in environment.items() if os.environb.get(name) != value})
-
-
-def _forget_what_was_drawn() -> None:
-    """Seed the generators of imported libraries; one that is imported later is new anyway."""
+    if adopted.working_directory:
+        os.chdir(_bytes(adopted.working_directory))
+    tempfile.tempdir = None  # so that it is read from the environment again
+    time.tzset()
     random.seed()
     if (of_numpy := sys.modules.get("numpy.random")) is not None:  # which `import numpy` alone does not import
         of_numpy.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()  # as a new process does
+    if _imported is not None:
+        _imported.apply()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,7 @@ _imported: _Imported | None = None
 
 @contextmanager
 def noting_import() -> Iterator[None]:
-    """Import the trainable's module in the block: what that sets in this process is set again by each `settle_in`.
+    """Import the trainable's module in the block: what that sets here is set again by each `reset_process_state`.
 
     Without it, a trial that is trained in a fork, or in a process that was used before, would not have the variables
     and seeds that the module sets. A generator from which the import only draws is seeded anew for each trial.
@@ -177,24 +168,6 @@ def _states_of(seeded: Collection[str]) -> Iterator[tuple[Callable[[Any], object
         torch = sys.modules["torch"]
         yield torch.manual_seed, torch.initial_seed()  # of GPUs too
         yield torch.set_rng_state, torch.get_rng_state()
-
-
-# Whether a trial had to import what the first optimizer of PyTorch needs: a byte that a template and its forks share.
-LATE_IMPORT = "torch._dynamo"
-_late_import_noted: mmap.mmap | None = None
-
-
-def share_late_import() -> mmap.mmap:
-    """Return the byte that `note_late_import` sets in forks of this process, until it is closed."""
-    global _late_import_noted  # noqa: PLW0603 - of the process, as what it describes
-    _late_import_noted = mmap.mmap(-1, 1)
-    return _late_import_noted
-
-
-def note_late_import() -> None:
-    """Tell the process that this one was forked from that this one has imported `LATE_IMPORT`."""
-    if _late_import_noted is not None and LATE_IMPORT in sys.modules:
-        _late_import_noted[0] = 1
 
 
 def _directory() -> str:

@@ -20,14 +20,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import AttemptEnded, Finished
-from prefect_tune.core.messages.process_messages import Preload, Start, StartReceived, Surroundings, TrialEnded
+from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrialEnded
 from prefect_tune.core.values import digest_of
-from prefect_tune.runtime.group_session import FollowingSession, LeadingSession, joined_session, session_of
+from prefect_tune.runtime.group_session import joined_session, session_of
 from prefect_tune.runtime.load_named import (
     load_named,
     load_trainable,
@@ -42,10 +42,9 @@ from prefect_tune.runtime.processes.process_reset import (
     forget_exit_handlers,
     free_memory,
     has_noted_import,
-    note_late_import,
     noting_import,
+    reset_process_state,
     run_exit_handlers,
-    settle_in,
 )
 from prefect_tune.runtime.ranks import SCRIPT, claim_process, is_copy_for_rank
 from prefect_tune.runtime.run_logging import print_logs_of_run
@@ -110,7 +109,7 @@ def serve(channel: Connection) -> None:
     connection = SupervisorConnection(channel)
     attempts = _Attempts(connection, whole_process=True)
     if (start := _next_start(connection)) is None:
-        return  # it was forked in advance, and is not needed
+        return  # the supervisor is gone
     with suppress(_Declined):
         while start is not None and attempts.run(start):
             start = _next_start(connection)
@@ -131,22 +130,15 @@ def train_as_rank() -> None:
     session.end(attempts.train(session, load_trainable(start.trainable), start))
 
 
-def rehearse() -> None:
-    """Run a trivial attempt in this process, so that lazy imports and caches are done once and not in every fork."""
-    ours, theirs = socket.socketpair()
-    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
-        near.send_bytes(_rehearsal().model_dump_json().encode())
-        train(far, whole_process=False)
-
-
 def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
     return {"loss": 1.0}
 
 
-def _rehearsal() -> Start:
-    return Start(
-        experiment="rehearsal",
-        trial="rehearsal",
+def warm_up() -> None:
+    """Run a trivial attempt in this process, so that lazy imports and caches are done once and not in every fork."""
+    start = Start(
+        experiment="warm-up",
+        trial="warm-up",
         attempt=1,
         trainable=pickled(_trains_nothing),
         stopper=pickled(Never()),
@@ -162,6 +154,10 @@ def _rehearsal() -> Start:
         cadence=Cadence(),
         overlap=False,
     )
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
+        near.send_bytes(start.model_dump_json().encode())
+        train(far, whole_process=False)
 
 
 def _next_start(connection: SupervisorConnection) -> Start | None:
@@ -174,14 +170,8 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
         match message:
             case Start():
                 return message
-            case Surroundings():
-                settle_in(message)
-            case Preload():
-                prepend_import_path(message.import_path)
-                with suppress(BaseException), noting_import(), forks_end():  # the trial's own import raises it again
-                    load_trainable(message.trainable)
-                flush_output()
-                connection.send_imported()
+            case ProcessEnvironment():
+                reset_process_state(message)
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
 
@@ -214,13 +204,11 @@ class _Attempts:
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = failure_message(error, start.trial)
         self._send_end(ended)
-        if not ended.waits:
-            return False
-        free_memory()
-        return True
+        if ended.waits:
+            free_memory()
+        return ended.waits
 
     def _send_end(self, ended: TrialEnded) -> None:
-        note_late_import()  # before the next trial can be requested
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:
@@ -233,8 +221,15 @@ class _Attempts:
 
     def _run(self, start: Start) -> TrialEnded:
         kept = self._kept
-        session, trainable = _prepare(self._connection, start, kept)
-        self._session = session
+        prepend_import_path(start.import_path)
+        notes_import = start.waits and not has_noted_import()  # for the next trial of this process
+        try:
+            with forks_end(), noting_import() if notes_import and kept is None else nullcontext():
+                trainable = kept or load_trainable(start.trainable)
+            stopper = cast("Stopper", load_named(start.stopper))
+        except Exception as error:
+            raise NotLoaded(f"{type(error).__name__}: {error}") from error
+        self._session = session = session_of(self._connection, start, stopper)
         enter(session, whole_process=self._whole_process)
         if self._whole_process:
             claim_process(start, session.lead)
@@ -250,9 +245,14 @@ class _Attempts:
     def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
         with forks_end():
             if isinstance(trainable, type):
-                return self._run_class(session, _set_up(trainable, start), start)
+                require_saves(require_trainable_class(trainable), start.cadence)
+                made: Trainable = trainable()
+                made.setup(dict(start.config))
+                return self._run_class(session, _SetUp(made, _code(trainable)), start)
             if isinstance(trainable, _SetUp):
-                return self._run_class(session, _reset(trainable, start), start)
+                if not trainable.trainable.reset_config(dict(start.config)):
+                    raise _Declined
+                return self._run_class(session, trainable, start)
         function = cast("TrainFunction", trainable)
         session.loaded(_code(function))
         session.begin()
@@ -274,7 +274,11 @@ class _Attempts:
             trainable.load_checkpoint(start.restored)
         try:
             with forks_end():  # a forked child must not run `cleanup`
-                _train_until_over(session, trainable)
+                session.begin()
+                while True:
+                    metrics = trainable.step()
+                    require_no_coroutine(metrics)
+                    session.report_step(metrics, trainable.save_checkpoint)
         except TrialOver as over:
             if start.waits and not isinstance(over.outcome, AttemptEnded) and ready.can_become_another():
                 self._kept = ready
@@ -285,38 +289,6 @@ class _Attempts:
 
     def _ended(self, over: TrialOver) -> TrialEnded:
         return TrialEnded(outcome=over.outcome, waits=self._kept is not None)
-
-
-def _prepare(
-    connection: SupervisorConnection, start: Start, kept: _SetUp | None
-) -> tuple[LeadingSession | FollowingSession, object]:
-    prepend_import_path(start.import_path)
-    try:
-        with forks_end():
-            trainable = kept or _loaded(start)
-        stopper = cast("Stopper", load_named(start.stopper))
-    except Exception as error:
-        raise NotLoaded(f"{type(error).__name__}: {error}") from error
-    return session_of(connection, start, stopper), trainable
-
-
-def _loaded(start: Start) -> object:
-    """Return the trainable; if the process may serve another trial, note what the import sets."""
-    with noting_import() if start.waits and not has_noted_import() else nullcontext():
-        return load_trainable(start.trainable)
-
-
-def _set_up(kind: type, start: Start) -> _SetUp:
-    require_saves(require_trainable_class(kind), start.cadence)
-    trainable: Trainable = kind()
-    trainable.setup(dict(start.config))
-    return _SetUp(trainable, _code(kind))
-
-
-def _reset(kept: _SetUp, start: Start) -> _SetUp:
-    if not kept.trainable.reset_config(dict(start.config)):
-        raise _Declined
-    return kept
 
 
 @contextmanager
@@ -337,14 +309,6 @@ def forks_end() -> Iterator[None]:
         if os.getpid() != trial:
             flush_output()
             os._exit(code)
-
-
-def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
-    session.begin()
-    while True:
-        metrics = trainable.step()
-        require_no_coroutine(metrics)
-        session.report_step(metrics, trainable.save_checkpoint)
 
 
 _sources: dict[int, tuple[object, str]] = {}
@@ -404,11 +368,6 @@ def ignore_group_signals() -> None:
             after_in_parent=_unblock_signals,
             after_in_child=_restore_handlers,
         )
-
-
-def handlers_in_fork(handlers: Mapping[int, Any]) -> Mapping[int, Any]:
-    """Return which signal handlers a fork of a process with these ones has."""
-    return {each: _handlers_before.get(each, own) if own is _ignore else own for each, own in handlers.items()}
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -222,7 +222,12 @@ class DirectorySink:
 
     def __enter__(self) -> Self:
         try:
-            self._furnish()
+            self._building.mkdir(parents=True)
+            folders = {file.path.rpartition("/")[0] for file in self._manifest.files}
+            for folder in sorted({*folders, *self._manifest.empty_directories}):
+                (self._building / folder).mkdir(parents=True, exist_ok=True)
+            for file in self._manifest.files:
+                self._create(file)
         except BaseException as error:
             shutil.rmtree(self._building, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -247,17 +252,13 @@ class DirectorySink:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
-                self._finish()
+                for path, mode in self._other_modes:
+                    Path(path).chmod(mode)
+                if self._destination.is_dir() and not any(self._destination.iterdir()):
+                    self._destination.rmdir()
+                self._building.rename(self._destination)
         finally:
             shutil.rmtree(self._building, ignore_errors=True)  # was renamed if all went well
-
-    def _furnish(self) -> None:
-        self._building.mkdir(parents=True)
-        folders = {file.path.rpartition("/")[0] for file in self._manifest.files}
-        for folder in sorted({*folders, *self._manifest.empty_directories}):
-            (self._building / folder).mkdir(parents=True, exist_ok=True)
-        for file in self._manifest.files:
-            self._create(file)
 
     def _create(self, file: FileRef) -> None:
         readable = file.mode | stat.S_IRUSR
@@ -268,13 +269,6 @@ class DirectorySink:
                 self._other_modes.append((path, readable))
         finally:
             os.close(descriptor)
-
-    def _finish(self) -> None:
-        for path, mode in self._other_modes:
-            Path(path).chmod(mode)
-        if self._destination.is_dir() and not any(self._destination.iterdir()):
-            self._destination.rmdir()
-        self._building.rename(self._destination)
 
 
 # Local directories: detect changes, copy a directory, replace a directory or a file atomically.

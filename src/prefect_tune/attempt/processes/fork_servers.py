@@ -1,0 +1,460 @@
+"""What trials are forked from: a fork server, and a template for each trainable and its environment.
+
+    fork server (no user code) ──► template: imports the trainable, is inspected ──► READY: trials are forked from it
+           │                                   └─► a reason why not: logged once, the template ends
+           └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
+
+Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`).
+Never: a fork of an import that was found unsafe, or from which a fork has hung; an import that is waited for after
+`stop` or for more than 10 minutes; a template that outlives the pool, except for trials that it has forked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from prefect_tune.attempt.processes.process_channel import (
+    added_to_this,
+    command_of_trials,
+    fixed_by_this,
+    of_interpreter,
+    of_trial,
+)
+from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
+from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest, ProcessEnvironment
+from prefect_tune.runtime.trainable import Reuse
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.terminal.live_display import NOTICE
+
+_FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
+_IMPORT_TIMEOUT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
+_EXIT_TIMEOUT = timedelta(seconds=5)
+_POLL_INTERVAL = timedelta(seconds=0.2)
+_MESSAGE_BYTES = 2000
+_MAX_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKey:
+    """The properties that a trial and a process must share, for the process to serve the trial."""
+
+    trainable: str
+    import_path: tuple[str, ...]
+    environment: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
+        """Return the key of a trial with this environment; a worker's scheduler may change devices between trials."""
+        return cls(trainable, import_path, frozenset({**fixed_by_this(), **environment}.items()))
+
+    @property
+    def whole_environment(self) -> Mapping[str, str]:
+        """The variables of this process, and those of the trial added to them or replacing them."""
+        return added_to_this(dict(self.environment))
+
+    def __str__(self) -> str:
+        return f"trainable {self.trainable!r}" if ":" in self.trainable else "the trainable"
+
+
+def make_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
+    """Return what a process adopts: these variables, a temporary directory, and this process's working directory."""
+    directory = ""  # if it was removed: a fork inherits it anyway
+    with suppress(FileNotFoundError):
+        directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
+    return ProcessEnvironment(
+        environment={_as_latin(name): _as_latin(value) for name, value in of_trial(environment, temporary).items()},
+        working_directory=_as_latin(directory),
+    )
+
+
+def _as_latin(text: str) -> str:
+    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
+    return os.fsencode(text).decode("latin-1")
+
+
+class ForkedProcess:
+    """A forked process under its subreaper, as its supervisor controls it."""
+
+    def __init__(
+        self, status: socket.socket, output: int, home: Path, connection: Connection | None, closed: ExitStack
+    ) -> None:
+        self.output = output
+        """Descriptor of the pipe that carries its stdout and stderr."""
+        self._status, self._home, self._connection, self._closed = status, home, connection, closed
+        self.was_killed = False
+        """Whether `end` killed it, since it did not exit by itself in time."""
+        self._subreaper = 0
+        self._temporary_count = 0
+        self._code: int | None = None
+
+    @staticmethod
+    def request(
+        control: socket.socket, request: bytes = FORK, channel: socket.socket | None = None
+    ) -> ForkedProcess | None:
+        """Request a process of the fork server or template behind `control`; return None if that is gone.
+
+        A template gets `channel`, a trial a new one.
+
+        Raises:
+            TimeoutError: it does not answer within 30 s.
+            OSError: the fork failed, for example for lack of memory, or the template is not safe to fork.
+        """
+        with ExitStack() as undo:
+            connection, home = None, undo.enter_context(ScratchDirectory())
+            if channel is None:
+                ours, channel = socket.socketpair()
+                connection = undo.enter_context(Connection(ours.detach()))
+            with channel:
+                status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(status)
+                with their_status:
+                    output, their_output = os.pipe()
+                    undo.callback(os.close, output)
+                    with suppress(OSError):  # if the server is gone, reading `status` gives end of file
+                        descriptors = [channel.fileno(), their_output, their_status.fileno()]
+                        socket.send_fds(control, [request], descriptors)
+                    os.close(their_output)
+            process = ForkedProcess(status, output, home, connection, undo)
+            if not process._wait_for_fork():
+                return None
+            process._closed = undo.pop_all()
+            return process
+
+    def _wait_for_fork(self) -> bool:
+        message = read_message(self._status, _FORK_TIMEOUT)
+        match (message if message is not None else "no answer yet").split(maxsplit=1):
+            case ["born", subreaper]:
+                self._subreaper = int(subreaper)
+                return True
+            case ["failed", number]:
+                raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
+            case ["unsafe", *reason]:
+                raise OSError(" ".join(reason))
+            case []:
+                return False
+            case _:
+                raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
+
+    @property
+    def connection(self) -> Connection:
+        """The channel to a trial's process; a template has none."""
+        if self._connection is None:
+            raise ValueError("a template has no channel")
+        return self._connection
+
+    def make_temporary_directory(self) -> Path:
+        """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
+        self._temporary_count += 1
+        directory = self._home / str(self._temporary_count)
+        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
+        return directory
+
+    def is_alive(self) -> bool:
+        return self._wait_for_end(timedelta(0)) is None
+
+    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
+        """Give the process `timeout` to exit by itself, then kill it and all its descendants; return its exit code.
+
+        With None it has no limit.
+        A negative code is the negated number of the signal that killed it.
+        """
+        code = self._wait_for_end(timeout)
+        if code is None:
+            self.was_killed = True
+            with suppress(OSError):  # the process has just ended
+                self._status.shutdown(socket.SHUT_WR)
+            code = self._wait_for_end(_EXIT_TIMEOUT)
+        if code is None:
+            # The subreaper still holds the other side of `status`, so its pid was not reused.
+            os.kill(self._subreaper, signal.SIGKILL)
+            code = self._code = -signal.SIGKILL
+        self._closed.close()
+        return code
+
+    def _wait_for_end(self, timeout: timedelta | None) -> int | None:
+        if self._code is None:
+            message = read_message(self._status, timeout)
+            match (message if message is not None else "no message yet").split():
+                case ["ended", status]:
+                    self._code = os.waitstatus_to_exitcode(int(status))
+                case []:
+                    self._code = -signal.SIGKILL  # its subreaper was killed, which kills the process too
+                case _:
+                    pass  # it is alive
+        return self._code
+
+
+def read_message(source: socket.socket, timeout: timedelta | None) -> str | None:
+    """Return the next message of a forked process: "" if it is gone, None if no message came in time."""
+    if not wait([source], None if timeout is None else timeout.total_seconds()):
+        return None
+    try:
+        return source.recv(_MESSAGE_BYTES).decode("utf-8", "replace")
+    except ConnectionError:
+        return ""
+
+
+class ForkServer:
+    """A running fork server (`prefect_tune.runtime.processes.fork_server`). It ends with this process."""
+
+    def __init__(self) -> None:
+        """Start it without waiting; requests queue until it is ready."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.settimeout(_FORK_TIMEOUT.total_seconds())
+        self._has_requests = False
+        with theirs:
+            self._process = subprocess.Popen(
+                command_of_trials("prefect_tune.runtime.processes.fork_server", theirs.fileno(), os.getpid()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
+                env=of_interpreter(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    def fork(self, request: bytes = FORK, channel: socket.socket | None = None) -> ForkedProcess | None:
+        """Return a new process, as `ForkedProcess.request` does."""
+        self._has_requests = True
+        return ForkedProcess.request(self.control, request, channel)
+
+    def end(self) -> None:
+        """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
+        if not self._has_requests:
+            self._process.kill()  # it may still be importing
+        self.control.close()
+        try:
+            self._process.wait(_EXIT_TIMEOUT.total_seconds())
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def detach(self) -> None:
+        """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
+        self.control.close()
+        threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill the fork server, even if it is stopped by SIGSTOP."""
+        self.control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Template:
+    """A process that imports a trainable and then forks its trials. It runs under a subreaper, as a trial does.
+
+    Whatever the import starts ends with it; if it cannot be forked safely, it ends before `is_ready` returns True.
+    """
+
+    def __init__(self, server: ForkServer, key: ProcessKey, log: Log) -> None:
+        self.server = server
+        self.process: ForkedProcess | None = None
+        """None if its fork server was gone. Valid when it is ready."""
+        self.unsafe_reason: str | None = None
+        """Why no trial can be forked from it; None if it can. Valid when it is ready."""
+        self._key = key
+        self._control, self._their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_FORK_TIMEOUT.total_seconds())
+        self._output = TrialOutput(log)
+        self._wait_log = WaitLog(log, f"importing {key}")
+        self._ready, self._leaving = threading.Event(), threading.Event()
+        threading.Thread(target=copy_context().run, args=(self._import,), name="template", daemon=True).start()
+
+    def is_ready(self, timeout: timedelta) -> bool:
+        """Wait up to `timeout`; return whether the import is over, however it ended."""
+        return self._ready.wait(timeout.total_seconds())
+
+    def fork(self) -> ForkedProcess | None:
+        """Return a trial's process. Call it when the template is ready and `unsafe_reason` is None."""
+        return ForkedProcess.request(self._control)
+
+    def end(self) -> None:
+        """End it: it exits after the processes that it forked. During the import: end it at once."""
+        self._end(_EXIT_TIMEOUT)
+
+    def detach(self) -> None:
+        """Send no more requests, and do not wait: it exits after the last process that it forked."""
+        threading.Thread(target=self._end, args=(None,), name="template", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill it, and all that it forked."""
+        self._end(timedelta(0))
+
+    def _end(self, timeout: timedelta | None) -> None:
+        self._leaving.set()  # an import that still runs is not waited for
+        self._ready.wait()
+        self._control.close()
+        self._end_process(timeout)
+
+    def _end_process(self, timeout: timedelta | None) -> None:
+        if self.process is not None:
+            self.process.end(timeout)
+            self._output.stop()
+
+    def _import(self) -> None:
+        try:
+            with self._their_control:
+                self.process = self.server.fork(IMPORT, self._their_control)
+            self.unsafe_reason = "its process could not be forked"
+            if self.process is not None:
+                self.unsafe_reason = self._wait_for_import(self.process)
+        except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` wait for ever
+            self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
+        finally:
+            if self.unsafe_reason is not None:
+                self._end_process(timedelta(0))
+            self._ready.set()
+
+    def _wait_for_import(self, process: ForkedProcess) -> str | None:
+        self._output.start(process.output)  # until its end: what fork handlers print must not fill the pipe
+        request = ImportRequest(
+            trainable=self._key.trainable,
+            import_path=self._key.import_path,
+            environment=make_environment(process.make_temporary_directory(), self._key.whole_environment),
+            supervisor=os.getpid(),
+        )
+        with os.fdopen(os.memfd_create("import"), "wb") as file:  # of any length, as a message is not
+            file.write(request.model_dump_json().encode())
+            file.flush()
+            file.seek(0)
+            with suppress(OSError):  # the template is gone
+                socket.send_fds(self._control, [IMPORT], [file.fileno()])
+        deadline = Deadline.after(_IMPORT_TIMEOUT)
+        while not self._leaving.is_set():
+            message = read_message(self._control, _POLL_INTERVAL)
+            if message:
+                return None if message == READY else message
+            if message is not None or not process.is_alive():
+                return "its import ended the process"
+            self._wait_log.note()
+            if deadline.remaining_seconds <= 0:
+                return f"its import took longer than {_IMPORT_TIMEOUT}"
+        return "it is not needed any more"
+
+
+_Forking: TypeAlias = ForkServer | Template
+
+
+class ForkServers:
+    """The fork server of a pool, and a template for each key, if imports are shared by forks. Safe for threads."""
+
+    def __init__(self, reuse: Reuse) -> None:
+        self._has_templates = reuse == "auto"
+        self._guard = threading.RLock()
+        self._server: ForkServer | None = None
+        self._templates: dict[ProcessKey, Template] = {}  # in the order of their last use
+        self._unsafe: set[ProcessKey] = set()
+        self._closed = False
+
+    def prepare(self, key: ProcessKey, log: Log, slots: int = 1) -> _Forking:
+        """Start what trials with this key are forked from, if it does not run; do not wait for it.
+
+        What was used longest ago is given up, beyond the number that trials in `slots` slots may need.
+
+        Raises:
+            RuntimeError: `close` was called.
+        """
+        with self._guard:
+            server = self._get_server()
+            if not self._has_templates or key in self._unsafe:
+                return server
+            self._templates[key] = template = self._templates.pop(key, None) or Template(server, key, log)
+            for surplus in [*self._templates][: -2 * max(1, slots)]:
+                self._templates.pop(surplus).detach()
+            return template
+
+    def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
+        """Return a new process: a fork of the template after its import, or one that has imported no trainable.
+
+        The latter if the import cannot be shared, for a reason that is logged once, or if `stop` is set before.
+
+        Raises:
+            OSError: no process could be forked.
+        """
+        for _ in range(_MAX_TRIES):
+            forking = self._wait_until_ready(key, log, stop, slots)
+            try:
+                process = forking.fork()
+            except OSError as error:  # such as a thread that runs in it now, or a limit that its import has lowered
+                if isinstance(error, TimeoutError):  # a fork handler that hangs, or the server is stopped
+                    self._kill(forking)
+                elif isinstance(forking, ForkServer):
+                    raise
+                if isinstance(forking, Template):
+                    self.refuse(key, str(error), log)
+            else:
+                if process is not None:
+                    return process
+                self._kill(forking)
+        raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} fork servers in a row did not answer")
+
+    def refuse(self, key: ProcessKey, reason: str, log: Log) -> None:
+        """Fork no more trials of this key after its import; those that were forked train on. Log the reason once."""
+        with self._guard:
+            if not self._has_templates or key in self._unsafe:
+                return
+            self._unsafe.add(key)
+            template = self._templates.pop(key, None)
+        line = "%s: trials cannot be forked after its import; each trial imports it: %s"
+        log.info(line, key, reason, extra=NOTICE)
+        if template is not None:
+            template.detach() if template.unsafe_reason is None else template.end()
+
+    def close(self, *, is_used: bool) -> None:
+        """End all; do not wait for them if processes that they forked are in use."""
+        with self._guard:
+            self._closed = True
+            running: list[_Forking] = [*self._templates.values(), *([self._server] if self._server else [])]
+            self._templates, self._server = {}, None
+        for forking in running:
+            forking.detach() if is_used else forking.end()
+
+    def _wait_until_ready(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> _Forking:
+        forking = self.prepare(key, log, slots)
+        if isinstance(forking, ForkServer):
+            return forking
+        while not forking.is_ready(_POLL_INTERVAL):
+            if stop.is_set():
+                return self._get_server()
+        if forking.unsafe_reason is None:
+            return forking
+        if forking.process is not None:
+            self.refuse(key, forking.unsafe_reason, log)
+        else:  # its fork server is gone: a template of a new one may do better
+            self._kill(forking)
+            self._kill(forking.server)
+        return self._get_server()
+
+    def _get_server(self) -> ForkServer:
+        """Return the fork server, which has imported no trainable; start it if it does not run."""
+        with self._guard:
+            if self._closed:
+                raise RuntimeError("the pool of trial processes is closed")
+            self._server = self._server or ForkServer()
+            return self._server
+
+    def _kill(self, forking: _Forking) -> None:
+        """Kill and forget one that has died or is stopped. Processes of a fork server do not need it.
+
+        If it is forgotten already, do nothing: another thread ends it.
+        """
+        with self._guard:
+            keys = [key for key, template in self._templates.items() if template is forking]
+            for key in keys:
+                del self._templates[key]
+            is_server = forking is self._server
+            self._server = None if is_server else self._server
+        if keys or is_server:
+            forking.kill()

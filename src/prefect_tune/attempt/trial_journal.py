@@ -1,0 +1,202 @@
+"""How an attempt journals its events: through the search in its process, through an outbox, or into the journal itself.
+
+    search, same process    SubmittedEvents ──► the driver's next entry, of which `write` waits for the end
+    search, elsewhere       Outbox          ──► numbered posts on the target, which the owner journals later
+    flow of one's own       WrittenEntries  ──► the journal of the experiment, which the flow run owns
+
+An event is durable when `write` returns. Only then is a save acknowledged to the trial, or a checkpoint deleted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, after
+from prefect_tune.core.journal.outbox import Post, write_post
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Committed,
+    Finished,
+    Paused,
+    Quarantined,
+    Reported,
+    Retired,
+    Started,
+)
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.storage_retries import on_target
+
+AttemptEvent = Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused
+"""The events that an attempt journals."""
+
+
+class TrialJournal(ABC):
+    """Journals the events of one attempt, in order. `report` may be called beside the other methods, by one thread."""
+
+    deletes_retired = True
+    """Whether the attempt deletes what it retires; else the owner does, after it has journaled that."""
+
+    @property
+    @abstractmethod
+    def trial(self) -> Trial:
+        """The trial after the last events that are durable."""
+
+    @abstractmethod
+    def report(self, event: Reported) -> None:
+        """Journal a report with the next events, or soon. Never blocks."""
+
+    @abstractmethod
+    def unjournaled(self, step: int) -> Sequence[StepReport]:
+        """Return the reports up to `step` that are not known to be durable."""
+
+    @abstractmethod
+    def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
+        """Journal the reports up to step `up_to` (None: all), then `events`; return when all of them are durable.
+
+        Raises:
+            Superseded: another process owns the experiment, or trains the trial.
+            StoreUnavailable, StoreRefused, CommitUnknown: all retries failed; calling it again is safe.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Journal the reports that wait. Raises as `write`."""
+
+    def flush_period(self, sync: SyncConfig) -> timedelta:
+        """Return after which time to call `flush` again."""
+        return sync.sync_period
+
+
+# In a process of the search: the driver journals the events.
+
+
+@dataclass(frozen=True, slots=True)
+class EventsSubmitted:
+    """Events of an attempt, for the driver's next entry; `written` gets the experiment after it, or its error."""
+
+    trial: str
+    events: tuple[AttemptEvent, ...]
+    is_awaited: bool
+    """Whether the attempt waits for the entry; reports may wait for one that has another cause."""
+    written: Future[Experiment] = field(default_factory=Future)
+
+
+class SubmittedEvents(TrialJournal):
+    """Submits the events of an attempt to the driver of its search."""
+
+    def __init__(self, trial: Trial, submit: Callable[[EventsSubmitted], None]) -> None:
+        self._trial = trial
+        self._submit = submit
+        self._reports: list[tuple[StepReport, Future[Experiment]]] = []
+
+    @property
+    def trial(self) -> Trial:
+        return self._trial
+
+    def report(self, event: Reported) -> None:
+        submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
+        self._reports = [(report, written) for report, written in self._reports if not written.done()]
+        self._reports.append((event.report, submitted.written))
+        self._submit(submitted)
+
+    def unjournaled(self, step: int) -> Sequence[StepReport]:
+        return [report for report, written in self._reports if report.step <= step and not written.done()]
+
+    def flush(self) -> None:
+        """Do nothing: no report waits here."""
+
+    def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
+        del up_to  # the reports were submitted before
+        submitted = EventsSubmitted(self._trial.trial, tuple(events), is_awaited=True)
+        self._submit(submitted)
+        self._trial = submitted.written.result().trial(self._trial.trial)
+
+
+# On another machine, and in a flow of one's own: reports wait for the next events, or for `flush`.
+
+
+class _Buffered(TrialJournal):
+    """Collects reports for one write. If the outcome of a write is unknown, the same one is written again."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._waiting: list[Reported] = []
+        self._unsettled: tuple[tuple[AttemptEvent, ...], Stamp] | None = None
+
+    @property
+    def trial(self) -> Trial:
+        return self._trial
+
+    def report(self, event: Reported) -> None:
+        self._waiting.append(event)
+
+    def unjournaled(self, step: int) -> Sequence[StepReport]:
+        unsettled = self._unsettled[0] if self._unsettled is not None else ()
+        reports = (event.report for event in (*unsettled, *self._waiting) if isinstance(event, Reported))
+        return [report for report in reports if report.step <= step]
+
+    def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
+        self._settle()
+        reports = [event for event in self._waiting if up_to is None or event.report.step <= up_to]
+        del self._waiting[: len(reports)]  # the attempt's thread only appends
+        if together := (*reports, *events):
+            self._unsettled = together, new_write_id()
+            self._settle()
+
+    def flush(self) -> None:
+        if self._waiting or self._unsettled:
+            self.write(())
+
+    def _settle(self) -> None:
+        if self._unsettled is not None:
+            self._trial = self._write(*self._unsettled)
+            self._unsettled = None
+
+    @abstractmethod
+    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+        """Write the events, and return the trial after them; the same again where they are written already."""
+
+
+class Outbox(_Buffered):
+    """Posts the events of an attempt to the outbox of its trial; see `core/journal/outbox`."""
+
+    deletes_retired = False
+
+    def __init__(self, target: StorageTarget, key: TrialKey, trial: Trial) -> None:
+        super().__init__(trial)
+        if trial.outbox is None:
+            raise ValueError(f"trial {trial.trial!r} has no outbox")
+        self._target, self._key, self._outbox = target, key, trial.outbox
+        self._posted = 0
+
+    def flush_period(self, sync: SyncConfig) -> timedelta:
+        """Return how often the search, which reads the posts, is to see the newest step."""
+        return sync.sync_period if sync.live_period is None else min(sync.sync_period, sync.live_period)
+
+    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+        trial = self._trial
+        for event in events:
+            trial = after(trial, event)
+        post = Post(write_id=stamp.write_id, at=stamp.at, events=tuple(events))
+        on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._posted + 1, post))
+        self._posted += 1
+        return trial
+
+
+class WrittenEntries(_Buffered):
+    """Writes the events of an attempt as entries of its experiment's journal."""
+
+    def __init__(self, trial: str, journal_writer: JournalWriter) -> None:
+        super().__init__(journal_writer.experiment.trial(trial))
+        self._journal_writer = journal_writer
+
+    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+        return self._journal_writer.write(events, stamp).trial(self._trial.trial)

@@ -1,0 +1,171 @@
+"""Hand the events of an attempt on another machine to the owner of the experiment: numbered posts in an outbox.
+
+The idea: the attempt creates the objects 1, 2, 3 … of its outbox, each only if its number is free. A post is durable
+when `write_post` returns, whether or not a search runs. The owner journals the posts in order, each once, since the
+journal counts them, and deletes them after that. To fence the attempt off, the owner creates the next free number
+itself, as the end of the outbox: the target decides whether that or a post of the attempt is first.
+
+    attempt     1 Started ─ 2 Committed ─ 3 Committed               5 refused: closed → Superseded, it stops
+    owner       journaled 1, 2 …     closes: reads 3, creates ─▶ 4
+
+- **One execution.** A second process with the same request finds post 1 of another write id, and stops. So the first
+  object of an outbox is never deleted, but with its experiment.
+- **Closing** may be repeated, by one owner or by several: whoever finds the end has read all posts before it.
+- **A late post**, by a request believed lost, meets the end; or it takes the number of a post that was journaled and
+  deleted, which nobody reads any more.
+- **Deletion.** As with entries, a post counts once the experiment's first entry was seen after its creation.
+
+Never: a post deleted before the entry that holds its events is durable; an outbox used for two attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, StoreUnavailable, Superseded, UnknownVersion
+from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.journal.journal import require_first_entry
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Committed,
+    Finished,
+    Paused,
+    Quarantined,
+    Reported,
+    Retired,
+    Started,
+)
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
+from prefect_tune.core.storage.layout import TrialKey, number_in
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+from prefect_tune.core.values import Stamp
+
+_RACES = 16
+
+
+class Post(Document):
+    """The events that an attempt hands over at once, or the end of its outbox."""
+
+    format: Literal["prefect-tune/post"] = "prefect-tune/post"
+    version: Literal[1] = 1
+    write_id: str
+    at: str
+    events: tuple[
+        Annotated[
+            Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused,
+            Field(discriminator="type"),
+        ],
+        ...,
+    ] = ()
+    closed_by: str = ""
+    """The owner that has closed the outbox, for people; empty for a post of the attempt."""
+
+
+def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, post: Post) -> None:
+    """Create post `number`, which is durable when this returns.
+
+    Raises:
+        Superseded: the outbox is closed, or another process uses it, or the experiment was deleted.
+        CommitUnknown: the target did not say whether it wrote; call again with the same post.
+        StoreUnavailable: the target cannot be reached, or the experiment's first entry is gone.
+    """
+    path = trial.outbox_path(outbox, number)
+    try:
+        create_or_recognize(store, path, seal(post))
+    except AlreadyExists as exists:
+        found = read_post(store, trial, outbox, number)
+        if found is None:
+            raise StoreUnavailable(f"{path}: it exists, and cannot be read; try again") from exists
+        who = f"{found.closed_by} has ended this attempt" if found.closed_by else "another process trains this attempt"
+        raise Superseded(
+            f"{trial.folder}: {who} at {found.at}. Stop here: every committed checkpoint is kept"
+        ) from exists
+    require_first_entry(store, trial.of_experiment, path)
+
+
+def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> Post | None:
+    """Return post `number`, or the end of the outbox; None while there is none. One request.
+
+    Raises:
+        JournalCorrupt: it is damaged, or has events of another trial.
+    """
+    path = trial.outbox_path(outbox, number)
+    post = read_sealed(store, Post, path, JournalCorrupt)
+    if post is not None and (others := {event.trial for event in post.events} - {trial.trial}):
+        raise JournalCorrupt(f"{path}: expected events of trial {trial.trial!r}, found some of {', '.join(others)}")
+    return post
+
+
+def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
+    """Return the posts after number `after`, up to the first free number or the end. Raises as `read_post`."""
+    posts: list[Post] = []
+    while (post := read_post(store, trial, outbox, after + len(posts) + 1)) is not None and not post.closed_by:
+        posts.append(post)
+    return posts
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedOutbox:
+    """The posts of an outbox that has ended, as far as they can be read."""
+
+    posts: Sequence[Post]
+    damage: str = ""
+    """What the first post is that cannot be read; those after it are left out. Empty if all could be read."""
+
+
+def close_outbox(
+    store: ObjectStore, trial: TrialKey, outbox: int, after: int, closed_by: str, stamp: Stamp
+) -> ClosedOutbox:
+    """End an outbox, and return its posts after number `after`: no other post is added to it from then on.
+
+    Raises:
+        CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
+        StoreUnavailable: posts were added 16 times meanwhile, or the target cannot be reached.
+    """
+    end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
+    posts: list[Post] = []
+    damage, number, races = "", after + 1, 0
+    while races < _RACES:
+        try:
+            post = read_post(store, trial, outbox, number)
+        except (JournalCorrupt, UnknownVersion) as unreadable:
+            damage, number = damage or str(unreadable), number + 1
+            continue
+        if post is not None and not post.closed_by:
+            posts += [] if damage else [post]
+            number += 1
+            continue
+        with suppress(AlreadyExists):
+            if post is None:
+                create_or_recognize(store, trial.outbox_path(outbox, number), end)
+            return ClosedOutbox(posts, damage)
+        races += 1  # a post has been added meanwhile, or the end
+    raise StoreUnavailable(f"{trial.folder}: posts were added {_RACES} times while the outbox was closed; try again")
+
+
+def delete_posts(store: ObjectStore, trial: TrialKey, outbox: int, first: int, last: int) -> None:
+    """Delete the posts from number `first` to `last`, whose events the journal has, but never post 1."""
+    store.delete([trial.outbox_path(outbox, number) for number in range(max(2, first), last + 1)])
+
+
+def received_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[Listed]:
+    """Return the posts that the journal has by `state`, but never the first one of an outbox, or its end."""
+    if not state.outbox_count:
+        return ()
+    outboxes: dict[str, dict[int, Listed]] = {}
+    for listed in store.list(trial.outboxes):
+        folder = listed.path.rpartition("/")[0]
+        if (number := number_in(folder, listed.path)) is not None:
+            outboxes.setdefault(folder, {})[number] = listed
+    newest = trial.outbox_path(state.outbox_count, 1).rpartition("/")[0]
+    return [
+        post
+        for folder, posts in outboxes.items()
+        for number, post in posts.items()
+        if 1 < number < max(posts) and (folder < newest or (folder == newest and number <= state.post))
+    ]

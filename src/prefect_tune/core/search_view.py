@@ -1,0 +1,461 @@
+"""What is known of a running search: its attempts with their newest reports, counts, the best trial, curves and costs.
+
+Each event is applied once, to one `SearchView`. Table, notebook, report, artifacts, log lines, live status and Prefect
+events read it. No decision and no resume uses it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import Losses, losses_in, objective_in
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    Cloned,
+    Committed,
+    Configured,
+    Entry,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.metrics import is_number
+from prefect_tune.core.usage_records import GroupUse, RankEnd
+from prefect_tune.core.values import StepReport, leaves, parse_time
+
+_OBJECTIVE_COUNT = 4
+"""Without an objective the first numbers of a report have the large panels."""
+_OTHERS_COUNT = 12
+"""The other metrics with curves; of a thirteenth only its name is kept."""
+_OTHERS_POINT_COUNT = 24
+_MAX_NAMES = 1000
+_EARLIEST = datetime.fromtimestamp(0, UTC)
+
+
+class Series:
+    """Numbers by step, the first and the last among them; of more than `most`, every second, fourth, ... is kept."""
+
+    __slots__ = ("_most", "_since", "_steps", "_stride", "_values")
+
+    def __init__(self, points: Iterable[tuple[float, float]] = (), *, most: int = 96) -> None:
+        self._most = most
+        self._steps = array("d")
+        self._values = array("d")
+        self._stride = 1
+        self._since = 1
+        for step, value in points:
+            self.add(step, value)
+
+    def add(self, step: float, value: float) -> None:
+        """Add the next number; a step that is not after the last one is ignored. `cut` first to replace steps."""
+        if self._steps and step <= self._steps[-1]:
+            return
+        if self._since < self._stride and len(self._steps) > 1:
+            self._since += 1
+            self._steps[-1], self._values[-1] = step, value
+            return
+        self._since = 1
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._steps) > self._most:  # an odd number of points, so that the last one stays as the first does
+            self._steps, self._values = self._steps[::2], self._values[::2]
+            self._stride *= 2
+            self._since = self._stride
+
+    def cut(self, step: float) -> None:
+        """Remove the points after `step`."""
+        kept = bisect_right(self._steps, step)
+        if kept < len(self._steps):
+            del self._steps[kept:], self._values[kept:]
+            self._since = self._stride
+
+    def points(self) -> Sequence[tuple[float, float]]:
+        """Return the points, by step."""
+        return list(zip(self._steps, self._values, strict=True))
+
+
+def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
+    """Return the numeric metrics, which can be drawn."""
+    return {
+        name: float(value) for name, value in leaves(metrics) if isinstance(value, int | float) and is_number(value)
+    }
+
+
+class RunCounts(NamedTuple):
+    """What a run has done until now."""
+
+    reports: int = 0
+    steps: int = 0
+    """Trained steps; those that an attempt repeats count again."""
+    ended_attempts: int = 0
+
+
+_NOTHING_DONE = RunCounts()
+
+
+class AttemptEnd(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnershipPeriod:
+    """The time during which one run owned the experiment."""
+
+    term: int
+    owner: Owner
+    began: datetime
+    last: datetime
+    """The time of its last journal entry."""
+    trials: int = 0
+    """The number of trials that it added."""
+    samples: int = 0
+    """The number of samples it was asked to add to those of earlier runs; 0 if not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPeriod:
+    """One attempt of a trial, with its times."""
+
+    trial: str
+    attempt: int
+    began: datetime
+    from_step: int
+    step: int
+    """The last step that it reported, in the order of the steps."""
+    owner: Owner | None
+    last: datetime
+    """The time of its last event."""
+    is_earlier: bool = False
+    """Whether an earlier run started it."""
+    is_abandoned: bool = False
+    """Whether another owner has taken over: it ended with its last event, and how is not known yet."""
+    report: StepReport | None = None
+    """The newest one while it runs; None before its first step."""
+    reported_at: datetime | None = None
+    longest_gap_seconds: float | None = None
+    """The longest time between two reports, or before the first one."""
+    ended: datetime | None = None
+    end: AttemptEnd | None = None
+    rank_ends: Sequence[RankEnd] = ()
+    """How ranks ended that did not end like the others."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it trains, as far as is known."""
+        return self.ended is None and not self.is_abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes committed and uploaded. Of an adopted commit the uploaded bytes are not known."""
+
+    commits: int = 0
+    committed_bytes: int = 0
+    measured_bytes: int = 0
+    """The part of `committed_bytes` for which the next two fields are known."""
+    sent_bytes: int = 0
+    upload_seconds: float = 0.0
+    cloned_bytes: int = 0
+    """Size of checkpoints that are copies of others; these upload no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSnapshot:
+    """What a view knows at one moment."""
+
+    experiment: Experiment
+    running: Mapping[str, AttemptPeriod] = field(default_factory=dict)
+    """The attempts that run, by trial."""
+    counts: RunCounts = _NOTHING_DONE
+    """Of this run."""
+    metrics: tuple[str, ...] = ()
+    """The metrics of the objective; without one, the first four reported numbers."""
+    others: tuple[str, ...] = ()
+    """The first twelve other reported numbers."""
+    metric_count: int = 0
+    """How many metrics were reported, also those without curves."""
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
+    """Points by trial and metric, thinned out."""
+    attempts: Sequence[AttemptPeriod] = ()
+    ownerships: Sequence[OwnershipPeriod] = ()
+    costs: Costs = Costs()
+    is_whole: bool = True
+    """Whether it begins with the journal's first entry."""
+
+    def newest(self, trial: str) -> StepReport | None:
+        """Return the newest report of a running attempt; None if there is none."""
+        return self.running[trial].report if trial in self.running else None
+
+
+_ENDS_BY_CAUSE = {Cause.MACHINE: AttemptEnd.LOST, Cause.PREEMPTED: AttemptEnd.STOPPED}
+
+
+class SearchView:
+    """Applies the events of an experiment in their order; keeps about 1 KiB per trial and metric, however long it runs.
+
+    Not thread-safe. The caller passes the times.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Begin without any event; `begin_run` adds what is known of attempts that run already."""
+        self._experiment = experiment
+        self._objective = objective_in(experiment.settings)
+        self._metrics = self._objective.metrics if self._objective else ()
+        self._names: dict[str, None] = {}  # of the other metrics
+        self._curves: dict[str, dict[str, Series]] = {}
+        self._attempts: list[AttemptPeriod] = []
+        self._newest: dict[str, int] = {}  # the index of each trial's newest attempt
+        self._supervisors: dict[str, Owner] = {}  # of attempts on other machines
+        self._ownerships: list[OwnershipPeriod] = []
+        self._costs = Costs()
+        self._counts = RunCounts()
+        self._run_began = _EARLIEST
+        self._is_whole = True
+        self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
+        for trial in experiment.trials:
+            self._compare(trial)
+
+    def begin_run(self, at: datetime) -> None:
+        """Begin the present owner's run: events of earlier runs no longer count."""
+        experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
+        if not self._ownerships:
+            self._is_whole = not (experiment.trials or experiment.extensions)
+        if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
+            self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
+        for trial in experiment.trials.values():
+            place = self._newest.get(trial.trial)
+            if place is not None:
+                self._attempts[place] = replace(self._attempts[place], is_earlier=True)
+            elif trial.status is Status.RUNNING:
+                self._add_attempt(
+                    AttemptPeriod(trial.trial, trial.attempt, at, trial.step, trial.step, None, at, is_earlier=True)
+                )
+
+    def apply_entry(self, entry: Entry) -> None:
+        """Apply the next entry of the journal."""
+        for event in entry.events:
+            self.apply(event, parse_time(entry.at) or _EARLIEST)
+
+    def apply(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
+        """Apply the next event, journaled at `at` or about to be, and the state after it."""
+        self._experiment, counts = experiment or self._experiment, self._counts
+        self._apply(event, at)
+        if experiment is not None and isinstance(
+            event, TrialAdded | Started | Cloned | AttemptEnded | Finished | Paused | GaveUp
+        ):
+            self._compare(event.trial)
+        if at < self._run_began:
+            self._counts = counts
+        for place in range(len(self._ownerships) - 1, -1, -1):
+            ownership = self._ownerships[place]
+            if at >= ownership.began:  # the run that owned the experiment then, which may be an earlier one
+                self._ownerships[place] = replace(ownership, last=max(ownership.last, at))
+                break
+
+    def apply_report(self, trial: str, report: StepReport, at: datetime) -> None:
+        """Apply the report of a step, which the live status may have before the journal."""
+        if (attempt := self._running(trial)) is None or report.step <= attempt.step:
+            return
+        self._add_points(trial, report.step, report.metrics)
+        self._renew(trial, report, at)
+        self._replace(trial, step=report.step)
+        self._counts = self._counts._replace(reports=self._counts.reports + 1)
+        if self._objective is not None:
+            self._set_losses(trial, losses_in(report.metrics, self._objective), inherits=False)
+
+    def set_experiment(self, experiment: Experiment) -> None:
+        """Set the state as written: entries of guests may be in it."""
+        self._experiment = experiment
+
+    @property
+    def best(self) -> tuple[str, Losses] | None:
+        """The trial with the best last report, by the rule of `ranked`; None if no trial can be compared."""
+        if not self._losses:
+            return None
+        trials = (trial for trial in self._experiment.trials if trial in self._losses)  # in the order of proposal
+        best = min(trials, key=self._losses.__getitem__)
+        return best, self._losses[best][0]
+
+    def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
+        """Return what is known now, with the curves of these trials."""
+        newest = (self._attempts[place] for place in self._newest.values())
+        return SearchSnapshot(
+            experiment=self._experiment,
+            running={each.trial: each for each in newest if each.is_running},
+            counts=self._counts,
+            metrics=self._metrics,
+            others=tuple(self._names)[:_OTHERS_COUNT],
+            metric_count=len(self._metrics) + len(self._names),
+            curves={
+                trial: {name: series.points() for name, series in self._curves[trial].items()}
+                for trial in drawn
+                if trial in self._curves
+            },
+            attempts=tuple(self._attempts),
+            ownerships=tuple(self._ownerships),
+            costs=self._costs,
+            is_whole=self._is_whole,
+        )
+
+    def _apply(self, event: Event, at: datetime) -> None:
+        match event:
+            case Opened():
+                self._ownerships.append(OwnershipPeriod(event.term, event.owner, at, at))
+                for trial in self._newest.keys() - self._supervisors.keys():
+                    self._abandon(trial)
+            case Started():
+                self._start(event, at)
+            case Reported():
+                self.apply_report(event.trial, event.report, at)
+                self._replace(event.trial, last=at)
+            case Committed():
+                self._replace(event.trial, last=at)
+                self._add_commit(event)
+            case Cloned():
+                copy = event.checkpoint
+                self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
+                self._curves.pop(event.trial, None)
+                self._add_points(event.trial, copy.step, copy.metrics)
+            case AttemptEnded() | Finished() | Paused() | GaveUp():
+                if isinstance(use := getattr(event, "use", None), GroupUse):
+                    self._replace(event.trial, rank_ends=use.ends)
+                self._end(event.trial, _end_of(event), at)
+            case TrialAdded() | Configured() if self._ownerships:
+                owned = self._ownerships[-1]
+                trials = owned.trials + isinstance(event, TrialAdded)
+                samples = owned.samples + (sum(event.extensions.values()) if isinstance(event, Configured) else 0)
+                self._ownerships[-1] = replace(owned, trials=trials, samples=samples)
+            case _:
+                pass
+
+    # ---------------------------------------------------------------------------------------------------- attempts
+
+    def _running(self, trial: str) -> AttemptPeriod | None:
+        place = self._newest.get(trial)
+        return self._attempts[place] if place is not None and self._attempts[place].is_running else None
+
+    def _replace(self, trial: str, **changes: object) -> None:
+        """Change the newest attempt of a trial, unless it has ended."""
+        place = self._newest.get(trial)
+        if place is not None and self._attempts[place].ended is None:
+            self._attempts[place] = replace(self._attempts[place], **changes)  # type: ignore[arg-type]  # its fields
+
+    def _add_attempt(self, attempt: AttemptPeriod) -> None:
+        self._newest[attempt.trial] = len(self._attempts)
+        self._attempts.append(attempt)
+
+    def _start(self, event: Started, at: datetime) -> None:
+        """Begin an attempt, at the earliest when the one before of its trial has ended: their clocks may differ."""
+        trial, free_at = event.trial, _EARLIEST
+        self._end(trial, AttemptEnd.LOST, at)
+        if (place := self._newest.get(trial)) is not None:
+            free_at = self._attempts[place].ended or free_at
+        began = max(parse_time(event.at or "") or at, free_at)
+        if event.supervisor is None:
+            self._supervisors.pop(trial, None)
+        else:
+            self._supervisors[trial] = event.supervisor
+        owner = event.supervisor
+        if owner is None and self._ownerships:
+            owner = self._ownerships[-1].owner.model_copy(update={"task_run": event.task_run})
+        self._add_attempt(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner, at))
+        for series in self._curves.get(trial, {}).values():
+            series.cut(event.from_step)
+
+    def _renew(self, trial: str, report: StepReport, at: datetime) -> None:
+        attempt = self._running(trial)
+        if attempt is None or (attempt.report is not None and report.step <= attempt.report.step):
+            return
+        # What an attempt of an earlier run trained before its first report here does not count.
+        begin = attempt.report.step if attempt.report else report.step if attempt.is_earlier else attempt.step
+        self._counts = self._counts._replace(steps=self._counts.steps + report.step - begin)
+        gap = (at - (attempt.reported_at or attempt.began)).total_seconds()
+        longest = max(attempt.longest_gap_seconds or 0.0, gap)
+        self._replace(trial, report=report, reported_at=at, longest_gap_seconds=longest)
+
+    def _abandon(self, trial: str) -> None:
+        if self._running(trial) is not None:
+            self._replace(trial, is_abandoned=True, report=None)
+            self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
+
+    def _end(self, trial: str, end: AttemptEnd, at: datetime) -> None:
+        """End an attempt; one that died counts until its last event, not until its death was detected."""
+        place = self._newest.get(trial)
+        if place is None or (attempt := self._attempts[place]).ended is not None:
+            return
+        ended = max(attempt.began, attempt.last if attempt.is_abandoned else at)
+        self._abandon(trial)
+        self._replace(trial, ended=ended, end=end)
+
+    # -------------------------------------------------------------------------------------- curves, costs, the best
+
+    def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
+        """Add a step's numbers to the curves of the trial."""
+        numbers = numbers_in(metrics)
+        self._metrics = self._metrics or tuple(numbers)[:_OBJECTIVE_COUNT]
+        curves = self._curves.setdefault(trial, {})
+        for name in numbers:
+            if name not in self._metrics and len(self._names) < _MAX_NAMES:
+                self._names[name] = None
+        for name in (*self._metrics, *islice(self._names, _OTHERS_COUNT)):
+            if name in numbers:
+                if name not in curves:
+                    curves[name] = Series() if name in self._metrics else Series(most=_OTHERS_POINT_COUNT)
+                curves[name].add(step, numbers[name])
+
+    def _add_commit(self, event: Committed) -> None:
+        costs, size_bytes = self._costs, event.checkpoint.size_bytes
+        costs = replace(costs, commits=costs.commits + 1, committed_bytes=costs.committed_bytes + size_bytes)
+        if event.sent_bytes is not None:
+            costs = replace(
+                costs,
+                measured_bytes=costs.measured_bytes + size_bytes,
+                sent_bytes=costs.sent_bytes + event.sent_bytes,
+                upload_seconds=costs.upload_seconds + (event.upload_seconds or 0.0),
+            )
+        self._costs = costs
+
+    def _compare(self, trial: str) -> None:
+        """Compare a trial by the last report that its state has."""
+        if self._objective is not None and (state := self._experiment.trials.get(trial)) is not None:
+            self._set_losses(trial, losses_in(state.metrics, self._objective), inherits=state.inherits)
+
+    def _set_losses(self, trial: str, losses: Losses | None, *, inherits: bool) -> None:
+        if losses is None:
+            self._losses.pop(trial, None)
+        else:
+            self._losses[trial] = losses, inherits
+
+
+def _end_of(event: AttemptEnded | Finished | Paused | GaveUp) -> AttemptEnd:
+    match event:
+        case AttemptEnded(cause=cause):
+            return _ENDS_BY_CAUSE.get(cause, AttemptEnd.FAILED)
+        case Finished():
+            return AttemptEnd.FINISHED
+        case Paused():
+            return AttemptEnd.PAUSED
+        case GaveUp():
+            return AttemptEnd.FAILED

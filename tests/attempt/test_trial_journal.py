@@ -1,0 +1,275 @@
+"""How an attempt journals its events: through the driver in its process, or by posts to an outbox."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from prefect_tune import storage_retries
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.trial_journal import EventsSubmitted, SubmittedEvents
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.journal import outbox
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Event, Finished, Owner, Reported, Started
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.executors import trial_executor
+from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
+from prefect_tune.journal_access import new_write_id, write_directly
+from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.searches.far_attempts import FarAttempt
+from tests.fakes.searches.far_searches import Death, FarSearch
+from tests.fakes.searches.limits import limits_of
+from tests.fakes.trial_processes import until
+
+TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
+REPORTED = Reported(trial=TRIAL.trial, report=StepReport(step=1, metrics={"loss": 1.0}))
+COMMITTED = Committed(trial=TRIAL.trial, checkpoint=CheckpointRef(step=1, sequence=1, metrics={"loss": 1.0}))
+MINUTE = timedelta(minutes=1)
+
+
+# ------------------------------------------------------------------------- in a process of the search
+
+
+class Search(FarSearch):
+    """A search of one trial, whose attempt is the function `attempt` in a thread; it must never hang."""
+
+    def __init__(self, folder: Path, attempt: Callable[[SubmittedEvents], None]) -> None:
+        self.executor = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch)
+        super().__init__(LocalTarget(path=str(folder)), executor=self.executor, limits=limits_of(1))
+        self.driver, self.turns = self._driver, 0
+        self._journal_writer._writer = self._write
+        self._attempt, self._thread = attempt, threading.Thread()
+        self.error: BaseException | None = None
+        """What the attempt raised."""
+        self.entries: list[Sequence[Event]] = []
+        self.fails_at: type[Event] | None = None
+        self.interrupts: Callable[[], bool] = lambda: False
+
+    def run(self) -> None:
+        try:
+            self.driver.run(self)
+        finally:
+            self._thread.join(timeout=10)
+            assert not self._thread.is_alive(), "the attempt hangs"
+
+    def is_interrupted(self) -> bool:
+        self.turns += 1
+        if self.interrupts():
+            raise Death
+        return False
+
+    def has_started(self) -> bool:
+        return bool(self.entries) and Started in map(type, self.entries[-1])
+
+    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+        journal = link.open_journal(spec, request)
+        assert isinstance(journal, SubmittedEvents)
+
+        def run() -> None:
+            try:
+                journal.write([next_start(request.trial)])
+                self._attempt(journal)
+            except BaseException as error:  # noqa: BLE001 - the tests look at it
+                self.error = error
+            ended(self.error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def _write(
+        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
+    ) -> Experiment:
+        if any(type(event) is self.fails_at for event in events):
+            raise StoreUnavailable("503")
+        self.entries.append(events)
+        return write_directly(target, state, events, stamp)
+
+
+def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_path: Path) -> None:
+    seen: list[tuple[bool, Sequence[StepReport]]] = []
+
+    def attempt(journal: SubmittedEvents) -> None:
+        journal.report(REPORTED)
+        until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
+        turn = search.turns
+        until(lambda: search.turns > turn + 1)
+        seen.append((REPORTED in search.entries[-1], journal.unjournaled(1)))
+        journal.write([COMMITTED])
+        seen.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled(1)))
+        assert (journal.trial.step, journal.trial.next_sequence) == (1, 2)
+        journal.write([Finished(trial=TRIAL.trial, reason="enough")])
+
+    search = Search(tmp_path, attempt)
+    search.run()
+    assert search.error is None
+    assert seen == [(False, [REPORTED.report]), (True, [])]
+
+
+def test_an_attempt_whose_entry_cannot_be_written_gets_the_error(tmp_path: Path) -> None:
+    search = Search(tmp_path, lambda journal: journal.write([COMMITTED]))
+    search.fails_at = Committed
+    with pytest.raises(StoreUnavailable):
+        search.run()
+    assert isinstance(search.error, StoreUnavailable)
+
+
+def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Path) -> None:
+    """The search fails after it has received the events, and before it has written them."""
+    search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
+    search.interrupts = lambda: search.driver._pending_entry.is_awaited and search.has_started()
+    with pytest.raises(Death):
+        search.run()
+    assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
+
+
+def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_written(tmp_path: Path) -> None:
+    def asks_and_commits(journal: SubmittedEvents) -> None:
+        search.executor._links[TRIAL.trial].ask(REPORTED.report)
+        journal.write([REPORTED, COMMITTED])
+
+    def poll(patience: timedelta) -> Sequence[object]:
+        if search.has_started() and next(first, False):
+            until(lambda: search.executor._inbox.qsize() == 2)
+        return receive(patience)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    search = Search(tmp_path, asks_and_commits)
+    receive, first = search.executor.poll, iter([True])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search.executor, "poll", poll)
+        patch.setattr(search.driver._decisions, "answer", fails)
+        with pytest.raises(ZeroDivisionError):
+            search.run()
+    assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
+
+
+def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> None:
+    def fails(_trial: Trial) -> None:
+        if search.driver._state.trial(TRIAL.trial).step:
+            raise ZeroDivisionError
+
+    search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search.driver._policy, "has_trained", fails)
+        with pytest.raises(ZeroDivisionError):
+            search.run()
+    assert isinstance(search.error, ZeroDivisionError)
+
+
+def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(journal: SubmittedEvents) -> None:
+        until(lambda: search.executor._refuses)
+        journal.write([REPORTED, COMMITTED])
+
+    monkeypatch.setattr(trial_executor, "_LAST_WORDS", timedelta(0))
+    search = Search(tmp_path, attempt)
+    search.driver._spec = replace(search.driver._spec, grace=timedelta(0))
+    search.interrupts = search.has_started
+    with pytest.raises(Death):
+        search.run()
+    assert isinstance(search.error, CommitUnknown)
+
+
+def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> None:
+    executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
+    ends = threading.Thread(target=executor.refuse)
+
+    class Inbox(queue.SimpleQueue[Message]):
+        def put(self, item: Message, block: bool = True, timeout: float | None = None) -> None:
+            ends.start()
+            ends.join(0.2)
+            super().put(item, block, timeout)
+
+    executor._inbox = Inbox()
+    submitted = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
+    executor._receive(submitted)
+    ends.join()
+    assert isinstance(submitted.written.exception(timeout=9), CommitUnknown)
+
+
+# ------------------------------------------------------------------------------- on another machine
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path))
+
+
+@pytest.fixture
+def attempt(target: LocalTarget) -> FarAttempt:
+    """An attempt that has posted that it has started."""
+    attempt = FarAttempt(target)
+    attempt.starts()
+    return attempt
+
+
+def posts(target: LocalTarget) -> Sequence[outbox.Post]:
+    with target.open(timeout=MINUTE) as store:
+        return outbox.read_posts(store, TRIAL, 1, 0)
+
+
+def test_a_closed_outbox_stops_its_attempt_at_its_next_post_and_names_who_has_closed_it(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    with target.open(timeout=MINUTE) as store:
+        outbox.close_outbox(store, TRIAL, 1, 0, "the next search", Stamp(write_id="w", at="noon"))
+    with pytest.raises(Superseded, match="the next search has ended this attempt at noon"):
+        attempt.reports(1)
+    assert len(posts(target)) == 1
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
+    target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
+) -> None:
+    def loses(store: PosixStore, path: str, data: Buffer) -> None:
+        if is_written:
+            create(store, path, data)
+        raise CommitUnknown("no reply")
+
+    def cannot(*_: object, **__: object) -> bytes:
+        raise StoreUnavailable("503")
+
+    create = PosixStore.create
+    monkeypatch.setattr(storage_retries, "_pause", lambda _: None)
+    with monkeypatch.context() as outage:
+        outage.setattr(PosixStore, "create", loses)
+        outage.setattr(PosixStore, "read", cannot)
+        with pytest.raises(CommitUnknown):
+            attempt.saves(1)
+    assert [report.step for report in attempt.journal.unjournaled(1)] == [1]
+    attempt.reports(2)
+    assert attempt.journal.unjournaled(2) == []
+    assert [[type(event) for event in post.events] for post in posts(target)] == [
+        [Started],
+        [Reported, Committed],
+        [Reported],
+    ]
+
+
+def test_a_post_after_the_deletion_of_its_experiment_is_refused_and_removed(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    with target.open(timeout=MINUTE) as store:
+        remove(store, TRIAL.of_experiment, Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
+        with pytest.raises(Superseded):
+            attempt.reports(1)
+        assert list(store.list(TRIAL.folder)) == []

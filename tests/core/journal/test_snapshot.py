@@ -1,0 +1,326 @@
+"""Snapshots: opening reads one and the entries after it, and a bad or missing one never changes what is loaded."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal import journal, snapshot
+from prefect_tune.core.journal.snapshot import (
+    decode_snapshot,
+    encode_snapshot,
+    interval_of,
+    list_snapshots,
+    snapshot_is_due,
+    write_snapshot,
+)
+from prefect_tune.core.journal_events import Configured, TrialAdded
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.values import digest_of
+from tests.core.driver import JOURNAL, write_due_snapshot
+from tests.core.histories import fold, next_state, opened, snapshots_every, stamp
+from tests.fakes.stores.memory_store import MemoryStore
+
+NAMES = [f"t{number}" for number in range(7)]
+
+
+def load(store: MemoryStore, key: JournalKey = JOURNAL) -> Experiment:
+    return journal.load(store, key, side_by_side=map)
+
+
+def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: Sequence[str] = NAMES) -> Experiment:
+    """A history with a snapshot after every tenth entry."""
+    state = opened(store, key)
+    with snapshots_every(10):
+        while state.number < entries:
+            state = next_state(store, state, [names[state.number * 3 % len(names)]])
+            write_due_snapshot(store, state)
+    return state
+
+
+# ------------------------------------------------------------------------------------------------ read counts
+
+
+def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
+    for entries in (9, 10, 11, 39, 40):
+        state = run(store := MemoryStore(), entries)
+        store.operations.clear()
+        assert load(store) == state
+        # It reads the snapshot and those entries (if there are none: the last one), and looks for an unlisted entry.
+        assert store.operations == {"list": 2, "read": (entries >= 10) + (entries % 10 or 1) + 1}
+    assert list_snapshots(store, JOURNAL) == [40]
+
+
+def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_in_which_they_were_added() -> None:
+    store, names = MemoryStore(), [f"{number * 7919 % 10_000}" for number in range(10_000)]
+    added = [TrialAdded(trial=name, config={}) for name in names]
+    state = journal.append(store, opened(store), added, stamp("trials"))
+    write_snapshot(store, state)
+    for _ in range(3):
+        state = next_state(store, state, names[:2])
+    store.operations.clear()
+    loaded = load(store)
+    assert store.operations.total() == 2 + 3 + 3 + 1  # a document of more than 4 MiB takes three
+    assert list(loaded.trials) == names
+    assert loaded == state
+
+
+@pytest.mark.parametrize(
+    ("trials", "interval"), [(0, 200), (800, 200), (801, 400), (1600, 400), (1601, 800), (10_000, 3200)]
+)
+def test_the_interval_between_snapshots_grows_with_the_number_of_trials(trials: int, interval: int) -> None:
+    state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))
+    assert interval_of(state) == interval
+    due = [n for n in range(7000) if snapshot_is_due(state.model_copy(update={"number": n}))]
+    assert due == list(range(interval, 7000, interval))
+
+
+def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "DOCUMENT_BYTES", 500)
+    store = MemoryStore()
+    run(store, 10)
+    assert list_snapshots(store, JOURNAL) == []
+
+
+# ----------------------------------------------------------------------------------- the state of all entries
+
+
+@settings(max_examples=40)
+@given(moves=st.lists(st.lists(st.sampled_from(NAMES), max_size=3), max_size=20), data=st.data())
+def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[str]], data: st.DataObject) -> None:
+    store, states, kept = MemoryStore(), list[Experiment](), set[int]()
+    states.append(state := opened(store))
+    for trials in moves:
+        states.append(state := next_state(store, state, trials))
+    for late in data.draw(st.lists(st.sampled_from(states), max_size=len(states))):
+        write_snapshot(store, late)
+        kept = {late.number, *(number for number in kept if number > late.number)}  # it deletes only earlier ones
+        assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
+        loaded = load(store)
+        assert loaded == state == fold(store)
+        assert list(loaded.trials) == list(state.trials)
+
+
+# --------------------------------------------------------------------------------------------- bad snapshots
+
+DAMAGES = [
+    pytest.param(lambda _: b"", id="empty"),
+    pytest.param(lambda data: data[:-9], id="torn"),
+    pytest.param(lambda data: data[: data.index(b"\n")], id="torn after its first line"),
+    pytest.param(lambda data: data.replace(b'"running"', b'"pending"'), id="altered"),
+    pytest.param(lambda data: data.replace(b'"opened_at":1', b'"opened_at":2'), id="its first line altered"),
+    pytest.param(lambda data: data + b"\n", id="longer"),
+    pytest.param(lambda data: data.replace(b'"version":1', b'"version":2', 1), id="of a newer version"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("entries", [22, 20])
+def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], bytes], entries: int) -> None:
+    store = MemoryStore()
+    state = run(store, entries)
+    path = JOURNAL.snapshot_path(20)
+    whole = store.objects[path]
+    store.objects[path] = damage(whole)
+    assert store.objects[path] != whole
+
+    store.operations.clear()
+    assert load(store) == state
+    assert store.operations["read"] == 1 + entries + 1
+
+    write_snapshot(store, later := opened(store, write_id="later"))
+    assert list_snapshots(store, JOURNAL) == [later.number]
+    assert load(store) == later
+
+
+def test_an_earlier_snapshot_is_read_where_the_newest_one_is_bad() -> None:
+    store = MemoryStore()
+    earlier, state = encode_snapshot(run(MemoryStore(), 10)), run(store, 22)
+    store.objects.update({JOURNAL.snapshot_path(10): earlier, JOURNAL.snapshot_path(20): b"", "e/1/snapshots/x": b""})
+    store.operations.clear()
+    assert load(store) == state
+    assert store.operations["read"] == 2 + 12 + 1
+
+
+def test_every_cut_and_every_flipped_bit_of_a_snapshot_is_noticed() -> None:
+    store = MemoryStore()
+    run(store, 21, names=["t"])
+    data = store.objects[JOURNAL.snapshot_path(20)]
+    for at in range(len(data)):
+        with pytest.raises(JournalCorrupt):
+            decode_snapshot(data[:at], JOURNAL, 20)
+        for bit in (0, 6):
+            with pytest.raises((JournalCorrupt, UnknownVersion)):
+                decode_snapshot(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], JOURNAL, 20)
+
+
+@pytest.mark.parametrize(
+    ("written", "spoilt"),
+    [(b'"attempt":', b'"attemqt":'), (b'"trial":"t0"', b'"trial":"../../t0"'), (b'"trial":"t0"', b'"trial":"/t0"')],
+)
+def test_a_snapshot_whose_trials_are_none_is_noticed(written: bytes, spoilt: bytes) -> None:
+    first, _, lines = encode_snapshot(run(MemoryStore(), 20)).partition(b"\n")
+    document = json.loads(first)
+    del document["digest_of_document"]
+    head = snapshot._Head.model_validate_json(json.dumps(document))
+    assert written in lines
+    spoilt_lines = lines.replace(written, spoilt)
+    forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt_lines)}))
+    with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
+        decode_snapshot(forged + b"\n" + spoilt_lines, JOURNAL, 20)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        pytest.param(JournalKey(experiment="another", generation=1), 20, id="of another experiment"),
+        pytest.param(JOURNAL, 10, id="after another entry"),
+    ],
+)
+def test_a_snapshot_from_elsewhere_is_not_used(key: JournalKey, number: int) -> None:
+    store = MemoryStore()
+    foreign = encode_snapshot(run(MemoryStore(), number, key=key, names=["old"]))
+    state = run(store, 23)
+    store.objects[JOURNAL.snapshot_path(20)] = foreign
+    with pytest.raises(JournalCorrupt, match=f"holds experiment '{key.experiment}' after entry {number}"):
+        decode_snapshot(foreign, JOURNAL, 20)
+    assert load(store) == state
+
+
+@pytest.mark.parametrize("before", [10, 12, 28])
+@pytest.mark.parametrize("after", [1, 9, 10, 12, 29])
+def test_a_snapshot_of_a_journal_that_was_deleted_is_not_used(before: int, after: int) -> None:
+    """`journal/` was deleted but not `snapshots/`, and the experiment was begun again under its name."""
+    store = MemoryStore()
+    stale = encode_snapshot(run(MemoryStore(), before, names=["old"]))
+    state = run(store, after)
+    store.objects[JOURNAL.snapshot_path(before)] = stale
+    assert load(store) == state == fold(store)
+    write_snapshot(store, state)
+    assert load(store) == state
+
+
+def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
+    store = MemoryStore()
+    run(store, 2)
+    del store.objects[JOURNAL.entry_path(1)]
+    store.operations.clear()
+    with pytest.raises(JournalCorrupt, match="it is missing"):
+        load(store)
+    assert store.operations["read"] == 1
+
+
+def test_a_journal_that_is_corrupt_stays_corrupt_beside_its_snapshot() -> None:
+    store = MemoryStore()
+    run(store, 23)
+    store.objects[JOURNAL.entry_path(22)] = store.objects[JOURNAL.entry_path(21)]
+    with pytest.raises(JournalCorrupt):
+        load(store)
+
+
+def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -> None:
+    class Busy(MemoryStore):
+        owner: Experiment | None = None
+
+        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            if self.owner is not None and "/snapshots/" in path:
+                owner, self.owner = self.owner, None
+                while owner.number < 31:
+                    owner = next_state(self, owner, ["t1"])
+                write_snapshot(self, owner)
+            return super().read(path, offset=offset, length=length)
+
+    store = Busy()
+    store.owner = run(store, 29)
+    store.operations.clear()
+    loaded = load(store)
+    assert (loaded.number, loaded) == (31, fold(store))
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreRefused("403")])
+@pytest.mark.parametrize("method", ["put", "list", "delete"])
+def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception, method: str) -> None:
+    class Failing(MemoryStore):
+        fails = False
+
+        def _fail(self, name: str, path: str) -> None:
+            if self.fails and name == method and "/snapshots" in path:
+                raise error
+
+        def put(self, path: str, data: Buffer) -> None:
+            self._fail("put", path)
+            super().put(path, data)
+
+        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+            self._fail("list", prefix)
+            return super().list(prefix, after=after)
+
+        def delete(self, paths: Sequence[str]) -> None:
+            self._fail("delete", paths[0])
+            super().delete(paths)
+
+    store = Failing()
+    state = opened(store)
+    store.fails = True
+    while state.number < 9:
+        state = next_state(store, state, ["t"])
+        write_snapshot(store, state)
+    store.fails = False
+    assert load(store) == state
+
+
+# --------------------------------------------------------------------------------------------------- trials
+
+
+def trial(name: str, step: int = 0) -> Trial:
+    return Trial(trial=name, config={}, step=step)
+
+
+def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:
+    names = ["z", "a", "m"]
+    before = TrialMap.of(map(trial, names))
+    after = before.with_trial(trial("a", step=5))
+    assert list(after) == names
+    assert [each.step for each in after.values()] == [0, 5, 0]
+    assert before["a"].step == 0
+    assert "b" not in after
+    assert len(after) == 3
+    assert after == {name: after[name] for name in names}
+    assert before != after
+    assert after != 3
+    assert pickle.loads(pickle.dumps(after)) == after
+    assert repr(TrialMap.of([trial("a")])).startswith("Trials([Trial(trial='a'")
+    with pytest.raises(KeyError):
+        after["b"]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(after)
+
+
+def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_snapshots() -> None:
+    store = MemoryStore()
+    state = run(store, 23, names=["z", "a", "m", "b"])
+    order = list(state.trials)
+    assert order != sorted(order)
+    assert list(load(store).trials) == list(decode_snapshot(encode_snapshot(state), JOURNAL, 23).trials) == order
+    again = Experiment.model_validate_json(state.model_dump_json())
+    assert (again, list(again.trials)) == (state, order)
+    assert Experiment.model_validate(state.model_dump()) == state
+
+
+def test_what_runs_have_added_is_in_the_snapshot() -> None:
+    store = MemoryStore()
+    state = journal.append(store, opened(store), [Configured(settings={}, extensions={"a": 5})], stamp("1"))
+    state = journal.append(store, state, [Configured(settings={}, extensions={"b": 2})], stamp("2"))
+    assert decode_snapshot(encode_snapshot(state), JOURNAL, 3).extensions == {"a": 5, "b": 2}
+    with pytest.raises(JournalCorrupt, match="run a has added its samples before"):
+        journal.append(store, state, [Configured(settings={}, extensions={"a": 5})], stamp("3"))

@@ -1,0 +1,367 @@
+"""What a search does with the events of attempts on other machines, and of those that its end interrupts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
+from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    Cloned,
+    Committed,
+    Event,
+    Finished,
+    Launched,
+    Quarantined,
+    Received,
+    Reported,
+    SlotFreed,
+    Started,
+)
+from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.executors import trial_executor
+from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
+from prefect_tune.journal_access import read_experiment
+from prefect_tune.tuner.janitor import Janitor
+from tests.fakes.searches.instant_executor import InstantExecutor
+from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
+from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
+from tests.tuner.altered_journals import entries_of
+
+KEY = JournalKey(experiment="e", generation=1)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path))
+
+
+class Killed(BaseException):
+    """Ends a search as a kill does."""
+
+
+def kill_after(polls: int) -> Callable[[], bool]:
+    counted = count()
+
+    def is_interrupted() -> bool:
+        if next(counted) == polls:
+            raise Killed
+        return False
+
+    return is_interrupted
+
+
+def events_in(target: LocalTarget) -> list[tuple[int, Event]]:
+    """Return all events of the journal, each with the number of its entry."""
+    return [(entry.number, event) for entry in entries_of(Path(target.path), KEY) for event in entry.events]
+
+
+def finishes(attempt: RemoteAttempt) -> None:
+    attempt.posts(Finished(trial=attempt.trial, reason="done"))
+    attempt.exits()
+
+
+def trains(attempt: RemoteAttempt) -> None:
+    attempt.starts()
+    attempt.saves(attempt.outbox.trial.step + 1)
+    finishes(attempt)
+
+
+def run_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, **options: Any) -> None:
+    """Run a search that is killed."""
+    with pytest.raises(Killed):
+        PlannedSearch(target, executor=executor).run(kill_after(polls), num_samples=1, **options)
+
+
+# Outboxes.
+
+
+def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_entry(target: LocalTarget) -> None:
+    def act(attempt: RemoteAttempt) -> None:
+        attempt.starts()
+        attempt.saves(1)
+        attempt.saves(2, 1)
+        finishes(attempt)
+
+    executor = PostingExecutor(act)
+    PlannedSearch(target, executor=executor).run(num_samples=1)
+    events = [(number, event) for number, event in events_in(target) if getattr(event, "trial", "")]
+    kinds = [type(event) for _, event in events]
+    assert kinds[1:] == [
+        *(Launched, Received, Started, Received, Reported, Committed, Received, Reported, Committed),
+        *(Received, Finished, SlotFreed),
+    ]
+    assert [event.post for _, event in events if isinstance(event, Received)] == [1, 2, 3, 4]
+    for (number, before), (after, event) in pairwise(events[2:-2]):
+        assert isinstance(event, Received) or number == after, (before, event)
+
+
+def test_what_a_post_retires_is_deleted_once_the_journal_holds_the_post(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(attempt: RemoteAttempt) -> None:
+        attempt.starts()
+        attempt.saves(1)
+        attempt.saves(2, 1)
+        finishes(attempt)
+
+    deleted: list[object] = []
+
+    def delete_post(_: Janitor, key: TrialKey, outbox: int, number: int) -> None:
+        assert read_experiment(target, KEY).trial(key.trial).post >= number
+        deleted.append((outbox, number))
+
+    def delete_checkpoints(_: Janitor, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
+        assert read_experiment(target, KEY).trial(key.trial).checkpoints == trial.checkpoints
+        deleted.extend(retired)
+
+    monkeypatch.setattr(Janitor, "delete_post", delete_post)
+    monkeypatch.setattr(Janitor, "delete_checkpoints", delete_checkpoints)
+    PlannedSearch(target, executor=PostingExecutor(act)).run(num_samples=1)
+    key = CheckpointKey(trial=KEY.trial_key("00000"), step=1, sequence=1)
+    assert sorted(map(str, deleted)) == sorted(map(str, [(1, 1), (1, 2), (1, 3), key, (1, 4)]))
+
+
+def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_outbox(target: LocalTarget) -> None:
+    def act(attempt: RemoteAttempt) -> None:
+        attempt.is_readable = False
+        attempt.starts()
+        attempt.saves(1)
+        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.USER, reason="it raised"))
+        attempt.exits(StoreUnavailable("its connection is lost"))
+
+    executor = PostingExecutor(act)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert (trial.phase, trial.step, trial.outbox, len(executor.attempts)) == (Phase.ERRORED, 1, None, 1)
+    with pytest.raises(Superseded, match="has ended this attempt"):
+        executor.attempts[0].posts(Quarantined(trial="00000", sequence=1, reason="bad"))
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["task runner", "this machine, after deployments"])
+def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
+    target: LocalTarget, *, is_local: bool
+) -> None:
+    first = PostingExecutor(RemoteAttempt.starts, survives_search=is_local)
+    run_killed(target, first)
+    (left,) = first.attempts
+    left.saves(1)
+    requests: list[AttemptRequest] = []
+
+    def is_fenced(*_: object) -> None:
+        with pytest.raises(Superseded):
+            left.saves(2)
+        requests.append(left.request)
+
+    def act(attempt: RemoteAttempt) -> None:
+        is_fenced()
+        assert newest_checkpoint(attempt.request.trial) is not None, "what it saved after the kill is adopted"
+        assert attempt.request.trial.outbox == 2
+        trains(attempt)
+
+    executor = InstantExecutor(STEPS, is_fenced) if is_local else PostingExecutor(act)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert (trial.phase, trial.attempt, len(requests)) == (Phase.FINISHED, 2, 1)
+    assert trial.checkpoints[0].step == 1
+
+
+def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
+    first = PostingExecutor(RemoteAttempt.starts, survives_search=True)
+    run_killed(target, first)
+
+    def act(attempt: RemoteAttempt) -> None:
+        assert (attempt.request.trial.phase, attempt.request.trial.outbox) == (Phase.RUNNING, 1)
+        first.attempts[0].saves(1)
+        first.attempts[0].posts(Finished(trial=attempt.trial, reason="done"))
+        attempt.exits()
+
+    (trial,) = (
+        PlannedSearch(target, executor=PostingExecutor(act, survives_search=True)).run(num_samples=1).trials.values()
+    )
+    assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 1, 1)
+
+
+def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(target: LocalTarget) -> None:
+    run_killed(target, PostingExecutor(lambda _attempt: None, survives_search=True))
+    executor = PostingExecutor(trains, survives_search=True)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (1, Phase.FINISHED, 1)
+    assert sum(isinstance(event, Launched) for _, event in events_in(target)) == 1
+
+
+def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target: LocalTarget) -> None:
+    def act(attempt: RemoteAttempt) -> None:
+        attempt.starts()
+        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
+
+    run_killed(target, PostingExecutor(act, survives_search=True))
+    executor = PostingExecutor(trains, survives_search=True)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (2, Phase.FINISHED, 2)
+
+
+def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_outbox(target: LocalTarget) -> None:
+    losses = {"00000": 0.1, "00001": 0.9}
+
+    def train(attempt: RemoteAttempt, milestone: int | None) -> None:
+        attempt.saves(milestone or STEPS, loss=losses[attempt.trial])
+        attempt.asks() if milestone else finishes(attempt)
+
+    def act(attempt: RemoteAttempt) -> None:
+        attempt.starts()
+        train(attempt, attempt.request.milestone)
+
+    def answer(attempt: RemoteAttempt, said: Proceed | Leave) -> None:
+        if isinstance(said, Proceed):
+            train(attempt, said.milestone)
+            return
+        attempt.posts(cast("Finished", said.outcome))
+        if len(executors) > 1:
+            attempt.exits()
+
+    options: dict[str, Any] = {
+        "scheduler": pt.ASHA(STEPS, variant="promotion", reduction_factor=2, grace_period=3),
+        "num_samples": 2,
+    }
+    executors = [PostingExecutor(act, answer, survives_search=True)]
+    with pytest.raises(Killed):
+        PlannedSearch(target, slots=1, executor=executors[0]).run(kill_after(6), **options)
+    executors.append(PostingExecutor(act, answer, survives_search=True))
+    state = PlannedSearch(target, slots=1, executor=executors[1]).run(**options)
+    outboxes = [each.request.trial.outbox for each in executors[1].attempts if each.trial == "00000"]
+    assert (outboxes[0], state.trial("00000").phase) == (2, Phase.FINISHED)
+
+
+def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its_origin(target: LocalTarget) -> None:
+    requests: list[tuple[TrialSpec, AttemptRequest]] = []
+
+    class Recording(UnreliableExecutor):
+        def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+            requests.append((spec, request))
+            super().start(spec, request)
+
+    PlannedSearch(target, executor=Recording()).run(scheduler=pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}))
+    clones = [event for _, event in events_in(target) if isinstance(event, Cloned)]
+    assert clones
+    for clone in clones:
+        spec, request = next(
+            (spec, request)
+            for spec, request in requests
+            if request.trial.trial == clone.trial and newest_checkpoint(request.trial) == clone.checkpoint
+        )
+        origin = clone.checkpoint.origin
+        assert origin is not None
+        key = spec.trial.checkpoint_key(clone.checkpoint)
+        assert (key.trial.trial, key.step) == (origin.trial, request.trial.step)
+        assert request.trial.config == clone.config
+
+
+# Attempts in this process, when the search fails.
+
+
+class Attempts:
+    """Attempts in threads of this process; each does what a test says, and notes its error."""
+
+    def __init__(self, act: Callable[[AttemptRequest, SearchLink, TrialSpec], None]) -> None:
+        self.errors: dict[str, BaseException | None] = {}
+        self._act = act
+
+    def launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                self._act(request, link, spec)
+            except BaseException as raised:  # noqa: BLE001  the test looks at it
+                error = raised
+            self.errors[request.trial.trial] = error
+            ended(error)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+
+def save_when_stopped(request: AttemptRequest, link: SearchLink, spec: TrialSpec) -> None:
+    journal = link.open_journal(spec, request)
+    journal.write([next_start(request.trial)])
+    assert link.stop.wait(20)
+    journal.write([AttemptEnded(trial=request.trial.trial, cause=Cause.PREEMPTED, reason="saved, as requested")])
+
+
+def local_executor(attempts: Attempts) -> LocalExecutor:
+    return LocalExecutor(cast("Any", None), launch=attempts.launch)
+
+
+def test_what_attempts_submit_after_the_search_failed_is_journaled(target: LocalTarget) -> None:
+    attempts = Attempts(save_when_stopped)
+
+    def fail_once_started() -> bool:
+        state = read_experiment(target, KEY)
+        if any(trial.phase is Phase.RUNNING for trial in state.trials.values()):
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        PlannedSearch(target, executor=local_executor(attempts)).run(fail_once_started, num_samples=1)
+    assert attempts.errors == {"00000": None}
+    assert read_experiment(target, KEY).trial("00000").cause is Cause.PREEMPTED
+
+
+def test_an_attempt_whose_events_were_received_when_the_search_failed_waits_for_no_other(target: LocalTarget) -> None:
+    attempts = Attempts(save_when_stopped)
+
+    class Failing(LocalExecutor):
+        def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+            raise AssertionError((trial, said, step))
+
+        def poll(self, patience: timedelta) -> list[Message]:
+            polled = super().poll(patience)
+            if polled and not self.has_failed:
+                self.has_failed = True
+                return [*polled, cast("Message", None)]  # the driver fails after it has received the others
+            return polled
+
+        has_failed = False
+
+    with pytest.raises(AssertionError):
+        PlannedSearch(target, executor=Failing(cast("Any", None), launch=attempts.launch)).run(num_samples=1)
+    assert attempts.errors == {"00000": None}
+    assert read_experiment(target, KEY).trial("00000").cause is Cause.PREEMPTED
+
+
+def test_no_attempt_hangs_whose_events_the_failed_search_lost_or_that_submits_too_late(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_executor, "_LAST_WORDS", timedelta(0))
+    attempts, is_over = Attempts(save_when_stopped), threading.Event()
+
+    class Losing(LocalExecutor):
+        def poll(self, patience: timedelta) -> list[Message]:
+            polled = super().poll(patience)
+            if polled and not is_over.is_set():
+                is_over.set()
+                raise Killed
+            return polled
+
+    executor = Losing(cast("Any", None), launch=attempts.launch)
+    with pytest.raises(Killed):
+        PlannedSearch(target, executor=executor).run(num_samples=1, grace_period_seconds=0.1)
+    attempts.thread.join(20)
+    assert isinstance(attempts.errors["00000"], CommitUnknown)
+    late = EventsSubmitted("00000", (), is_awaited=True)
+    executor._receive(late)
+    assert isinstance(late.written.exception(0), CommitUnknown)
