@@ -8,10 +8,11 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
+from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import (
+    AttemptEvent,
     CheckpointRef,
     Committed,
     Finished,

@@ -21,7 +21,7 @@ from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remov
 from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
-from prefect_tune.attempt.trial_journal import AttemptEvent, TrialJournal
+from prefect_tune.attempt.trial_journal import TrialJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget
@@ -40,6 +40,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_overtaken, is_quarantined, newest_key
 from prefect_tune.core.journal_events import (
+    AttemptEvent,
     CheckpointRef,
     Committed,
     Finished,

@@ -19,23 +19,11 @@ from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, after
 from prefect_tune.core.journal.outbox import Post, write_post
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Committed,
-    Finished,
-    Paused,
-    Quarantined,
-    Reported,
-    Retired,
-    Started,
-)
+from prefect_tune.core.journal_events import AttemptEvent, Reported
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.storage_retries import on_target
-
-AttemptEvent = Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused
-"""The events that an attempt journals."""
 
 
 class TrialJournal(ABC):

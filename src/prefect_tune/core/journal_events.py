@@ -325,6 +325,8 @@ class SlotFreed(TrialEvent):
 
 Outcome: TypeAlias = Finished | Paused | AttemptEnded
 """How an attempt ended."""
+AttemptEvent: TypeAlias = Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused
+"""What an attempt journals."""
 GuestEvent: TypeAlias = Quarantined | Retired
 """What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
 OneTrialsEvent: TypeAlias = (

@@ -144,7 +144,7 @@ class RemoteExecutor:
     def poll(self, patience: timedelta) -> list[Message]:
         """Send the answers; return the new messages, and wait up to `patience` for the first.
 
-        The end of an attempt is returned after all entries of its journal; while that cannot be read, later.
+        The end of an attempt is returned after all its posts; while its outbox cannot be read, later.
         """
         self._send_queued()
         end = time.monotonic() + patience.total_seconds()

@@ -18,9 +18,10 @@ from prefect.client.schemas.objects import State
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink, TrialMessage
-from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
+from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, TrialFailed
+from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.prefect_api.concurrency_slots import ending_waits
 from prefect_tune.prefect_api.task_runs import run_to_state

@@ -14,7 +14,7 @@ from typing import assert_never
 from prefect_tune.attempt.attempt import CurveReader, last_report
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
+from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
@@ -30,6 +30,7 @@ from prefect_tune.core.experiment.trial import clonable_checkpoint, clone_for
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_live
 from prefect_tune.core.journal.outbox import ClosedOutbox, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
+    AttemptEvent,
     Cause,
     Cloned,
     Event,

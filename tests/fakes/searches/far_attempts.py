@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.trial_journal import AttemptEvent, Outbox
+from prefect_tune.attempt.trial_journal import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Adopted, CheckpointRef, Committed, Reported
+from prefect_tune.core.journal_events import Adopted, AttemptEvent, CheckpointRef, Committed, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey

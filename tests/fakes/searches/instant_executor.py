@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import AttemptEvent, EventsSubmitted
+from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.experiment.trial_transitions import Trial, after, newest_checkpoint
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Finished, Reported
+from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Finished, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport

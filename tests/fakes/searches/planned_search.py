@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.trial_journal import AttemptEvent, Outbox
+from prefect_tune.attempt.trial_journal import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
@@ -19,6 +19,7 @@ from prefect_tune.core.experiment.stoppers import of_trials
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptEvent,
     Cause,
     CheckpointRef,
     Configured,

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import AttemptEvent, Outbox
+from prefect_tune.attempt.trial_journal import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.journal.outbox import read_posts
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Reported
+from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived

@@ -115,7 +115,7 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
     """Find the bytes that the next save of `trial` need not send again.
 
     A blob may be reused when a live checkpoint refers to it (`parent`), or when it was first written
-    after the last retirement (entry `collected_up_to`): older unreferenced blobs may be deleted at any
+    after the last retirement (sequence `collected_up_to`): older unreferenced blobs may be deleted at any
     time, even by a process that was believed dead, and are never reused.
     """
     sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}

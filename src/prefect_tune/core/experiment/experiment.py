@@ -171,19 +171,6 @@ class Experiment(Value):
         """The experiment's name."""
         return self.key.experiment
 
-    def opened_by(self) -> Opened:
-        """Return the event with which the present owner opened the journal."""
-        if self.owner is None:
-            raise IllegalTransition(f"{self.key}: no owner has opened it yet")
-        key = self.key
-        return Opened(
-            experiment=key.experiment,
-            generation=key.generation,
-            term=self.term,
-            owner=self.owner,
-            at=self.runs[-1].began_at if self.runs and self.runs[-1].term == self.term else None,
-        )
-
     def trial_key(self, trial: str) -> TrialKey:
         """Return the key of a trial of the experiment."""
         return self.key.trial_key(trial)
@@ -430,11 +417,8 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
         trials = trials.with_trial(source.model_copy(update={"clones": left}))
     for origin, clone in new - old:
         found = trials.get(origin)
-        has_bytes = found is not None and (
-            (clone.step, clone.sequence) in {(ref.step, ref.sequence) for ref in _refs_in(found)}
-            or (clone.step, clone.sequence) in {(other.step, other.sequence) for other in found.clones}
-        )
-        if found is None or not has_bytes:
+        kept: Sequence[CheckpointRef | Clone] = (*_refs_in(found), *found.clones) if found is not None else ()
+        if found is None or (clone.step, clone.sequence) not in {(each.step, each.sequence) for each in kept}:
             raise IllegalTransition(
                 f"trial {trial.trial!r}: step {clone.step} ({clone.sequence}) of trial {origin!r} is no longer a "
                 "checkpoint, and cannot be cloned"

@@ -30,16 +30,7 @@ from pydantic import Field
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, StoreUnavailable, Superseded, UnknownVersion
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal.journal import require_first_entry
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Committed,
-    Finished,
-    Paused,
-    Quarantined,
-    Reported,
-    Retired,
-    Started,
-)
+from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey, number_in
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
@@ -55,13 +46,7 @@ class Post(Document):
     version: Literal[1] = 1
     write_id: str
     at: str
-    events: tuple[
-        Annotated[
-            Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused,
-            Field(discriminator="type"),
-        ],
-        ...,
-    ] = ()
+    events: tuple[Annotated[AttemptEvent, Field(discriminator="type")], ...] = ()
     closed_by: str = ""
     """The owner that has closed the outbox, for people; empty for a post of the attempt."""
 

@@ -11,23 +11,18 @@ from prefect_tune.core.journal_events import (
     Cause,
     Event,
     Launched,
-    Owner,
     Received,
     Reported,
     Started,
     TrialAdded,
 )
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport
+from tests.core.histories import ME, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 
 KEY = JournalKey(experiment="e", generation=1)
 TRIAL = KEY.trial_key("t")
-ME = Owner(name="me", host="h", pid=1)
-
-
-def stamp(name: str) -> Stamp:
-    return Stamp(write_id=name, at="2026-11-21T08:00:00Z")
 
 
 def test_maintenance_with_an_older_state_deletes_no_post_of_a_newer_outbox() -> None:

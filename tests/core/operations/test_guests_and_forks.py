@@ -15,7 +15,6 @@ from prefect_tune.core.journal_events import (
     Committed,
     Configured,
     Event,
-    Owner,
     Reported,
     Started,
     TrialAdded,
@@ -24,16 +23,12 @@ from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport
+from tests.core.histories import ME, stamp
 from tests.fakes.stores.memory_files import MemoryFiles
 from tests.fakes.stores.memory_store import MemoryStore
 
 KEY = JournalKey(experiment="e", generation=1)
-ME = Owner(name="me", host="h", pid=1)
-
-
-def stamp(name: str) -> Stamp:
-    return Stamp(write_id=name, at="2026-11-21T08:00:00Z")
 
 
 def opened(store: ObjectStore) -> Experiment:
