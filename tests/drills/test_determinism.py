@@ -10,9 +10,17 @@ from uuid import UUID
 
 import pytest
 
-from prefect_tune.drills.determinism import History, follows_from_step, result_places, unseeded_generators
-from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record
-from prefect_tune.drills.file_contents import FileDifference
+from prefect_tune.drills.evidence import (
+    METRICS,
+    Difference,
+    DrillRun,
+    History,
+    Record,
+    follows_from_step,
+    result_places,
+    unseeded_generators,
+)
+from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import CHANGED, DIGESTS, MANIFEST
 
 NOW = time.time()

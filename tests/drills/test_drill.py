@@ -31,7 +31,6 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills import run_drill as run_drill_module
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record, read_records
-from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import (
@@ -46,6 +45,7 @@ from prefect_tune.drills.run_drill import (
     require_importable,
     run_drill,
 )
+from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import MANIFEST
 from tests.flows.driver import until
 from tests.trainables.numpy_mlp import NumpyMlp
@@ -237,7 +237,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
     monkeypatch.setattr(Drill, "train", train)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None).compared(undisturbed, killed)
+        runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ).compared(undisturbed, killed)
     assert len(made) == (again is not None)
     assert (list(runs.differences), list(runs.unstable)) == (differ, unstable)
 
@@ -245,7 +245,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None, most_seconds=0.5)
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, most_seconds=0.5)
         with pytest.raises(TuneError, match=r"drill-.*-killed did not end within 0 s, 10 times as long"):
             drill.train("killed")
 
@@ -457,7 +457,7 @@ def test_what_a_drill_does_now_is_a_line_at_once_or_the_last_line_of_the_picture
         at_once = cast(StringIO, console.file).getvalue()
         assert ("importing my.module:Net: usually 1 to 15 s\n" in at_once) is not is_terminal
         console.print(progress.render())
-        progress.tracks.append(Track("undisturbed", 4, step=2))
+        progress.tracks.append(lambda: Track("undisturbed", 4, step=2))
         progress.begin("run 1, undisturbed: 4 steps")
         console.print(progress.render())
         progress.end()
@@ -483,7 +483,7 @@ def test_what_is_expected_of_a_run_is_said_by_the_first_one(
 ) -> None:
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None)
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ)
     drill.first_run_seconds = with_seconds
     assert drill.expectation_of(kills) == said
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
 import copy
+import datetime as dt
+import gzip
 import io
 import json
+import lzma
 import pickle
+import struct
+import uuid
+import warnings
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +28,87 @@ import pytest
 
 from prefect_tune.drills.file_contents import compare_files
 
-Write = Callable[[Path, Any], object]
+ONES = np.ones(4, np.float32)
 
 
-@pytest.fixture
-def differences(tmp_path: Path) -> Callable[..., list[str]]:
-    def compared(name: str, write: Write, expected: object, found: object) -> list[str]:
-        places = tmp_path / "expected", tmp_path / "found"
-        for place, content in zip(places, (expected, found), strict=True):
-            write(place, content)
-        return [str(each) for each in compare_files(*places, name)]
-
-    return compared
+def shown_differences(name: str, expected: bytes, found: bytes, folder: Path) -> list[str]:
+    places = folder / "expected", folder / "found"
+    for place, data in zip(places, (expected, found), strict=True):
+        place.write_bytes(data)
+    return [str(difference) for difference in compare_files(*places, name)]
 
 
-def as_npz(path: Path, arrays: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
-
-
-def as_npy(path: Path, array: Any) -> None:
-    with path.open("wb") as file:
+def npy(*arrays: Any) -> bytes:
+    file = io.BytesIO()
+    for array in arrays:
         np.save(file, array)
+    return file.getvalue()
 
 
-def as_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value))
+def npz(**arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
 
 
-def as_parquet(path: Path, columns: dict[str, Any]) -> None:
-    pq.write_table(pa.table(columns), path)
+def zipped(
+    members: Sequence[tuple[str, bytes]], *, comment: bytes = b"", of_member: bytes = b"", year: int = 2020
+) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
+        warnings.simplefilter("ignore")  # a name may be twice
+        for name, data in members:
+            about = zipfile.ZipInfo(name, (year, 1, 1, 0, 0, 0))
+            about.comment = of_member
+            archive.writestr(about, data)
+        archive.comment = comment
+    return file.getvalue()
 
 
-def as_zip(path: Path, members: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(zipfile.ZipInfo(name, (2020 + len(data), 1, 1, 0, 0, 0)), data)
+def gzipped(data: bytes, time: float = 0.0, name: str = "") -> bytes:
+    file = io.BytesIO()
+    with gzip.GzipFile(name, "wb", fileobj=file, mtime=time) as packed:
+        packed.write(data)
+    return file.getvalue()
+
+
+def safetensors(
+    tensors: Mapping[str, tuple[str, bytes]], metadata: Mapping[str, str] | None = None, rest: bytes = b""
+) -> bytes:
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
+    for name, (dtype, raw) in tensors.items():
+        size = {"F32": 4, "BF16": 2, "F16": 2}.get(dtype, 1)
+        header[name] = {
+            "dtype": dtype,
+            "shape": [len(raw) // size],
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data + rest
+
+
+def parquet(columns: Mapping[str, Any], **metadata: Mapping[str, str]) -> bytes:
+    """Write a table with metadata by column; `table` is that of the table."""
+    fields = [
+        pa.field(name, array.type, metadata=metadata.get(name))
+        for name, array in zip(columns, map(pa.array, columns.values()), strict=True)
+    ]
+    table = pa.table(list(map(pa.array, columns.values())), schema=pa.schema(fields, metadata=metadata.get("table")))
+    file = io.BytesIO()
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+def skops(schema: str, **files: bytes) -> bytes:
+    return zipped([*files.items(), ("schema.json", schema.encode())])
+
+
+def packed_joblib(value: object, compress: Any) -> bytes:
+    file = io.BytesIO()
+    joblib.dump(value, file, compress=compress)
+    return file.getvalue()
 
 
 def near(value: float) -> Any:
@@ -63,75 +117,244 @@ def near(value: float) -> Any:
     return array
 
 
-@pytest.mark.parametrize(
-    ("name", "write", "expected", "found", "shown"),
-    [
-        ("w.npz", as_npz, {"w": near(0), "b": near(1)}, {"w": near(2e-9), "b": near(1)},
-         ["`w.npz`, `w`, 1 of 32 values, max |Δ| 2e-09"]),
-        ("w.npy", as_npy, near(0), near(-0.0), ["`w.npy`, 1 of 32 values, max |Δ| 0"]),
-        ("w.npy", as_npy, near(np.nan), near(np.nan), []),
-        ("w.npy", as_npy, near(0), near(np.nan), ["`w.npy`, 1 of 32 values, max |Δ| nan"]),
-        ("w.npy", as_npy, np.zeros(0), np.zeros(0, np.float32), ["`w.npy`, float32 (0,), expected float64 (0,)"]),
-        ("w.npy", as_npy, near(0), near(0).astype(np.float64), ["`w.npy`, float64 (4, 8), expected float32 (4, 8)"]),
-        ("w.npy", as_npy, np.array([True, False]), np.array([True, True]), ["`w.npy`, 1 of 2 values, max |Δ| 1"]),
-        ("s.json", as_json, {"epoch": 5, "lr": [0.1]}, {"epoch": 7, "lr": [0.1]}, ["`s.json`, `epoch`, 7, expected 5"]),
-        ("s.json", as_json, {"a": {"b": 1}}, {"a": {}},
-         ["`s.json`, `a.b`, missing", "`s.json`, `a`, not in the undisturbed run"]),
-        ("s.json", as_json, {"a": 1, "b": 2}, {"b": 2, "a": 1},
-         ["`s.json`, keys in another order: number 1 is `b`, expected `a`"]),
-        ("t.parquet", as_parquet, {"x": [1, 2], "y": ["a", "b"]}, {"x": [1, 3], "y": ["a", "b"]},
-         ["`t.parquet`, `x`, 1 of 2 values, max |Δ| 1"]),
-        ("m.keras", as_zip, {"weights": b"123", "config": b"{}"}, {"weights": b"124", "config": b"{}"},
-         ["`m.keras`, `weights`, bytes differ (3, expected 3)"]),
-        ("m.keras", as_zip, {"weights": b"123"}, {"weights": b"123"}, []),
-        ("x.bin", Path.write_bytes, b"ab\xffd", b"ab\xfed", ["`x.bin`, bytes differ from byte 2 on (4 bytes)"]),
-        ("x.txt", Path.write_bytes, b"ab\n", b"ab\nc", ["`x.txt`, bytes differ from byte 3 on (4, expected 3 bytes)"]),
-        ("x.txt", Path.write_bytes, b"a\nit: 8\n", b"a\nit: 10\n", ["`x.txt`, line 2: 'it: 10', expected 'it: 8'"]),
-        ("x.bin", Path.write_bytes, b"abcd", b"abcd", []),
-        ("s.json", Path.write_bytes, b"{", b"[", ["`s.json`, line 1: '[', expected '{'"]),
-    ],
-)  # fmt: skip
-def test_a_difference_is_named_as_the_format_allows(
-    name: str, write: Write, expected: object, found: object, shown: list[str], differences: Callable[..., list[str]]
-) -> None:
-    assert differences(name, write, expected, found) == shown
-
-
-def test_large_arrays_are_compared_a_part_at_a_time(differences: Callable[..., list[str]]) -> None:
-    expected, found = np.zeros((5, 1 << 19)), np.zeros((5, 1 << 19))
-    found[0, 1], found[4, -1], found[2, 5] = 5, -0.0, -7
-    assert differences("w.npy", as_npy, expected, found) == ["`w.npy`, 3 of 2,621,440 values, max |Δ| 7"]
-
-
-def test_archives_that_differ_only_in_their_times_are_the_same(differences: Callable[..., list[str]]) -> None:
-    members = iter((2001, 2002))
-
-    def write(path: Path, content: bytes) -> None:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(zipfile.ZipInfo("w", (next(members), 1, 1, 0, 0, 0)), content)
-
-    assert differences("m.keras", write, b"same", b"same") == []
-
-
-def as_skops(path: Path, content: tuple[int, Any]) -> None:
-    """Write what skops would: members and nodes have the ids that the objects had in this process."""
-    number, array = content
-    npy = io.BytesIO()
-    np.save(npy, array)
+def skops_of(number: int, array: Any) -> bytes:
+    """Return what skops would write: members and nodes have the ids that the objects had in this process."""
     coefficients = {"__loader__": "NdArrayNode", "type": "numpy", "file": f"{number}.npy", "__id__": number}
     attributes = {"coef_": coefficients, "steps": [{"content": "7", "__id__": number + 16}]}
     schema = {"__class__": "SGDClassifier", "content": attributes, "__id__": number + 8}
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{number}.npy", npy.getvalue())
-        archive.writestr("schema.json", json.dumps(schema))
+    return skops(json.dumps(schema), **{f"{number}.npy": npy(array)})
 
 
-def test_an_estimator_of_skops_is_compared_without_the_ids_of_objects(
-    differences: Callable[..., list[str]],
+NAN = struct.pack("<Q", 0x7FF8000000000001)
+BF16_ONES, F32_ONES = struct.pack("<H", 0x3F80) * 4, struct.pack("<f", 1.0) * 4
+
+UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
+    # several values one after another, and what follows the last one
+    "a second array": ("w.npy", npy(ONES, ONES), npy(ONES, ONES * 2)),
+    "a third array": ("w.npy", npy(ONES, ONES, ONES), npy(ONES, ONES, -ONES)),
+    "an array that is missing": ("w.npy", npy(ONES, ONES), npy(ONES)),
+    "bytes after an array": ("w.npy", npy(ONES) + b"state 1", npy(ONES) + b"state 2"),
+    "a second array in a member": (
+        "w.npz", zipped([("w.npy", npy(ONES, ONES))]), zipped([("w.npy", npy(ONES, -ONES))]),
+    ),
+    "an archive before another": ("w.npz", npz(w=ONES) + npz(w=ONES), npz(w=-ONES) + npz(w=ONES)),
+    "bytes after an archive": ("w.npz", npz(w=ONES) + b"1", npz(w=ONES) + b"2"),
+    "a member twice": (
+        "w.zip",
+        zipped([("w", b"1"), ("w", b"3")]),
+        zipped([("w", b"2"), ("w", b"3")]),
+    ),
+    "a second pickle": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps(1) + pickle.dumps(3)),
+    "two pickles, and one of a list": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps([1, 2])),
+    "bytes after a pickle": ("m.pkl", pickle.dumps(1) + b"\x00\x01", pickle.dumps(1) + b"\x00\x02"),
+    "a second line of JSON": ("l.jsonl", b'{"a": 1}\n{"a": 2}\n', b'{"a": 1}\n{"a": 3}\n'),
+    "two documents, and one list": ("l.json", b"1 2", b"[1, 2]"),
+    "an empty file, and an empty list": ("l.json", b" ", b"[]"),
+    "a second member of gzip": (
+        "m.pkl.gz", gzipped(pickle.dumps(1)) + gzipped(pickle.dumps(2)), gzipped(pickle.dumps(1)) * 2,
+    ),
+    "a second stream of zlib": (
+        "m.pkl", zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(2)),
+        zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(3)),
+    ),
+    "a second stream of bzip2": ("x.bz2", bz2.compress(b"1") + bz2.compress(b"2"), bz2.compress(b"1") * 2),
+    "a second stream of xz": ("x.xz", lzma.compress(b"1") + lzma.compress(b"2"), lzma.compress(b"1") * 2),
+    "bytes after a table": ("t.parquet", parquet({"x": [1]}), parquet({"x": [1]}) + parquet({"x": [2]})),
+    "bytes after tensors": (
+        "w.safetensors",
+        safetensors({"w": ("F32", F32_ONES)}, rest=b"1"),
+        safetensors({"w": ("F32", F32_ONES)}, rest=b"2"),
+    ),
+    # paths that are written alike
+    "dots in JSON": ("s.json", b'{"a.b": 1, "a": {"b": 2}}', b'{"a.b": 2, "a": {"b": 1}}'),
+    "one dot in JSON": ("s.json", b'{"a.b": 1}', b'{"a": {"b": 1}}'),
+    "a list and an object": ("s.json", b'{"a": [1]}', b'{"a": {"0": 1}}'),
+    "an empty list and an empty object": ("s.json", b'{"a": []}', b'{"a": {}}'),
+    "a key twice": ("s.json", b'{"a": 1, "a": 3}', b'{"a": 2, "a": 3}'),
+    "an empty key": ("s.json", b'{"": 1}', b"1"),
+    "an empty key within": ("s.json", b'{"a": {"": 1}}', b'{"a.": 1}'),
+    "a quoted key": ("s.json", json.dumps({"'a.b'": 1}).encode(), b'{"a.b": 1}'),
+    "the text of None": ("s.json", b'{"a": "None"}', b'{"a": null}'),
+    "the key None": ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({"None": 1})),
+    "a number and its text": ("m.pkl", pickle.dumps({1: "a", "1": "b"}), pickle.dumps({1: "b", "1": "a"})),
+    "a truth and a number": ("m.pkl", pickle.dumps({True: 1}), pickle.dumps({1: 1})),
+    "a number and a float": ("m.pkl", pickle.dumps({1.0: 1}), pickle.dumps({1: 1})),
+    "bytes and text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"a": 1})),
+    "bytes and their text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"b'a'": 1})),
+    "a tuple and its text": ("m.pkl", pickle.dumps({("a", 1): 1}), pickle.dumps({"('a', 1)": 1})),
+    "tuples of other types": ("m.pkl", pickle.dumps({(1,): 1}), pickle.dumps({(True,): 1})),
+    "a list and a tuple": ("m.pkl", pickle.dumps([1]), pickle.dumps((1,))),
+    "a set and a list": ("m.pkl", pickle.dumps({1}), pickle.dumps([1])),
+    "sets of other types": ("m.pkl", pickle.dumps({1, 2}), pickle.dumps({1.0, 2})),
+    "a dictionary and an ordered one": ("m.pkl", pickle.dumps(OrderedDict(a=1)), pickle.dumps({"a": 1})),
+    "slashes in an archive": ("w.npz", npz(**{"a/b": ONES, "a.b": -ONES}), npz(**{"a/b": -ONES, "a.b": ONES})),
+    "dots in safetensors": (
+        "w.safetensors", safetensors({"a.b": ("F32", F32_ONES)}), safetensors({"'a.b'": ("F32", F32_ONES)}),
+    ),
+    "keys of skops": (
+        "e.skops", skops('{"content": {"1": {"content": "2"}, "1": {"content": "3"}}}'),
+        skops('{"content": {"1": {"content": "3"}, "1": {"content": "2"}}}'),
+    ),
+    "a key of skops that is like an id": (
+        "e.skops", skops('{"content": {"__id__": {"content": "2"}}, "__id__": 1}'),
+        skops('{"content": {"__id__": {"content": "3"}}, "__id__": 2}'),
+    ),
+    "a member that no node of skops names": ("e.skops", skops("{}", extra=b"1"), skops("{}", extra=b"2")),
+    # metadata
+    "metadata of safetensors": (
+        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}, {"step": "1"}),
+        safetensors({"w": ("F32", F32_ONES)}, {"step": "2"}),
+    ),
+    "metadata of a table": (
+        "t.parquet", parquet({"x": [1]}, table={"step": "1"}), parquet({"x": [1]}, table={"step": "2"}),
+    ),
+    "metadata of a column": ("t.parquet", parquet({"x": [1]}, x={"unit": "s"}), parquet({"x": [1]}, x={"unit": "m"})),
+    "the type of a column": (
+        "t.parquet", parquet({"x": pa.array(["a"])}), parquet({"x": pa.array(["a"], pa.large_string())}),
+    ),
+    "the order of columns": ("t.parquet", parquet({"x": [1], "y": [1]}), parquet({"y": [1], "x": [1]})),
+    "the place of a null": (
+        "t.parquet", parquet({"x": pa.array([1.0, None])}), parquet({"x": pa.array([None, 1.0])}),
+    ),
+    "a comment of an archive": ("w.zip", zipped([("w", b"1")], comment=b"1"), zipped([("w", b"1")], comment=b"2")),
+    "a comment of a member": ("w.zip", zipped([("w", b"1")], of_member=b"1"), zipped([("w", b"1")], of_member=b"2")),
+    "the order of members": ("w.npz", npz(a=ONES, b=ONES), npz(b=ONES, a=ONES)),
+    # types
+    "bfloat16 and float32": (
+        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}), safetensors({"w": ("BF16", BF16_ONES)}),
+    ),
+    "two types of 8 bits": (
+        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E5M2", b"\x01")}),
+    ),
+    "the bits of a float of 8 bits": (
+        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E4M3", b"\x81")}),
+    ),
+    "the byte order": ("w.npy", npy(ONES), npy(ONES.astype(">f4"))),
+    "the order of axes": ("w.npy", npy(np.ones((2, 3))), npy(np.ones((2, 3), order="F"))),
+    "the fields of a type": ("w.npy", npy(np.zeros(2, "i4,i4")), npy(np.zeros(2, "i4,f4"))),
+    "float16 in a pickle": ("m.pkl", pickle.dumps(np.float16(1)), pickle.dumps(np.float32(1))),
+    "a number of NumPy, and one of Python": ("m.pkl", pickle.dumps(np.float64(1)), pickle.dumps(1.0)),
+    # values that are equal, and not the same
+    "minus zero in JSON": ("s.json", b'{"a": 0.0}', b'{"a": -0.0}'),
+    "minus zero in a list": ("s.json", b"[[0.0]]", b"[[-0.0]]"),
+    "minus zero in a pickle": ("m.pkl", pickle.dumps([0.0]), pickle.dumps([-0.0])),
+    "minus zero in a complex": ("m.pkl", pickle.dumps({"a": complex(0, 0.0)}), pickle.dumps({"a": complex(0, -0.0)})),
+    "minus zero in a nested column": (
+        "t.parquet", parquet({"x": [[0.0], None]}), parquet({"x": [[-0.0], None]}),
+    ),
+    "another NaN": ("w.npy", npy(np.frombuffer(NAN)), npy(np.array([np.nan]))),
+    "another NaN in a pickle": ("m.pkl", pickle.dumps(struct.unpack("<d", NAN)[0]), pickle.dumps(float("nan"))),
+    "a number and a float in JSON": ("s.json", b'{"a": 1}', b'{"a": 1.0}'),
+    "a number and a truth in JSON": ("s.json", b'{"a": 1}', b'{"a": true}'),
+    "the order of keys in JSON": ("s.json", b'{"x": {"a": 1, "b": 2}}', b'{"x": {"b": 2, "a": 1}}'),
+    "the order of keys in a pickle": ("m.pkl", pickle.dumps({"a": 1, "b": 2}), pickle.dumps({"b": 2, "a": 1})),
+    "a time with another zone": (
+        "m.pkl", pickle.dumps(dt.datetime(2026, 1, 1, 1, tzinfo=dt.UTC)),
+        pickle.dumps(dt.datetime(2026, 1, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=1)))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_files_that_look_alike_differ(name: str, tmp_path: Path) -> None:
+    file, expected, found = UNLIKE[name]
+    assert expected != found
+    assert shown_differences(file, expected, found, tmp_path)
+    assert shown_differences(file, found, expected, tmp_path)
+    same = tmp_path / "same"
+    same.mkdir()
+    assert shown_differences(file, expected, expected, same) == []
+
+
+ALIKE: dict[str, tuple[str, bytes, bytes]] = {
+    "the time in gzip": ("m.pkl.gz", gzipped(pickle.dumps([1]), 1.0), gzipped(pickle.dumps([1]), 2.0)),
+    "the time in gzip of text": ("x.txt.gz", gzipped(b"text", 1.0), gzipped(b"text", 2.0)),
+    "times in an archive": ("w.zip", zipped([("w", b"1")]), zipped([("w", b"1")], year=2021)),
+    "times in an archive in an archive": (
+        "w.zip", zipped([("w", zipped([("v", b"1")]))]), zipped([("w", zipped([("v", b"1")], year=2021))], year=2021),
+    ),
+    "the level of compression": ("m.pkl", packed_joblib([ONES], ("gzip", 1)), packed_joblib([ONES], ("gzip", 9))),
+    "the ids in skops": ("e.skops", skops_of(140551053593360, ONES), skops_of(140551053590000, ONES)),
+    "spaces in JSON": ("s.json", b'{"a":[1,2]}', b'{"a": [1, 2]}\n'),
+    "the order of metadata of safetensors": (
+        "w.safetensors", safetensors({}, {"a": "1", "b": "2"}), safetensors({}, {"b": "2", "a": "1"}),
+    ),
+    "the order of a set": ("m.pkl", pickle.dumps({1, 9, 17}), pickle.dumps({17, 9, 1})),
+    "the protocol of a pickle": ("m.pkl", pickle.dumps([1, b"2"], 2), pickle.dumps([1, b"2"], 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_files_that_differ_only_in_times_and_in_how_they_are_written_are_the_same(name: str, tmp_path: Path) -> None:
+    assert shown_differences(*ALIKE[name], tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "found", "shown"),
+    [
+        ("s.json", b'{"layer.weight": [1]}', b'{"layer.weight": [2]}', "`layer.weight.0`, 2, expected 1"),
+        ("s.json", b'{"1": 1}', b'{"1": 2}', "`'1'`, 2, expected 1"),
+        ("s.json", b'{"a": []}', b'{"a": {}}', "`a`, dict, expected list"),
+        ("s.json", b'{"a": {"b": 1}}', b'{"a": {}}', "`a.b`, missing"),
+        ("s.json", b'{"a": 1, "b": 2}', b'{"b": 2, "a": 1}', "keys in another order: number 1 is `b`, expected `a`"),
+        ("s.json", b"{", b"[", "'[', expected '{'"),
+        ("w.npy", npy(near(0)), npy(near(-0.0)), "1 of 32 values, max |Δ| 0"),
+        ("w.npy", npy(near(0)), npy(near(np.nan)), "1 of 32 values, max |Δ| nan"),
+        ("w.npy", npy(np.zeros(0)), npy(np.zeros(0, np.float32)), "float32 (0,), expected float64 (0,)"),
+        ("w.npy", npy(near(0)), npy(near(0).astype(float)), "float64 (4, 8), expected float32 (4, 8)"),
+        ("w.npy", npy(np.array([True, False])), npy(np.array([True, True])), "1 of 2 values, max |Δ| 1"),
+        ("w.npy", npy(ONES, ONES), npy(ONES, -ONES), "`1`, 4 of 4 values, max |Δ| 2"),
+        ("w.npy", npy(ONES) + b"1", npy(ONES) + b"2", "bytes differ (145 bytes)"),
+        ("w.npz", npz(w=near(0), b=ONES), npz(w=near(2e-9), b=ONES), "`w`, 1 of 32 values, max |Δ| 2e-09"),
+        ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({None: 2}), "`[None]`, 2, expected 1"),
+        ("m.pkl", pickle.dumps({"w": ONES}), pickle.dumps({"w": -ONES}), "`w`, 4 of 4 values, max |Δ| 2"),
+        ("m.joblib", packed_joblib({"w": near(0)}, 0), packed_joblib({"w": near(2e-9)}, 0),
+         "`w.values`, 1 of 32 values, max |Δ| 2e-09"),
+        ("t.parquet", parquet({"x": [1, 2], "y": ["a", "b"]}), parquet({"x": [1, 3], "y": ["a", "b"]}),
+         "`x`, 1 of 2 values, max |Δ| 1"),
+        ("w.safetensors",
+         safetensors({"w": ("BF16", BF16_ONES)}), safetensors({"w": ("BF16", b"\x80\x40" + BF16_ONES[2:])}),
+         "`w`, 1 of 4 values, max |Δ| 3"),
+        ("m.gz", gzipped(pickle.dumps({"w": 1})), gzipped(pickle.dumps({"w": 2})), "`w`, 2, expected 1"),
+        ("m.keras", zipped([("weights", b"12\xff")]), zipped([("weights", b"1\xff")]),
+         "`weights`, bytes differ (2, expected 3)"),
+        ("c.zip", zipped([("meta.json", b'{"saved": "1"}')]), zipped([("meta.json", b'{"saved": "2"}')]),
+         "`meta.json.saved`, '2', expected '1'"),
+        ("e.skops", skops_of(140551053593360, near(0)), skops_of(140551053590000, near(2e-9)),
+         "`content.coef_.file`, 1 of 32 values, max |Δ| 2e-09"),
+        ("x.bin", b"ab\xffd", b"ab\xfed", "bytes differ (4 bytes)"),
+        ("x.txt", b"a\nit: 8\n", b"a\nit: 10\n", "`line 2`, 'it: 10', expected 'it: 8'"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_shown_as_a_person_would_write_it(
+    name: str, expected: bytes, found: bytes, shown: str, tmp_path: Path
 ) -> None:
-    assert differences("e.skops", as_skops, (140551053593360, near(1)), (140551053590000, near(1))) == []
-    (found,) = differences("e.skops", as_skops, (140551053593360, near(0)), (140551053590000, near(2e-9)))
-    assert found == "`e.skops`, `content.coef_.file`, 1 of 32 values, max |Δ| 2e-09"
+    assert shown_differences(name, expected, found, tmp_path) == [f"`{name}`, {shown}"]
+
+
+def test_large_arrays_are_compared_a_part_at_a_time(tmp_path: Path) -> None:
+    expected, found = np.zeros((5, 1 << 19)), np.zeros((5, 1 << 19))
+    found[0, 1], found[4, -1], found[2, 5] = 5, -0.0, -7
+    shown = shown_differences("w.npy", npy(expected), npy(found), tmp_path)
+    assert shown == ["`w.npy`, 3 of 2,621,440 values, max |Δ| 7"]
+
+
+def test_two_places_that_are_shown_alike_are_two_places(tmp_path: Path) -> None:
+    for place, number in (("expected", 1), ("found", 2)):
+        (tmp_path / place).write_text(json.dumps({"a.b": number, "a": {"b": number}}))
+    differences = compare_files(tmp_path / "expected", tmp_path / "found", "s.json")
+    assert [difference.key for difference in differences] == ["a.b", "a.b"]
+    assert len({difference.path or difference.key for difference in differences}) == 2
+
+
+def test_times_and_identifiers_in_a_pickle_are_values_of_their_own(tmp_path: Path) -> None:
+    one, other = ({"at": dt.datetime(2026, 1, day, tzinfo=dt.UTC), "run": uuid.UUID(int=day)} for day in (1, 2))
+    for place, value in (("expected", one), ("found", other)):
+        (tmp_path / place).write_bytes(pickle.dumps(value))
+    differences = compare_files(tmp_path / "expected", tmp_path / "found", "m.pkl")
+    assert [(difference.key, difference.scalars) for difference in differences] == [
+        (key, (one[key], other[key])) for key in ("at", "run")
+    ]
 
 
 class Evil:
@@ -143,20 +366,14 @@ class Evil:
 
 
 @pytest.mark.parametrize("name", ["m.pkl", "m.pt", "m.npy", "m.json"])
-def test_no_pickle_is_run(name: str, tmp_path: Path, differences: Callable[..., list[str]]) -> None:
+def test_no_pickle_is_run(name: str, tmp_path: Path) -> None:
     evil = tmp_path / "was-run"
-    shown = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
-    by_value = f"`{name}`, `type(0)`, 'pathlib.Path.mkdir', expected 'pathlib.PosixPath'"
-    assert by_value in shown or (name == "m.json" and "bytes differ" in shown[0])
-    objects = (np.array([Evil(evil), size], dtype=object) for size in (1, 2))
-    (found,) = differences(name, as_pickled_array, *objects)
+    shown = shown_differences(name, pickle.dumps([1, Evil(evil)]), pickle.dumps([2, Evil(evil)]), tmp_path)
+    assert shown == [f"`{name}`, `0`, 2, expected 1"]
+    objects = (npy(np.array([Evil(evil), size], dtype=object)) for size in (1, 2))
+    (found,) = shown_differences(name, *objects, tmp_path)
     assert "bytes differ" in found
     assert not evil.exists()
-
-
-def as_pickled_array(path: Path, array: Any) -> None:
-    with path.open("wb") as file:
-        np.save(file, array, allow_pickle=True)
 
 
 class Model:
@@ -165,50 +382,42 @@ class Model:
         self.itself, self.names = self, {"b", "a", ("c", rate)}
 
 
-def as_pickle(path: Path, value: object) -> None:
-    path.write_bytes(pickle.dumps(value))
+def as_two_pickles(value: object) -> bytes:
+    return pickle.dumps(1) + pickle.dumps(value, protocol=2)
 
 
-def as_two_pickles(path: Path, value: object) -> None:
-    path.write_bytes(pickle.dumps(1) + pickle.dumps(value, protocol=2))
+def as_joblib(value: object) -> bytes:
+    return packed_joblib(value, 0)
 
 
-def as_joblib(path: Path, value: object) -> None:
-    joblib.dump(value, path)
+def as_compressed_joblib(value: object) -> bytes:
+    return packed_joblib(value, 3)
 
 
-def as_compressed_joblib(path: Path, value: object) -> None:
-    joblib.dump(value, path, compress=3)
-
-
-@pytest.mark.parametrize("write", [as_pickle, as_two_pickles, as_joblib, as_compressed_joblib])
+@pytest.mark.parametrize("write", [pickle.dumps, as_two_pickles, as_joblib, as_compressed_joblib])
 def test_pickles_of_equal_values_are_equal_whatever_objects_are_shared(
-    write: Write, differences: Callable[..., list[str]]
+    write: Callable[[object], bytes], tmp_path: Path
 ) -> None:
     one = [0.5, "text", np.arange(6.0).reshape(2, 3), np.array([None, "x"], dtype=object)]
-    once, twice = (Model(0.1, one, other, np.float64) for other in (one, copy.deepcopy(one)))
-    assert pickle.dumps(once) != pickle.dumps(twice)
-    assert differences("m.pkl", write, once, twice) == []
-    found = differences("m.pkl", write, once, Model(0.2, one, one, np.float64))
-    assert any("rate`, 0.2, expected 0.1" in each for each in found)
-    assert any("names.2" in each for each in found)
+    once, twice = (write(Model(0.1, one, other, np.float64)) for other in (one, copy.deepcopy(one)))
+    assert once != twice
+    assert shown_differences("m.pkl", once, twice, tmp_path) == []
+    found = shown_differences("m.pkl", once, write(Model(0.2, one, one, np.float64)), tmp_path)
+    assert any("rate`, 0.2, expected 0.1" in shown for shown in found)
+    assert any("names.2" in shown for shown in found)
 
 
-def test_an_array_of_joblib_is_compared_by_its_values(differences: Callable[..., list[str]]) -> None:
-    (found,) = differences("m.joblib", as_joblib, {"w": near(0)}, {"w": near(2e-9)})
-    assert found == "`m.joblib`, `w.values`, 1 of 32 values, max |Δ| 2e-09"
-
-
-def nested(depth: int) -> object:
-    value: object = depth
+def nested(value: object) -> bytes:
     for _ in range(40):  # 2**40 paths
         value = [value, value]
-    return value
+    return pickle.dumps(value)
 
 
-def test_a_pickle_of_too_many_values_is_compared_by_byte(
-    differences: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+def test_a_pickle_of_too_many_values_that_differ_is_compared_by_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefect_tune.drills.file_contents._MOST_VALUES", 1000)
-    (shown,) = differences("m.pkl", as_pickle, nested(1), nested(2))
-    assert "bytes differ from byte" in shown
+    assert shown_differences("m.pkl", nested([1]), nested([1]) + b"\x80\x04N.", tmp_path)
+    assert shown_differences("m.pkl", nested((0.5, 0.5)), nested((one := 0.5, one)), tmp_path) == []
+    monkeypatch.setattr("prefect_tune.drills.values._MAX_DIFFERENCES", 1000)
+    (shown,) = shown_differences("m.pkl", nested(1), nested(2), tmp_path)
+    assert "bytes differ" in shown

@@ -15,17 +15,16 @@ from prefect_tune.drills.evidence import (
     CHECKPOINTS,
     GENERATORS,
     METRICS,
-    MISSING,
     Difference,
     DrillRun,
     Kill,
     MeasuredSave,
     Record,
 )
-from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import require_resumed
+from prefect_tune.drills.values import MISSING, FileDifference
 
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
 MANIFEST = Manifest(

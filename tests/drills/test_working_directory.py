@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.drills import working_directory
-from prefect_tune.drills.working_directory import enter_copied_directory
+from prefect_tune.drills import probe
+from prefect_tune.drills.probe import enter_copied_directory
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_ranks_of_an_attempt_share_their_directory(
 
 
 def test_what_is_too_much_to_copy_is_a_link(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working_directory, "_MAX_COPIED_BYTES", 3)
+    monkeypatch.setattr(probe, "_MAX_COPIED_BYTES", 3)
     enter_copied_directory(tmp_path / "drill" / "directory-1")
     assert [Path(name).is_symlink() for name in ("weights.json", "package", "package/part.txt", ".git")] == [
         False, False, True, True,

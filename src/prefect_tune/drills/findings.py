@@ -12,19 +12,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.shown_text import plural, shown_size
-from prefect_tune.drills.determinism import metric_histories, result_metrics, unexplained_metrics
 from prefect_tune.drills.evidence import (
     CHECKPOINTS,
-    MISSING,
-    UNEXPECTED,
     Difference,
     DrillRun,
     Kill,
     Record,
-    first_records,
+    metric_histories,
+    result_metrics,
+    unexplained_metrics,
 )
 from prefect_tune.drills.plan import DrillPlan
-from prefect_tune.drills.values import leaves
+from prefect_tune.drills.values import MISSING, UNEXPECTED, scalars_in
 
 _NOUNS = {
     "global": "a global random generator",
@@ -111,7 +110,7 @@ def forgotten_in(
     values = Counter(name for name, _ in seen)
     changing = {name for name, count in values.items() if count > 1}
     without_kills = [*(each for each in killed.records if each.attempt == 1), *(again.records if again else ())]
-    for record in first_records(killed):
+    for record in killed.restarts:
         reference = known.get(record.step)
         if reference is None or (differs_at is not None and record.resumed_from >= differs_at):
             continue
@@ -131,7 +130,7 @@ def forgotten_in(
 
 def _likely(found: Sequence[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> Sequence[Forgotten]:
     """Return what of the differences one step after a resume may be their cause."""
-    results = {repr(value) for _, value in leaves(metrics) if isinstance(value, float)}
+    results = {repr(value) for _, value in scalars_in(metrics) if isinstance(value, float)}
     unsaved = [each for each in found if each.name.partition(".")[0] not in saved]
     plain = [each for each in unsaved if each.found not in results]
     held = [replace(each, kind="metric") for each in unsaved if each.kind in {"value", "state"}]

@@ -15,9 +15,11 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.drills.working_directory import enter_copied_directory
 from prefect_tune.runtime.group_session import ON_JOIN, FollowingSession
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
@@ -45,6 +46,8 @@ _DEPTH = 3
 _STATES = ("getstate", "get_state", "state_dict")
 """The methods by which generators, and models and optimizers, return their state."""
 _DIGEST_BYTES = 8
+_MAX_COPIED_BYTES = 1 << 26
+_MAX_COPIED_ENTRIES = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,3 +379,72 @@ def _digest(value: Any) -> str:
     except Exception:  # noqa: BLE001 - an iterator, an open file, a cycle: it has no digest
         return f"<{type(value).__name__}>"
     return str(digest)
+
+
+# -------------------------------------------------------------------------------------- a directory for each attempt
+#
+# On another machine the files that an attempt leaves in its working directory would not be there for the next one, so a
+# training that reads them must not pass as exact.
+#
+#     /home/me/project          the working directory of the drill; its attempts do not write there
+#     FOLDER/home/me/project    its copy, in which an attempt trains
+#     FOLDER/home/me/data       a link, so that `../data` is found
+#
+# Small files are copied. Links take the place of hidden directories, and of what is too much to copy for each attempt:
+# what is written below those is shared by all attempts.
+
+
+def enter_copied_directory(folder: Path) -> None:
+    """Make a copy of the working directory below `folder`, unless another rank has made it, and go there."""
+    original = Path.cwd().resolve()
+    copied = Path(folder, *original.parts[1:])
+    if not folder.exists():
+        own = folder.with_name(f"{folder.name}-{os.getpid()}")
+        _link_surroundings(original, own)
+        _copy_directory(original, Path(own, *original.parts[1:]), without=folder.parent.resolve())
+        with suppress(OSError):  # another rank was faster
+            own.rename(folder)
+    os.chdir(copied)
+    os.environ["PWD"] = str(copied)
+
+
+def _link_surroundings(original: Path, folder: Path) -> None:
+    """Make the directories above the copy, in which all other entries are links."""
+    for depth, part in enumerate(original.parts[1:], 1):
+        above, copied = Path(*original.parts[:depth]), Path(folder, *original.parts[1:depth])
+        copied.mkdir(parents=True, exist_ok=True)
+        with suppress(PermissionError):  # of a directory that can be entered and not read
+            for entry in os.scandir(above):
+                if entry.name != part:
+                    (copied / entry.name).symlink_to(above / entry.name)
+
+
+def _copy_directory(original: Path, copied: Path, without: Path) -> None:
+    """Copy a directory level by level as long as it is cheap; what is left is linked."""
+    left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
+    copied.mkdir(parents=True)
+    directories = deque([(original, copied)])
+    while directories:
+        source, place = directories.popleft()
+        with os.scandir(source) as found:
+            entries = sorted(found, key=lambda entry: entry.is_dir(follow_symlinks=False))  # files first
+        for entry in entries:
+            path, target = Path(entry.path), place / entry.name
+            left_entries -= 1
+            with suppress(OSError):  # it was removed meanwhile, or its path is too long
+                size = entry.stat(follow_symlinks=False).st_size
+                is_readable = left_entries > 0 and os.access(path, os.R_OK)
+                if is_readable and entry.is_file(follow_symlinks=False) and size <= left_bytes:
+                    shutil.copy2(path, target)
+                    left_bytes -= size
+                elif (
+                    is_readable
+                    and entry.is_dir(follow_symlinks=False)
+                    and os.access(path, os.X_OK)
+                    and not entry.name.startswith(".")
+                    and not without.is_relative_to(path)
+                ):
+                    target.mkdir()
+                    directories.append((path, target))
+                else:
+                    target.symlink_to(path)

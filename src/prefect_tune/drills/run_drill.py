@@ -13,10 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,6 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.shown_text import visible_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drills.determinism import result_places, unseeded_generators
 from prefect_tune.drills.evidence import (
     Difference,
     DrillRun,
@@ -46,6 +44,8 @@ from prefect_tune.drills.evidence import (
     kills_in,
     read_records,
     read_run,
+    result_places,
+    unseeded_generators,
 )
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.plan import DrillPlan
@@ -54,7 +54,6 @@ from prefect_tune.prefect_api.local_server import start_prefect_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 _log = get_logger("prefect_tune")
-_LOOK_SECONDS = 0.2
 _TAIL, _ERROR = 2000, "| ERROR "
 _TIMES, _LEAST_LIMIT_SECONDS = 10, 600.0  # of an undisturbed run: a run that takes longer hangs
 _RUN_START, _KILL_COST, _IMPORT_TIME, _SERVER_START = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
@@ -81,7 +80,7 @@ _IMPORT_WITHIN = 600.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Track:
     """What one run has done, as the picture shows it."""
 
@@ -89,9 +88,9 @@ class Track:
     steps: int
     step: int = 0
     committed: Collection[int] = ()
-    kills: list[int] = field(default_factory=list)
+    kills: Sequence[int] = ()
     """After which steps it was killed."""
-    resumes: list[int] = field(default_factory=list)
+    resumes: Sequence[int] = ()
     """After which steps it resumed."""
     seconds: float = 0.0
 
@@ -102,7 +101,7 @@ def run_drill(
     environment: Mapping[str, str],
     *,
     keep: bool = False,
-    tracks: list[Track] | None = None,
+    tracks: list[Callable[[], Track]] | None = None,
     on_activity: Callable[[str], object] = lambda _: None,
 ) -> DrillReport:
     """Train undisturbed, and again with kills, and compare; if need be, train a second time undisturbed.
@@ -112,7 +111,7 @@ def run_drill(
         target: where the runs store their checkpoints and journals.
         environment: of the processes that train, with the address of a Prefect API.
         keep: whether what the runs have written to the target stays.
-        tracks: gets the runs as they go, for a picture.
+        tracks: gets for each run what returns its track so far, for a picture.
         on_activity: gets a line about what begins, and how long it usually takes.
 
     Raises:
@@ -124,7 +123,7 @@ def run_drill(
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(temporary_folder()))
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = Drill(plan, target, store, folder, environment, tracks, on_activity)
+        drill = Drill(plan, target, store, folder, environment, [] if tracks is None else tracks, on_activity)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
@@ -156,8 +155,7 @@ class Drill:
     store: ObjectStore
     folder: Path
     environment: Mapping[str, str]
-    tracks: list[Track] | None
-    """None if no one looks: then the runs are not followed."""
+    tracks: list[Callable[[], Track]] = field(default_factory=list)
     on_activity: Callable[[str], object] = lambda _: None
     """Gets a line about what begins."""
     first_run_seconds: float | None = None
@@ -179,13 +177,16 @@ class Drill:
         plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
         self.on_activity(f"run {len(self._trials)}, {run}: {self.expectation_of(kills)}")
-        began = time.monotonic()
-        with nullcontext() if self.tracks is None else self._following(self.tracks, run, trial, plan):
-            starts = 0
-            while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL:
+        began, starts = time.monotonic(), 0
+        self.tracks.append(lambda: self._track(run, trial, plan, time.monotonic() - began))
+        try:
+            while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL and starts < len(
+                kills
+            ):
                 starts += 1
-                if starts > len(kills):
-                    break
+        finally:
+            last = self.tracks[-1]()
+            self.tracks[-1] = lambda: last
         if code:
             said = last_output(folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
@@ -269,34 +270,22 @@ class Drill:
             finally:
                 process.kill()
 
-    @contextmanager
-    def _following(self, tracks: list[Track], run: str, trial: TrialKey, plan: RunPlan) -> Iterator[None]:
-        """Add a track, and keep it as the run goes, in a thread."""
-        track, began, over = Track(run, self.plan.steps), time.monotonic(), threading.Event()
-        tracks.append(track)
-
-        def follow() -> None:
-            while not over.wait(_LOOK_SECONDS):
-                self._look(track, trial, plan, began)
-
-        thread = threading.Thread(target=follow, name="drill-picture", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            self._look(track, trial, plan, began)
-
-    def _look(self, track: Track, trial: TrialKey, plan: RunPlan, began: float) -> None:
+    def _track(self, run: str, trial: TrialKey, plan: RunPlan, seconds: float) -> Track:
+        """Return what a run has done so far."""
         records = list(read_records(plan.records))
-        track.step = max((each.step for each in records), default=0)
-        kills = list(kills_in(plan, records))
-        track.kills, track.resumes = [each.step for each in kills], [each.resumed_from for each in kills]
+        kills, committed = list(kills_in(plan, records)), set[int]()
         with suppress(StoreUnavailable):
-            keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in self.store.list(trial.folder))
-            track.committed = {key.step for key in keys if key}
-        track.seconds = time.monotonic() - began
+            keys = (CheckpointKey.from_manifest_path(trial, file.path) for file in self.store.list(trial.folder))
+            committed = {key.step for key in keys if key}
+        return Track(
+            run,
+            self.plan.steps,
+            step=max((record.step for record in records), default=0),
+            committed=committed,
+            kills=[kill.step for kill in kills],
+            resumes=[kill.resumed_from for kill in kills],
+            seconds=seconds,
+        )
 
     def remove(self) -> None:
         """Remove what the runs have written: nothing else has their names."""
@@ -427,7 +416,7 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
                 progress.end()
         finally:
             console.print("" if console.is_terminal else "\n")
-    console.print(f"  {legend_of(progress.tracks)}\n")
+    console.print(f"  {legend_of([track() for track in progress.tracks])}\n")
     print_report(report, console)
     if keep:
         kept = f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed"
@@ -439,7 +428,7 @@ class DrillProgress:
     """What a drill does now: in a terminal the last line of its picture, elsewhere a line that is printed at once."""
 
     def __init__(self, console: Console) -> None:
-        self.tracks: list[Track] = []
+        self.tracks: list[Callable[[], Track]] = []
         self._console = console
         self._activity, self._since = "", time.monotonic()
 
@@ -455,7 +444,7 @@ class DrillProgress:
 
     def render(self) -> RenderableType:
         """Return the runs, and in a terminal what the drill does, with the seconds that it has taken so far."""
-        picture = picture_of(self.tracks)
+        picture = picture_of([track() for track in self.tracks])
         if not self._activity or not self._console.is_terminal:
             return picture
         so_far = f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)"

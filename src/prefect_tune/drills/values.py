@@ -1,35 +1,154 @@
-"""The values in a file of a checkpoint by their paths, and how two values differ.
+"""What differs between two values: trees of containers and leaves, compared side by side.
 
-A path is a tuple of tokens that no two keys share: `1` and `'1'`, `a.b` and `a` in `b` are different places, though a
-person may write them alike. Values are the same if their types and bits are: `1` is not `1.0`, `0.0` not `-0.0`, a list
-no tuple, and two NaNs are the same only if all their bits are. The order of a dictionary's keys is a value, too: a
-program may go through them.
+Values are the same if their types and bits are: `1` is not `1.0`, `0.0` not `-0.0`, a list no tuple, and two NaNs are
+the same only if all their bits are. The order of a dictionary's keys is a value, too: a program may go through them.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import struct
+import uuid
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date, time, timedelta
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, TypeAlias
-from uuid import UUID
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 ValuePath: TypeAlias = tuple[str, ...]
-Scalar: TypeAlias = bool | int | float | str | date | time | timedelta | UUID
+"""Tokens that no two keys share: `1` and `'1'`, `a.b` and `a` in `b` are different places."""
+Scalar: TypeAlias = bool | int | float | str | dt.date | dt.time | dt.timedelta | uuid.UUID
 
-TYPE = "type()"
-"""The last token of the path at which the class of an object is."""
-CONTAINER = "[container]"
-"""The last token of the path at which it is said what a container is."""
+MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
+"""What differs about a value or a file that only one of two runs has."""
 _PLAIN_KEY = re.compile(r"[^\s.#'\"\[\]()]+")
 _INTEGER = re.compile(r"-?\d+")
+_MAX_SHOWN_CHARACTERS, _MAX_SCALAR_CHARACTERS = 60, 100
+_MAX_DIFFERENCES = 1_000_000
 _COMPARED_AT_ONCE = 1 << 20
-_MAX_SHOWN_CHARACTERS = 60
-_MAX_SCALAR_CHARACTERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FileDifference:
+    """What differs in a file of two checkpoints of the same step."""
+
+    file: str
+    """Its path in the checkpoint."""
+    key: str
+    """The tensor, array, column, or path in JSON; empty if the file is compared as a whole."""
+    what: str
+    """For example `1 of 4,096 values, max |Δ| 2e-09`, or `5, expected 7`."""
+    is_of_bytes: bool = False
+    """Whether the bytes of the whole file were compared, since its values cannot be read."""
+    path: str = ""
+    """The key as a text that no other key has, if that is another one."""
+    scalars: tuple[Scalar | None, Scalar | None] = field(default=(None, None), compare=False)
+    """The expected and the other value, if they are numbers, times or short texts."""
+
+    def __str__(self) -> str:
+        """Name the file, the key and the difference."""
+        return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.what])
+
+
+def compare_values(expected: object, found: object, name: str) -> Sequence[FileDifference]:
+    """Return what differs between the values of two files, or the metrics of two steps.
+
+    Raises:
+        OverflowError: too much differs: shared objects may be at many paths.
+    """
+    comparison = _Comparison(name)
+    comparison.compare(expected, found, ())
+    return comparison.differences
+
+
+@dataclass
+class _Comparison:
+    name: str
+    differences: list[FileDifference] = field(default_factory=list)
+    compared: dict[tuple[int, int], object] = field(default_factory=dict)
+    """Pairs that are the same, or in which the present values are; with the objects, so that no other has their ids."""
+
+    def compare(self, expected: object, found: object, path: ValuePath) -> None:
+        pair = id(expected), id(found)
+        if pair in self.compared:
+            return
+        left, right = node_of(expected), node_of(found)
+        if left is None or right is None:
+            one, other = left or _leaf_of(expected), right or _leaf_of(found)
+            if what := _leaf_difference(one, other):
+                self.add(path, what, (_scalar_of(one), _scalar_of(other)))
+            return
+        if left.kind != right.kind:
+            self.add(path, f"{right.kind}, expected {left.kind}")
+            return
+        self.compared[pair], count = (expected, found), len(self.differences)
+        if what := _order_difference(left, right):
+            self.add(path, what)
+        for token in dict.fromkeys([*left.parts, *right.parts]):
+            if token in left.parts and token in right.parts:
+                self.compare(left.parts[token], right.parts[token], (*path, token))
+            else:
+                self.add((*path, token), MISSING if token in left.parts else UNEXPECTED)
+        if len(self.differences) > count:
+            del self.compared[pair]  # it differs at its other paths, too
+
+    def add(self, path: ValuePath, what: str, scalars: tuple[Scalar | None, Scalar | None] = (None, None)) -> None:
+        if len(self.differences) == _MAX_DIFFERENCES:
+            raise OverflowError
+        key, unique = ".".join(map(_shown_token, path)), ".".join(path)
+        self.differences.append(
+            FileDifference(self.name, key, what, path=unique if unique != key else "", scalars=scalars)
+        )
+
+
+def _order_difference(expected: Node, found: Node) -> str:
+    orders = list(found.parts), list(expected.parts)
+    if not expected.is_ordered or orders[0] == orders[1] or set(orders[0]) != set(orders[1]):
+        return ""  # a key that one of them lacks is a difference of its own
+    at = next(index for index, (one, other) in enumerate(zip(*orders, strict=True)) if one != other)
+    keys = (_shown_token(tokens[at]) for tokens in orders)
+    return "keys in another order: number {} is `{}`, expected `{}`".format(at + 1, *keys)
+
+
+def scalars_in(value: object) -> Iterator[tuple[str, Scalar | None]]:
+    """Yield the innermost values with their paths, as in `FileDifference.path`; None for one that is no scalar."""
+
+    def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
+        if (node := node_of(value)) is None:
+            yield ".".join(path), _scalar_of(_leaf_of(value))
+            return
+        for token, part in node.parts.items():
+            yield from walk(part, (*path, token))
+
+    return walk(value, ())
+
+
+# ----------------------------------------------------------------------------------------------------------- paths
+
+
+def is_in_list(canonical: str) -> bool:
+    """Whether a value is an element of a list, such as one of many weights."""
+    return re.search(r"(^|\.)#\d+$", canonical) is not None
+
+
+def token_of(key: object) -> str:
+    """Return the token of a key, which no other key has."""
+    if type(key) is str:
+        return key if _PLAIN_KEY.fullmatch(key) and not _INTEGER.fullmatch(key) else repr(key)
+    return str(key) if type(key) is int else f"[{key!r}]"
+
+
+def _shown_token(token: str) -> str:
+    """Return the token as a person would write it, such as `exp_avg` or `3`."""
+    if token[:1] not in {"'", '"'} or token[-1:] != token[:1]:
+        return token.removeprefix("#")
+    key = str(literal_eval(token))
+    is_clear = key.isprintable() and key.strip() and not _INTEGER.fullmatch(key) and not set("#'\"[]()") & set(key)
+    return key if is_clear else token
+
+
+# ---------------------------------------------------------------------------------------------------------- values
 
 
 class Pairs(list[tuple[object, object]]):
@@ -37,11 +156,20 @@ class Pairs(list[tuple[object, object]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
-    """What holds other values: its type, and the order of its keys; empty if it has none."""
+class Node:
+    """A value that holds others: its type, and what it holds by the tokens of their paths."""
 
     kind: str
-    keys: tuple[str, ...] = ()
+    parts: Mapping[str, Any]
+    is_ordered: bool = False
+    """Whether the order of its parts is a value."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An object that says what it holds."""
+
+    def as_node(self) -> Node: ...
 
 
 @dataclass(frozen=True)
@@ -54,262 +182,156 @@ class Array:
     """What else makes it another array: its class, the order of its axes in memory."""
     rows: Any
     """The bytes as a NumPy array, a row for each number."""
-    numbers: Callable[[slice], Any] | None = None
-    """Return some of its numbers as 64-bit floats; None if it has none."""
+    numbers: Any = None
+    """Its numbers, flat, as an array or a tensor; None if it has none."""
     scalar: Scalar | None = None
     """Its only number if it has no axis."""
 
 
-# ----------------------------------------------------------------------------------------------------------- paths
+class Line(str):
+    """A line of a text, which may hold weights."""
+
+    __slots__ = ()
 
 
-def key_token(key: object) -> str:
-    """Return the token of a dictionary's key, which no other key has."""
-    if type(key) is str:
-        return key if _PLAIN_KEY.fullmatch(key) and not _INTEGER.fullmatch(key) else repr(key)
-    if type(key) is int:
-        return str(key)
-    if key is None or type(key) in {bool, float, complex, bytes}:
-        return f"[{key!r}]"
-    return f"[{list(leaves(key))!r}]"
+def node_of(value: Any) -> Node | None:
+    """Return what a container holds; None for all other values."""
+    match value:
+        case type():
+            return None
+        case Node():
+            return value
+        case Described():
+            return value.as_node()
+        case Pairs():
+            return Node("dict", by_token(value), is_ordered=True)
+        case Mapping():
+            attributes = vars(value) if hasattr(value, "__dict__") else {}  # such as the metadata of a model's state
+            parts = by_token(value.items()) | ({"[attributes]": attributes} if attributes else {})
+            return Node(_shown_class(value), parts, is_ordered=True)
+        case list() | tuple():
+            return Node(_shown_class(value), {f"#{index}": part for index, part in enumerate(value)})
+        case set() | frozenset():
+            members = sorted(value, key=repr)
+            return Node(_shown_class(value), {f"#{index}": part for index, part in enumerate(members)})
+        case _ if _is_tensor(value):
+            return _parts_of_tensor(value)
+        case _ if _is_array(value) and value.dtype.hasobject:
+            return Node(f"{value.dtype} {value.shape}", {f"#{index}": part for index, part in enumerate(value.flat)})
+        case _:
+            return None
 
 
-def canonical_text(path: ValuePath) -> str:
-    """Return the path as a text that no other path has."""
-    return ".".join(path)
-
-
-def shown_text(path: ValuePath) -> str:
-    """Return the path as a person would write it, such as `state.3.exp_avg`."""
-    if path[-1:] == (CONTAINER,):
-        return shown_text(path[:-1])
-    if path[-1:] == (TYPE,):
-        return f"type({shown_text(path[:-1])})"
-    return ".".join(map(_shown_token, path))
-
-
-def is_in_list(canonical: str) -> bool:
-    """Whether a value is an element of a list, such as one of many weights."""
-    return re.search(r"(^|\.)#\d+$", canonical) is not None
-
-
-def _shown_token(token: str) -> str:
-    if token[:1] not in {"'", '"'} or token[-1:] != token[:1]:
-        return token.removeprefix("#")
-    key = str(literal_eval(token))
-    is_clear = key.isprintable() and key.strip() and not _INTEGER.fullmatch(key) and not set("#'\"[]()") & set(key)
-    return key if is_clear else token
-
-
-# ---------------------------------------------------------------------------------------------------------- leaves
-
-
-def leaves(
-    value: Any, path: ValuePath = (), around: tuple[int, ...] = (), parts_of: Callable[[Any], Any] = lambda _: None
-) -> Iterator[tuple[ValuePath, Any]]:
-    """Yield the innermost values with their paths, and at the paths of containers what they are.
-
-    Args:
-        value: a value, or a container of values.
-        path: where it is.
-        around: the ids of the containers that it is in: what contains itself ends there.
-        parts_of: returns a container's class and its parts by token, or a value in place of an object; None if it
-            does not know the object.
-    """
-    if id(value) in around:
-        yield path, Container(f"<the object {len(around) - around.index(id(value))} levels up>")
-        return
-    found = parts_of(value)
-    if isinstance(found, tuple):
-        name, parts = found
-        yield (*path, TYPE), name
-        keys: tuple[str, ...] = ()
-    else:
-        value = value if found is None else found
-        if isinstance(value, Mapping | Pairs):
-            pairs = value if isinstance(value, Pairs) else value.items()
-            parts = _without_twins((_token_of(key, parts_of), each) for key, each in pairs)
-            keys = tuple(token for token, _ in parts)
-            if not isinstance(value, Pairs) and (attributes := getattr(value, "__dict__", None)):
-                parts = [*parts, ("[attributes]", dict(attributes))]  # such as the metadata of a model's state
-        elif isinstance(value, list | tuple):
-            parts, keys = [(f"#{index}", each) for index, each in enumerate(value)], ()
-        elif isinstance(value, set | frozenset):
-            members = sorted(value, key=lambda member: _rank_in_set(list(leaves(member, parts_of=parts_of))))
-            parts, keys = [(f"#{index}", each) for index, each in enumerate(members)], ()
-        else:
-            yield from _leaves_of_one(value, path, (*around, id(value)))
-            return
-        yield (*path, CONTAINER), Container(_kind_of(value), keys)
-        if not parts:
-            yield path, ()
-    for token, each in parts:
-        yield from leaves(each, (*path, token), (*around, id(value)), parts_of)
-
-
-def leaves_of_sequence(
-    documents: Sequence[object], parts_of: Callable[[Any], Any] = lambda _: None
-) -> Iterator[tuple[ValuePath, Any]]:
-    """Yield the leaves of a file that holds one value, or several one after another.
-
-    Raises:
-        ValueError: it holds none.
-    """
-    if not documents:
-        raise ValueError("no value")
-    if len(documents) == 1:
-        yield from leaves(documents[0], parts_of=parts_of)
-        return
-    yield (CONTAINER,), Container("values one after another")
-    for index, document in enumerate(documents):
-        yield from leaves(document, (f"#{index}",), parts_of=parts_of)
-
-
-def _token_of(key: object, parts_of: Callable[[Any], Any]) -> str:
-    if isinstance(key, str | int | float | complex | bytes | None):
-        return key_token(key)
-    return f"[{list(leaves(key, parts_of=parts_of))!r}]"
-
-
-def _rank_in_set(found: list[tuple[ValuePath, Any]]) -> tuple[int, str]:
-    return len(found), repr(found)
-
-
-def _without_twins(parts: Any) -> list[tuple[str, Any]]:
-    """Return the parts, the second of a token with a token of its own."""
+def by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
+    """Return the values by the tokens of their keys, the second of a key with a token of its own."""
+    parts: dict[str, object] = {}
     seen: dict[str, int] = {}
-    unlike = []
-    for token, value in parts:
+    for key, value in pairs:
+        token = token_of(key)
         seen[token] = seen.get(token, 0) + 1
-        unlike.append((token if seen[token] == 1 else f"{token}[{seen[token]}]", value))
-    return unlike
+        parts[token if seen[token] == 1 else f"{token}[{seen[token]}]"] = value
+    return parts
 
 
-def _kind_of(value: object) -> str:
-    kind = dict if isinstance(value, Pairs) else type(value)
+def _shown_class(value: object) -> str:
+    kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _leaves_of_one(value: Any, path: ValuePath, around: tuple[int, ...]) -> Iterator[tuple[ValuePath, Any]]:
-    if all(hasattr(value, each) for each in ("detach", "is_floating_point")):
-        yield from _leaves_of_tensor(value, path, around)
-    elif all(hasattr(value, each) for each in ("dtype", "strides", "tobytes")):
-        yield path, array_of(value)
-    else:
-        yield path, value
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "is_floating_point")
 
 
-def array_of(array: Any) -> Array:
-    """Return an array or a scalar of NumPy.
-
-    Raises:
-        TypeError: it holds Python objects.
-    """
-    numpy = import_module("numpy")
-    kind = type(array).__name__ if not isinstance(array, numpy.memmap) else "ndarray"
-    plain = numpy.asarray(array)
-    if plain.dtype.hasobject:
-        raise TypeError("an array of objects has no bytes of its own")
-    flat = numpy.ascontiguousarray(plain).reshape(-1)
-    wide = numpy.complex128 if flat.dtype.kind == "c" else numpy.float64
-    is_number = flat.dtype.kind in "biufc"
-    return Array(
-        f"{plain.dtype} {plain.shape}",
-        f"{kind}, {_axes(plain.shape, plain.strides)}",
-        _rows_of(flat, plain.dtype.itemsize),
-        (lambda part: flat[part].astype(wide)) if is_number else None,
-        flat[0].item() if plain.shape == () and is_number else None,
-    )
+def _is_array(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("dtype", "strides", "tobytes"))
 
 
-def raw_array(shown_type: str, data: Any, width: int, numbers: Callable[[slice], Any] | None = None) -> Array:
-    """Return an array of which the bytes are known, as a NumPy array of bytes, and how many a number has."""
-    return Array(shown_type, "", _rows_of(data, width), numbers)
-
-
-def _rows_of(flat: Any, width: int) -> Any:
-    numpy = import_module("numpy")
-    if not (width and flat.size):
-        return numpy.zeros((0, 1), numpy.uint8)
-    return flat.view(numpy.ndarray).view(numpy.uint8).reshape(-1, width)
-
-
-def _leaves_of_tensor(value: Any, path: ValuePath, around: tuple[int, ...]) -> Iterator[tuple[ValuePath, Any]]:
+def _parts_of_tensor(value: Any) -> Node | None:
+    """Return the parts of a sparse or quantized tensor; None for one that is an array."""
     torch = import_module("torch")
-    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: the part of this rank
-    tensor = own.detach().cpu()
-    details = [type(value).__qualname__, *(["requires a gradient"] if value.requires_grad else [])]
-    parts: dict[str, object] = {}
+    tensor = value.detach()
     if tensor.layout == torch.sparse_coo:
         parts = {"indices": tensor._indices(), "values": tensor._values(), "coalesced": tensor.is_coalesced()}  # noqa: SLF001 - the public ones raise unless it is coalesced
     elif tensor.layout != torch.strided:
-        names = ("crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
-        parts = {name: getattr(tensor, name)() for name in names if _has_part(tensor, name)}
+        of_rows = tensor.layout in {torch.sparse_csr, torch.sparse_bsr}
+        names = ("crow_indices", "col_indices") if of_rows else ("ccol_indices", "row_indices")
+        parts = {name: getattr(tensor, name)() for name in (*names, "values")}
     elif tensor.is_quantized:
         parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # with its scales
-    if parts:
-        yield (*path, TYPE), f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {', '.join(details)}"
-        for name, part in parts.items():
-            yield from leaves(part, (*path, f"[{name}]"), around)
-        return
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    yield (
-        path,
-        Array(
+    else:
+        return None
+    kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_details_of_tensor(value)}"
+    return Node(kind, {f"[{name}]": part for name, part in parts.items()})
+
+
+def _details_of_tensor(value: Any) -> str:
+    return type(value).__qualname__ + (", requires a gradient" if value.requires_grad else "")
+
+
+def _leaf_of(value: Any) -> object:
+    """Return an array or a tensor as `Array`, and all other values as they are."""
+    if isinstance(value, type):
+        return f"<{value.__module__}.{value.__qualname__}>"
+    if _is_tensor(value):
+        torch = import_module("torch")
+        own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: the part of this rank
+        tensor = own.detach().cpu()
+        plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return Array(
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
-            ", ".join([*details, _axes(tuple(tensor.shape), tensor.stride())]),
-            _rows_of(flat.view(torch.uint8).numpy(), tensor.element_size()),
-            lambda part: flat[part].to(wide).numpy(),
+            f"{_details_of_tensor(value)}{_axes(tuple(tensor.shape), tensor.stride())}",
+            rows_of(plain.view(torch.uint8).numpy(), tensor.element_size()),
+            plain,
             tensor.item() if tensor.dim() == 0 else None,
-        ),
+        )
+    if not _is_array(value):
+        return value
+    numpy = import_module("numpy")
+    array = numpy.asarray(value)
+    flat = numpy.ascontiguousarray(array).reshape(-1)
+    is_number = array.dtype.kind in "biufc"
+    return Array(
+        f"{array.dtype} {array.shape}",
+        f"{type(value).__name__}{_axes(array.shape, array.strides)}",
+        rows_of(flat, array.dtype.itemsize),
+        flat if is_number else None,
+        flat[0].item() if array.shape == () and is_number else None,
     )
 
 
-def _has_part(tensor: Any, name: str) -> bool:
-    try:
-        return getattr(tensor, name)() is not None
-    except RuntimeError:  # of another layout
-        return False
+def rows_of(flat: Any, width: int) -> Any:
+    """Return the bytes of an array, a row for each number of this width."""
+    numpy = import_module("numpy")
+    if not (width and flat.size):
+        return numpy.zeros((0, 1), numpy.uint8)
+    return flat.view(numpy.uint8).reshape(-1, width)
 
 
 def _axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
     """Return the order of the axes in memory: sums are rounded in an order that depends on it."""
     axes = [axis for axis, size in enumerate(shape) if size > 1]
     in_order = sorted(axes, key=lambda axis: -abs(strides[axis]))
-    return "" if in_order == axes else f"axes in memory {', '.join(map(str, in_order))}"
+    return "" if in_order == axes else f", axes in memory {', '.join(map(str, in_order))}"
 
 
-# ------------------------------------------------------------------------------------------------------ comparisons
-
-
-def differing_values(
-    expected: Mapping[ValuePath, Any], found: Mapping[ValuePath, Any]
-) -> Iterator[tuple[ValuePath, str, tuple[Scalar | None, Scalar | None]]]:
-    """Yield what differs: the path, the difference in words, and both values where they are scalars."""
-    for path in dict.fromkeys([*expected, *found]):
-        if path in expected and path in found:
-            if what := difference(expected[path], found[path]):
-                yield path, what, (scalar_of(expected[path]), scalar_of(found[path]))
-        elif not isinstance((expected if path in expected else found)[path], Container):
-            yield path, "missing" if path in expected else "not in the undisturbed run", (None, None)
-
-
-def scalar_of(value: object) -> Scalar | None:
+def _scalar_of(value: object) -> Scalar | None:
     """Return a value that is a number, a time or a short text; else None."""
     if isinstance(value, Array):
         return value.scalar
     if isinstance(value, str):
-        return value if len(value) <= _MAX_SCALAR_CHARACTERS else None
-    return value if isinstance(value, bool | int | float | date | time | timedelta | UUID) else None
+        if len(value) > _MAX_SCALAR_CHARACTERS or isinstance(value, Line):
+            return None
+        try:
+            return float(value)  # it may be a weight
+        except ValueError:
+            return value
+    return value if isinstance(value, bool | int | float | dt.date | dt.time | dt.timedelta | uuid.UUID) else None
 
 
-def difference(expected: Any, found: Any) -> str:
+def _leaf_difference(expected: object, found: object) -> str:
     """Return how two values differ; empty if their types and all their bits are the same."""
     if isinstance(expected, Array) and isinstance(found, Array):
-        return _difference_of_arrays(expected, found)
-    if isinstance(expected, Container) and isinstance(found, Container):
-        return _difference_of_containers(expected, found)
+        return _array_difference(expected, found)
     if type(expected) is type(found) and _bits_of(expected) == _bits_of(found):
         return ""
     if isinstance(expected, bytes) and isinstance(found, bytes):
@@ -323,46 +345,41 @@ def _bits_of(value: Any) -> object:
         return struct.pack("<d", value)
     if isinstance(value, complex):
         return struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, bool | int | str | bytes | bytearray | None):
-        return value
-    return repr(value)
-
-
-def _difference_of_containers(expected: Container, found: Container) -> str:
-    if expected.kind != found.kind:
-        return f"{found.kind}, expected {expected.kind}"
-    if expected.keys == found.keys or sorted(expected.keys) != sorted(found.keys):
-        return ""  # a key that one of them lacks is a difference of its own
-    first = next(index for index, (a, b) in enumerate(zip(expected.keys, found.keys, strict=True)) if a != b)
-    keys = (_shown_token(each.keys[first]) for each in (found, expected))
-    return "keys in another order: number {} is `{}`, expected `{}`".format(first + 1, *keys)
-
-
-def _difference_of_arrays(expected: Array, found: Array) -> str:
-    if expected.shown_type != found.shown_type:
-        return f"{found.shown_type}, expected {expected.shown_type}"
-    if expected.details != found.details:
-        return f"{found.shown_type}, {found.details}; expected {expected.details}"
-    if expected.rows.shape != found.rows.shape:
-        return f"{found.rows.size:,} bytes, expected {expected.rows.size:,}"
-    numpy = import_module("numpy")
-    count, farthest = 0, 0.0
-    for start in range(0, len(expected.rows), _COMPARED_AT_ONCE):  # checkpoints are large: a part at a time
-        part = slice(start, start + _COMPARED_AT_ONCE)
-        unlike = (expected.rows[part] != found.rows[part]).any(axis=1)
-        if here := int(unlike.sum()):
-            count += here
-            if expected.numbers and found.numbers:
-                with numpy.errstate(invalid="ignore", over="ignore"):
-                    distances = numpy.abs(expected.numbers(part)[unlike] - found.numbers(part)[unlike])
-                farthest = float(numpy.maximum(farthest, distances.max()))  # NaN, if one of them is
-    if not count:
-        return ""
-    return f"{count:,} of {len(expected.rows):,} values{f', max |Δ| {farthest:.2g}' if expected.numbers else ''}"
+    return value if isinstance(value, bool | int | str | bytes | bytearray | None) else repr(value)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, Array):
         return value.shown_type
-    text = value.kind if isinstance(value, Container) else repr(value)
+    text = value.kind if isinstance(value, Node) else repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[: _MAX_SHOWN_CHARACTERS - 3]}..."
+
+
+def _array_difference(expected: Array, found: Array) -> str:
+    if expected.shown_type != found.shown_type:
+        return f"{found.shown_type}, expected {expected.shown_type}"
+    if expected.details != found.details:
+        return f"{found.shown_type}, {found.details}; expected {expected.details}"
+    numpy = import_module("numpy")
+    count, farthest = 0, 0.0
+    for start in range(0, len(expected.rows), _COMPARED_AT_ONCE):  # checkpoints are large: a part at a time
+        part = slice(start, start + _COMPARED_AT_ONCE)
+        unlike = (expected.rows[part] != found.rows[part]).any(axis=1)
+        if not unlike.any():
+            continue
+        count += int(unlike.sum())
+        if expected.numbers is not None and found.numbers is not None:
+            with numpy.errstate(invalid="ignore", over="ignore"):
+                distances = numpy.abs(_wide(expected.numbers[part])[unlike] - _wide(found.numbers[part])[unlike])
+            farthest = float(numpy.maximum(farthest, distances.max()))  # NaN, if one of them is
+    if not count:
+        return ""
+    distance = "" if expected.numbers is None else f", max |Δ| {farthest:.2g}"
+    return f"{count:,} of {len(expected.rows):,} values{distance}"
+
+
+def _wide(numbers: Any) -> Any:
+    if _is_tensor(numbers):
+        torch = import_module("torch")
+        return numbers.to(torch.complex128 if numbers.is_complex() else torch.float64).numpy()
+    return numbers.astype(complex if numbers.dtype.kind == "c" else float)

@@ -24,8 +24,8 @@ asyncio.run(provide_database_interface().create_db())
 
 def migrated_database(config: pytest.Config) -> Path:
     """Return a migrated database to copy; one process makes it, and the others wait for it."""
-    assert config.cache is not None
-    folder = config.cache.mkdir("prefect-database")
+    folder = config.rootpath / ".pytest_cache" / "prefect-database"
+    folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{version('prefect')}.db"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
