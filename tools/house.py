@@ -234,7 +234,8 @@ def main(root: Path) -> int:
     print(*found, sep="\n", end="\n" if found else "")
     longest_file = max((source.line_count for source in inside), default=0)
     print(f"house: {len(inside)} files, longest {longest_file} lines; {len(found)} violations")
-    print(*(figures for figures, _ in sizes), drawn, sep="\n")
+    print("sizes:", "; ".join(figures for figures, _ in sizes))
+    print(drawn)
     return 1 if found else 0
 
 
