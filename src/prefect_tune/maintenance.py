@@ -55,7 +55,7 @@ from prefect_tune.tasks.maintenance import (
     quarantine_checkpoints,
     verify_checkpoints,
 )
-from prefect_tune.terminal.freshness import freshness_of
+from prefect_tune.terminal.formatting import freshness_of
 
 # The report of a maintenance run: values, and a Markdown page for the Prefect UI.
 

@@ -46,7 +46,7 @@ from prefect_tune.core.shown_text import first_line, nearest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
 from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
-from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
+from prefect_tune.notebook.cell_output import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import output_width
@@ -133,7 +133,7 @@ class Trials(Mapping[str, Trial]):
         return len(self._trials)
 
     def __repr__(self) -> str:
-        shown = list(self.values())[:MOST_ROWS]
+        shown = list(self.values())[:MAX_ROWS]
         console = Console(color_system=None, force_jupyter=False, width=output_width())
         table, hidden = trials_table(shown, self._metrics or common_metrics(shown))
         with console.capture() as text:
@@ -142,7 +142,7 @@ class Trials(Mapping[str, Trial]):
         return "\n".join(filter(None, [*lines, hidden, more_trials(len(self) - len(shown))]))
 
     def _repr_html_(self) -> str:
-        shown = list(self.values())[:MOST_ROWS]
+        shown = list(self.values())[:MAX_ROWS]
         table = trials_html(shown, self._metrics or common_metrics(shown))
         return cell_html(table, paragraph(soft(more_trials(len(self) - len(shown)) if shown else "no trials")))
 

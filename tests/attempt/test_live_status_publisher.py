@@ -16,8 +16,8 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started
 from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.monitoring import live_status_publisher
-from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
+from prefect_tune.monitoring import search_observer
+from prefect_tune.monitoring.search_observer import LiveStatusPublisher
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.trial_processes import until
 
@@ -29,7 +29,7 @@ MOMENT = datetime.fromisoformat(AT)
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
+    monkeypatch.setattr(search_observer, "_FIRST", timedelta(0))
     BUCKETS["live"] = Bucket()
     yield BUCKETS["live"]
     del BUCKETS["live"]

@@ -278,7 +278,7 @@ def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: Local
 def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MOST_WAITING", 3)
+    monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MAX_WAITING", 3)
     slow, state = Recorder(), state_at(target)
     listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):

@@ -31,18 +31,17 @@ from prefect_tune.core.journal_events import (
     WarmStart,
 )
 from prefect_tune.core.prefect_events import Allowance
-from prefect_tune.core.search.objective import objective_of
+from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.values import Digest, StepReport
 from prefect_tune.monitoring import event_emitter as emitter_module
-from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
+from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.search_observer import SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of
 from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")
 PLACE = ExperimentAddress("s3://bucket/runs", "first")
-SUBJECT = EventContext(PLACE, objective_of("loss", "min"))
+LOSS = objective_of("loss", "min")
 
 
 def step(trial: str, sequence: int, loss: float, *, at: int) -> list[Event]:
@@ -59,12 +58,14 @@ def begun(trial: str) -> list[Event]:
 class Story:
     """An experiment, and the Prefect events that were emitted for its journal events."""
 
-    def __init__(self, subject: EventContext = SUBJECT, state: Experiment | None = None) -> None:
+    def __init__(
+        self, place: ExperimentAddress = PLACE, objective: Objective | None = LOSS, state: Experiment | None = None
+    ) -> None:
         self.state = state or nothing_yet(first_generation("first"))
         self.recorder = SearchRecorder(self.state)
         self.began = self.now = datetime.now(UTC)
         self.built: list[PrefectEvent] = []
-        self.emitter = EventEmitter(subject, self.recorder, LOG, self.built.append, lambda: self.now)
+        self.emitter = EventEmitter(place, objective, self.recorder, LOG, self.built.append, lambda: self.now)
 
     def goes(self, *events: Event) -> list[PrefectEvent]:
         """Apply journal events; return the Prefect events emitted for them."""
@@ -123,7 +124,7 @@ def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: st
 
 
 def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:
-    story = Story(EventContext(ExperimentAddress("file:///my%20runs", "first"), objective_of("loss", "min")))
+    story = Story(ExperimentAddress("file:///my%20runs", "first"))
     assert asset_of(ExperimentAddress("file:///my%20runs", "first").best) is None
     built = names(story.goes(*begun("00000"), *step("00000", 2, 0.5, at=1)))
     assert built == ["started", "committed", "experiment.best"]
@@ -199,7 +200,7 @@ def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_th
 
 
 def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_not() -> None:
-    story = Story(EventContext(PLACE))
+    story = Story(objective=None)
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
     assert len(story.built) == 100
@@ -263,7 +264,7 @@ def emitted() -> list[PrefectEvent]:
 
 @pytest.fixture
 def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
-    return EventEmitter(SUBJECT, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emitted.append)
+    return EventEmitter(PLACE, LOSS, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emitted.append)
 
 
 def play(emitter: EventEmitter, *events: Event) -> None:
@@ -308,7 +309,7 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
     found.goes(*begun("00000"), *begun("00001"))
     ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, reason="its owner died")
     recorder = SearchRecorder(after_event(found.state, ended, 2))
-    with emitting_events(EventEmitter(SUBJECT, recorder, LOG, emitted.append), threading.Event(), found.state):
+    with emitting_events(EventEmitter(PLACE, LOSS, recorder, LOG, emitted.append), threading.Event(), found.state):
         pass
     assert names(emitted) == ["experiment.started", "attempt-ended", "experiment.ended"]
     assert emitted[1].payload["reason"] == "its owner died"
@@ -322,7 +323,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
             raise ValueError("too large")
         emitted.append(notice)
 
-    emitter = EventEmitter(SUBJECT, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emit)
+    emitter = EventEmitter(PLACE, LOSS, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emit)
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"), *step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text
@@ -342,5 +343,5 @@ def test_what_is_due_is_emitted_while_nothing_happens(
         if event.event.endswith("stalled"):
             stalled.set()
 
-    with emitting_events(EventEmitter(SUBJECT, SearchRecorder(story.state), LOG, emit), threading.Event()):
+    with emitting_events(EventEmitter(PLACE, LOSS, SearchRecorder(story.state), LOG, emit), threading.Event()):
         assert stalled.wait(20)

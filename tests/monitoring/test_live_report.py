@@ -212,7 +212,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
     ObserverGroup([recorder, seen]).applied(added, search.state)
-    seen.close(PATIENCE)
+    seen.publisher.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
 
@@ -241,7 +241,7 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
 
     monkeypatch.setattr(live_report, "page_of", drawn)
     begins("0")
-    seen.close(PATIENCE)
+    seen.publisher.close(PATIENCE)
     assert "could not be" not in caplog.text + page("report-hurried")
     assert "0 of 3 trials done · 1 running" in page("report-hurried")
     assert [key[:19] for key in left_by("hurried")] == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
@@ -251,7 +251,7 @@ def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
     search = asha(5)
     recorder = SearchRecorder(search.state)
     seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("rates", None, 2), LOG)
-    seen.close(PATIENCE)
+    seen.publisher.close(PATIENCE)
     assert "· 5 of 5 trials done" in page("report-rates")
     assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"
 
@@ -406,7 +406,7 @@ def test_a_history_that_is_too_long_to_be_read_is_said_to_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched(tmp_path, "long")
-    monkeypatch.setattr(live_report, "_LONGEST_HISTORY", 2)
+    monkeypatch.setattr(live_report, "_MAX_HISTORY", 2)
     pt.resume("long", target=str(tmp_path / "target"), num_samples=5)
     assert "are of this run only" in page("report-long")
     assert "5 of 5 trials done" in page("report-long")

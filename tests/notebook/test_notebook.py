@@ -26,8 +26,15 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.html_tables import Html
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
-from prefect_tune.notebook.html import progress_html, results_html
+from prefect_tune.notebook.cell_output import (
+    CellOutput,
+    Ending,
+    can_show_output,
+    live_output,
+    progress_html,
+    quiet_console,
+    results_html,
+)
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
 from tests.fakes.checkpoints import write

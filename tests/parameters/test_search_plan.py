@@ -14,7 +14,7 @@ import pytest
 from prefect.utilities.callables import parameter_docstrings
 
 import prefect_tune as pt
-from prefect_tune.cli.search_options import RESUME, RUN
+from prefect_tune.cli.search import RESUME, RUN
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.durable_trainable import durable_trainable
 from prefect_tune.flows.resume import resume

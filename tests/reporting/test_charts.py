@@ -21,13 +21,17 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.reporting.facts import DRAWN, ReportInput
-from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, Frame, fitted
-from prefect_tune.reporting.timeline_charts import timeline
-from prefect_tune.reporting.trial_charts import (
+from prefect_tune.reporting.svg import (
+    BLUE,
+    GREY,
+    ORANGE,
     SMALL_CURVES,
-    _axes,
+    Frame,
+    axes_of,
+    fitted,
     learning_curves,
     parallel_coordinates,
+    timeline,
 )
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
@@ -150,7 +154,7 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
     }
     assert found.constants == {"batch": 64}
     frame = Frame(0, 0, 100, 100)
-    axes = {axis.name: axis.numbers for axis in _axes(found, frame)}
+    axes = {axis.name: axis.numbers for axis in axes_of(found, frame)}
     assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
     assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 

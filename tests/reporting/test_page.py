@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -20,14 +20,12 @@ from prefect_tune.core.journal_events import (
     Configured,
     Finished,
     GaveUp,
-    Owner,
     StopAsked,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.reporting.facts import ReportInput, facts_of
-from prefect_tune.reporting.page import _cost, page_of
-from prefect_tune.reporting.render import as_html, as_markdown
+from prefect_tune.reporting.facts import ReportInput, report_fields
+from prefect_tune.reporting.page import as_html, as_markdown, cost_rows, page_of
 from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
@@ -35,12 +33,8 @@ from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, a
 _BIG = 300_000
 
 
-def linked(owner: Owner) -> str | None:
-    return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
-
-
 def markdown(report_input: ReportInput) -> str:
-    return as_markdown(page_of(report_input, linked))
+    return as_markdown(page_of(report_input))
 
 
 def headings(page: str) -> list[str]:
@@ -151,14 +145,13 @@ def test_before_the_first_trial_there_is_a_page_too() -> None:
     assert "**0 of 9 trials done**" in markdown(JournalBuilder().report_input(expected=9))
 
 
-def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
-    report_input = single(60, kills=(23, 41)).report_input()
-    cost = facts_of(report_input, linked).cost
-    assert (cost.attempts, cost.attempts_lost, cost.wasted_steps) == (3, 2, 3 + 1)
-    assert cost.checkpoints_committed == 12
-    assert (cost.committed_bytes, cost.sent_bytes) == (60_000_000, 10_500_000)
-    assert cost.saved_bytes == 49_500_000
-    assert cost.upload_seconds == pytest.approx(3.0)
+def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
+    totals = single(60, kills=(23, 41)).report_input().totals
+    assert (totals.attempts, totals.attempts_lost, totals.wasted_steps) == (3, 2, 3 + 1)
+    assert totals.checkpoints_committed == 12
+    assert (totals.committed_bytes, totals.sent_bytes) == (60_000_000, 10_500_000)
+    assert totals.saved_bytes == 49_500_000
+    assert totals.upload_seconds == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +160,6 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
         (0.0, 0, False, "no training was lost"),
         (0.0, 0, True, "no training is known to have been lost"),
         (0.0, 3, False, "3 steps trained again so far"),
-        (1.2, 0, False, "1.2 s after the last checkpoints; no step was trained again so far"),
         (1.2, 0, True, "1.2 s after the last checkpoints; no step is known to have been trained again so far"),
         (1.2, 3, True, "1.2 s after the last checkpoints; at least 3 steps trained again so far"),
     ],
@@ -175,10 +167,9 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
 def test_what_was_lost_and_what_was_trained_again_are_one_statement(
     seconds: float, steps: int, at_least: bool, said: str
 ) -> None:
-    facts = facts_of(single(60, kills=(23, 41)).report_input(), linked)
-    changed = {"lost_seconds": seconds, "wasted_steps": steps, "wasted_at_least": at_least}
-    rows = dict(_cost(replace(facts, cost=replace(facts.cost, **changed))))
-    assert rows["lost"] == said
+    totals = single(60, kills=(23, 41)).report_input().totals
+    changed = replace(totals, lost_seconds=seconds, wasted_steps=steps, wasted_at_least=at_least)
+    assert cost_rows(changed)["lost"] == said
 
 
 def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
@@ -187,23 +178,23 @@ def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
     seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 7.5, Category.LOST: 2.5}
     held = ExperimentCost([RunCost(began, 10.0, 1)], [AttemptCost("0", 1, began, seconds, None)], seconds)
     report_input.__dict__["cost"] = held
-    rows = dict(_cost(facts_of(report_input, linked)))
-    assert rows["training"] == "7.5 s in 3 attempts, 2 killed or lost"
-    assert rows["lost"] == "2.5 s after the last checkpoints; 4 steps trained again so far"
+    assert (report_input.totals.useful_seconds, report_input.totals.lost_seconds) == (7.5, 2.5)
+    assert cost_rows(report_input.totals)["training"] == "7.5 s in 3 attempts, 2 killed or lost"
 
 
 def test_the_same_facts_are_json() -> None:
-    facts = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
+    facts = json.loads(json.dumps(report_fields(asha(20).report_input())))
     assert facts["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
     assert facts["ended_count"] == 20
-    assert [run["term"] for run in facts["runs"]] == [1, 2, 3]
+    assert [(run["term"], run["attempts"]) for run in facts["runs"]] == [(1, 6), (2, 6), (3, 8)]
     assert facts["best"][0]["trial"] == facts["trials"][0]["trial"]
+    assert facts["errors"][0]["error"].startswith("ValueError: a | bad")
 
 
 @pytest.mark.parametrize("count", [1, 100, 1_000])
 def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
     report_input = asha(count).report_input()
-    page = page_of(report_input, linked)
+    page = page_of(report_input)
     assert len(as_markdown(page)) < _BIG
     assert len(as_html(page)) < _BIG
     assert as_markdown(page).count("\n| [") <= 50 + 10 + 3
@@ -244,7 +235,7 @@ def test_what_a_user_named_is_text_in_markdown() -> None:
 
 
 def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
-    tags = Tags(as_html(page_of(hostile(), linked)))
+    tags = Tags(as_html(page_of(hostile())))
     assert "script" not in tags.names
     assert all(str(known["src"]).startswith("data:image/svg+xml;base64,") for tag, known in tags.found if tag == "img")
     assert all(str(known["href"]).startswith("http://ui/") for tag, known in tags.found if "href" in known)
@@ -384,7 +375,7 @@ def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
     search = JournalBuilder(
         settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}}
     )
-    page = page_of(search.report_input(), linked)
+    page = page_of(search.report_input())
     settings = as_markdown(page).partition("## Settings")[2]
     assert "<details" not in as_markdown(page) + as_html(page)
     assert '| **space** | `{"x": [1, 2]}` |' in settings

@@ -11,7 +11,7 @@ from rich.console import Console
 from prefect_tune.arrow_tables import attempts_as_arrow
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, cost_sentence
 from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
-from prefect_tune.terminal.cost_view import (
+from prefect_tune.terminal.formatting import (
     attempt_fields,
     attempts_table,
     cost_fields,

@@ -257,7 +257,7 @@ def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Termin
 
 
 def test_lines_that_are_dropped_are_said_to_be_missing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_CHUNKS", 4)
+    monkeypatch.setattr(module, "_MAX_CHUNKS", 4)
     capture = OutputCapture(terminal.stream)
     for number in range(9):
         capture.write(f"{number}\n")

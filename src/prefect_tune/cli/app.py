@@ -1,4 +1,4 @@
-"""The Typer application, the arguments that commands share, and the printing of errors."""
+"""The Typer application, the arguments that commands share, the printing of errors, and the opening of targets."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, JournalCorrupt, TuneError
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import trial_named
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import load, next_entry
+from prefect_tune.core.messages.live_status import ExperimentView, view_of
 from prefect_tune.core.shown_text import visible
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.open_location import LocalFolder, local_folder
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget
 
 # Errors of a flow that a command runs in this process, each printed as one line.
 
@@ -165,10 +178,13 @@ def command(function: _Function) -> _Function:
     return app.command(function.__name__, cls=Command, rich_help_panel=PANELS[panel])(function)
 
 
-def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:
-    """Return an option whose help fits a terminal of 80 columns."""
-    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
-    return found
+def asks(
+    option: str, metavar: str | None, about: str, *, at_least: int | None = None, panel: str | None = None
+) -> typer.models.OptionInfo:
+    """Return an option without a default in its help, which fits a terminal of 80 columns."""
+    texts: dict[str, Any] = {"metavar": metavar, "help": about, "rich_help_panel": panel}
+    info: typer.models.OptionInfo = typer.Option(option, **texts, show_default=False, min=at_least)
+    return info
 
 
 def import_from_here() -> None:
@@ -204,3 +220,71 @@ def run_app() -> None:
         print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
         sys.exit(_COULD_NOT_RUN if is_wrong_usage else 1)
+
+
+# Open a target and load an experiment for reading only; not even a missing folder is created.
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def existing_place(target: str) -> StorageTarget | LocalFolder:
+    """Return the target. A folder that exists needs no import of Prefect.
+
+    Raises:
+        InvalidInput: it is a folder of this machine that does not exist.
+    """
+    if folder := local_folder(target):
+        return folder
+    from prefect_tune.blocks import LocalTarget, resolve_existing
+
+    place = resolve_existing(target)
+    if isinstance(place, LocalTarget) and not place.may_hang:
+        with suppress(OSError):  # such as a folder above it that this user may not read: the first read says so
+            if not Path(place.path).exists():
+                raise InvalidInput(f"{place.path}: there is no such folder")
+    return place
+
+
+@contextmanager
+def looked_at(target: str) -> Iterator[ObjectStore]:
+    """Open a target for reading.
+
+    Raises:
+        InvalidInput: it is a folder of this machine that does not exist.
+    """
+    with existing_place(target).open(timeout=_TIMEOUT) as store:
+        yield store
+
+
+@contextmanager
+def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
+    """Open a target for reading, and load an experiment.
+
+    Raises:
+        InvalidInput: there is no experiment of this name.
+    """
+    with looked_at(target) as store, transfer_pool() as transfers:
+        state = load(store, current_journal(store, experiment), side_by_side=transfers)
+        if not state.number:
+            raise InvalidInput(no_experiment(store, experiment, existing_place(target).uri))
+        yield store, state
+
+
+def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
+    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None.
+
+    Raises:
+        InvalidInput: there is no trial of this name.
+    """
+    return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
+
+
+def written_at(store: ObjectStore, state: Experiment) -> str:
+    """Return when the last entry of the journal was written."""
+    last = next_entry(store, state.key, state.number - 1)
+    return last.at if last else ""
+
+
+def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
+    """Return the experiment with the newest reports of its running trials, and the time of that."""
+    return view_of(store, state, written_at(store, state))

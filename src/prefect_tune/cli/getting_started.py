@@ -107,7 +107,7 @@ def drill(
 
     Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
     """
-    from prefect_tune.cli.search_options import values_from
+    from prefect_tune.cli.search import values_from
     from prefect_tune.drills.plan import drill_plan
 
     try:

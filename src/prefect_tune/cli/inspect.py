@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from prefect_tune.cli.app import (
     OF_A_DAMAGED_JOURNAL,
@@ -21,13 +20,11 @@ from prefect_tune.cli.app import (
     Target,
     TrialName,
     asks,
+    chosen_trials,
     command,
     could_not_run,
-    import_from_here,
-)
-from prefect_tune.cli.open_target import (
-    chosen_trials,
     existing_place,
+    import_from_here,
     looked_at,
     opened,
     viewed,
@@ -48,7 +45,7 @@ from prefect_tune.core.experiment.summary import (
     shown_settings,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
-from prefect_tune.core.journal.journal import entries_beyond, history, load
+from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
 from prefect_tune.core.search_view import SearchView
@@ -56,34 +53,30 @@ from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import metric_in, parse_time
-from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
-from prefect_tune.reporting.page import page_of
-from prefect_tune.reporting.render import as_html as html
-from prefect_tune.reporting.render import as_markdown
+from prefect_tune.reporting.facts import drawn_trials, report_fields, report_input_of, trial_fields
+from prefect_tune.reporting.page import as_html, as_markdown, page_of
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.cost_view import (
+from prefect_tune.terminal.formatting import (
+    UNKNOWN,
+    Freshness,
     attempt_fields,
     attempts_table,
+    borderless_table,
     cost_fields,
     cost_table,
-)
-from prefect_tune.terminal.formatting import (
-    borderless_table,
     errors_by_cause,
     facts_table,
     format_counts,
+    format_moment,
     format_steps,
     format_value,
+    freshness_of,
     names_of,
     plain_cells,
     print_parts,
     with_last_output,
 )
-from prefect_tune.terminal.freshness import UNKNOWN, Freshness, format_moment, freshness_of
 from prefect_tune.terminal.progress_view import trials_table
-
-if TYPE_CHECKING:
-    from prefect_tune.tuner.audit import AuditReport
 
 
 @command
@@ -94,7 +87,12 @@ def ls(target: Target, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
-        print_parts(_experiments_table(rows))
+        table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
+        for row, fresh in rows:
+            best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
+            cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.short())
+            table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
+        print_parts(table)
         if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
             print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
     else:
@@ -121,45 +119,33 @@ def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Li
     with transfer_pool() as transfers:
         for name in names:
             try:
-                yield _listed(store, load(store, current_journal(store, name), side_by_side=transfers))
+                loaded = load(store, current_journal(store, name), side_by_side=transfers)
+                last = written_at(store, loaded)
+                view = view_of(store, loaded, last)
+                state, best = view.experiment, best_of(view.experiment)
+                objective = objective_in(state.settings)
             except (JournalCorrupt, UnknownVersion) as error:
                 kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
                 yield _Listed(name, kind, damage=str(error)), UNKNOWN
+                continue
             except Superseded:
                 continue  # deleted since it was listed
+            metrics = objective.metrics if objective else ()
+            row = _Listed(
+                state.name,
+                kind_of(state),
+                trials=counted(state),
+                best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
+                best_trial=best.trial if best else None,
+                best_status=str(best.status) if best else None,
+                written_at=last,
+            )
+            yield row, freshness_of(view, datetime.now(UTC))
 
 
-def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]:
-    last = written_at(store, loaded)
-    view = view_of(store, loaded, last)
-    state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
-    best, objective = best_of(state), objective_in(state.settings)
-    metrics = objective.metrics if objective else ()
-    row = _Listed(
-        state.name,
-        kind_of(state),
-        trials=counted(state),
-        best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
-        best_trial=best.trial if best else None,
-        best_status=str(best.status) if best else None,
-        written_at=last,
-    )
-    return row, fresh
-
-
-def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
-    table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
-    for row, fresh in rows:
-        best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
-        trials = row.damage or format_counts(row.trials)
-        cells = (row.experiment, row.kind, trials, best, fresh.short())
-        table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
-    return table
-
-
-_TRIALS_SHOWN = 50
-_ERRORS_SHOWN = 5
-_MOST_VERIFIED = 200  # entries; each is a request
+_MAX_TRIALS = 50
+_MAX_ERRORS = 5
+_MAX_VERIFIED = 200  # entries; each is a request
 _TIMES = ("attempt_began_at", "reported_at")
 
 
@@ -167,38 +153,39 @@ _TIMES = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (store, state):
-        _warn_of_damage(store, state)
+        if state.number <= _MAX_VERIFIED:  # a damaged entry may be hidden by a later snapshot
+            try:
+                _read_entries(store, state)
+            except JournalCorrupt as error:
+                print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
         view = viewed(store, state)
-        known = chosen_trials(state, trial) if trial else []
-        cloned = [each for each in known if each.cloned is not None]
-        exploited = [each for one in cloned for each in exploited_by(_read_entries(store, state), one.trial)]
-        trained = known or ([] if is_search(state) else [*state.trials.values()])
-        last_output = ""
-        if trained and trained[0].phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
-            output = _outputs_of(store, state, trained[0]).get(trained[0].attempt)
-            last_output = output.last_output if output is not None else ""
-    if is_search(state) and trial is None:
-        show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
-        return
+        if is_search(state) and trial is None:
+            show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
+            return
+        known = next(iter(chosen_trials(state, trial)), None)
+        more: dict[str, object] = {}
+        if known is not None and known.cloned is not None and trial is not None:
+            exploits = exploited_by(_read_entries(store, state), known.trial)
+            more["exploited"] = [asdict(exploit) for exploit in exploits]
+        if known is not None and known.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
+            output = _outputs_of(store, state, known).get(known.attempt)
+            more["last_output"] = output.last_output if output is not None else ""
     state, now = view.experiment, datetime.now(UTC)
-    fresh = freshness_of(view, now)
-    cost = cost_of(state, parse_time(view.cost_until) or now)
-    about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
+    fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
     chosen = next(iter(chosen_trials(state, trial)), None)
     attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
     facts = _facts(view, chosen, attempts) if chosen is not None else {}
-    if exploited:
-        facts["exploited"] = [asdict(each) for each in exploited]
-    facts |= {"last_output": last_output} if last_output else {}
+    facts |= {name: value for name, value in more.items() if value}
     if as_json:
+        about = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
-    else:
-        head = {"experiment": state.name, "owner": _owner_text(state)}
-        print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
-        if attempts:
-            print_parts("", attempts_table(attempts))
-        if chosen is not None and "\n" in (reason := with_last_output(chosen.reason, last_output)):
-            print(f"\n{reason}")  # as it is: a wrapped line of code cannot be read or copied
+        return
+    head = {"experiment": state.name, "owner": _owner_text(state), "as of": fresh.words()}
+    print_parts(facts_table({**head, **_readable(facts, chosen, now)}))
+    if attempts:
+        print_parts("", attempts_table(attempts))
+    if chosen is not None and "\n" in (reason := with_last_output(chosen.reason, str(facts.get("last_output", "")))):
+        print(f"\n{reason}")  # as it is: a wrapped line of code cannot be read or copied
 
 
 @command
@@ -226,17 +213,6 @@ def logs(
         print(f"trial {trials[0].trial} has not begun")
 
 
-def _warn_of_damage(store: ObjectStore, state: Experiment) -> None:
-    """Warn of a damaged entry of a short journal: its state may come from a later snapshot, which hides it."""
-    if state.number > _MOST_VERIFIED:
-        return
-    try:
-        with transfer_pool() as transfers:
-            history(store, state.key, side_by_side=transfers)
-    except JournalCorrupt as error:
-        print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
-
-
 def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None:
     """Print a search: its settings, and its trials, the best one first.
 
@@ -244,63 +220,87 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
         again: the command that resumes it, to print if its process has probably ended.
     """
     state, now = view.experiment, datetime.now(UTC)
-    fresh = freshness_of(view, now)
-    cost = cost_of(state, parse_time(view.cost_until) or now)
+    fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
     objective = objective_in(state.settings)
     trials = best_first(list(state.trials.values()), objective)
-    about = {
-        "experiment": state.name,
-        "metric": list(objective.metrics) if objective else None,
-        "mode": list(objective.modes) if objective else None,
-        "trials_by_status": counted(state),
-        "term": state.term,
-        "owner": str(state.owner or ""),
-    }
     if as_json:
         attempts = cost.by_trial()
-        facts = [_facts(view, each, attempts.get(each.trial, ())) for each in trials]
-        known = {"settings": shown_settings(state.settings), "cost": cost_fields(cost), "trials": facts}
-        shown = {**about, **fresh.fields(), **known}
+        shown = {
+            "experiment": state.name,
+            "metric": list(objective.metrics) if objective else None,
+            "mode": list(objective.modes) if objective else None,
+            "trials_by_status": counted(state),
+            "term": state.term,
+            "owner": str(state.owner or ""),
+            **fresh.fields(),
+            "settings": shown_settings(state.settings),
+            "cost": cost_fields(cost),
+            "trials": [_facts(view, trial, attempts.get(trial.trial, ())) for trial in trials],
+        }
         print(json.dumps(shown, indent=2))
         return
-    metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
+    head = {"experiment": state.name}
+    if objective is not None:
+        by = zip(objective.modes, objective.metrics, strict=True)
+        head["by"] = f"{', '.join(map(' '.join, by))} of the last report, the best first"
+    head |= {"trials": format_counts(counted(state)), "owner": _owner_text(state), "as of": fresh.words()}
+    if again and fresh.is_stale:
+        head["resume with"] = again
+    shown_trials = trials[:_MAX_TRIALS]
+    running = [view.running(trial.trial) for trial in shown_trials]
+    more = {}
+    if any(running):
+        more["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
+        more["last report"] = [format_last_report(attempt, now) if attempt else "" for attempt in running]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
-    table, hidden = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
-    resume = {"resume with": again} if again and fresh.is_stale else {}
-    print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
+    table, hidden = trials_table(shown_trials, objective.metrics if objective else (), more, styles=styles)
+    print_parts(facts_table(head), "", table)
     if hidden:
         print_parts(hidden)
-    if len(trials) > _TRIALS_SHOWN:
-        print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
+    if len(trials) > _MAX_TRIALS:
+        print_parts(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
     if sentence := cost_sentence(cost):
         print_parts("", facts_table({"cost": sentence}), "", cost_table(cost))
-    _show_errors(trials)
+    errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.trial)
+    if causes := errors_by_cause(errored):
+        table = borderless_table("errored", "reason")
+        for cause, alike in causes[:_MAX_ERRORS]:
+            table.add_row(*plain_cells((names_of(alike), cause)))
+        print_parts("", table)
+        if len(causes) > _MAX_ERRORS:
+            print_parts(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
+        if _has_traceback(first := causes[0][1][0]):
+            print_parts(f"--trial {first.trial} prints its traceback")
 
 
-def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
+def _readable(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
     """Return the facts of a trial with ages and ranges of steps, without those that are None or an empty text.
 
     Of a reason with a traceback it is the first line: the whole follows the table.
     """
+    if trial is None:
+        return {}
     shown = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
-    if trial is not None and trial.checkpoints:
-        size_bytes = sum(each.size_bytes for each in trial.checkpoints)
+    if trial.checkpoints:
+        size_bytes = sum(checkpoint.size_bytes for checkpoint in trial.checkpoints)
         in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
-        shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
-    if trial is not None and _has_traceback(trial):
+        shown["checkpoints"] = format_steps([checkpoint.step for checkpoint in trial.checkpoints]) + in_all
+    if _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
-    if trial is not None:
-        shown["wasted_steps"] = trial.wasted_count
-    if isinstance(exploited := facts.get("exploited"), list):
-        shown["exploited"] = "\n".join(map(_exploit_words, exploited))
+    exploits = []
+    for exploit in facts.get("exploited", ()):
+        changed = exploit["changed"].items()
+        changes = [f"{name} {format_value(old)} → {format_value(new)}" for name, (old, new) in changed]
+        from_step = f"step {exploit['step']} of trial {exploit['source']}"
+        exploits.append(f"{from_step}: {', '.join(changes)}" if changes else from_step)
+    readable = {**facts, **shown, "wasted_steps": trial.wasted_count, "exploited": "\n".join(exploits)}
     hidden = ("wasted_at_least", "cost", "last_output")
-    left = {name: value for name, value in facts.items() if value not in (None, "") and name not in hidden}
-    return {name: shown.get(name, value) for name, value in left.items()}
+    return {name: value for name, value in readable.items() if facts.get(name) not in (None, "") and name not in hidden}
 
 
 def _read_entries(store: ObjectStore, state: Experiment) -> Sequence[Entry]:
     with transfer_pool() as transfers:
-        return entries_beyond(store, state.key, 0, side_by_side=transfers)
+        return history(store, state.key, side_by_side=transfers)
 
 
 @dataclass(frozen=True)
@@ -326,83 +326,31 @@ def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[
     return outputs
 
 
-def _exploit_words(exploit: Mapping[str, Any]) -> str:
-    changes = [f"{name} {format_value(old)} → {format_value(new)}" for name, (old, new) in exploit["changed"].items()]
-    return f"step {exploit['step']} of trial {exploit['source']}{': ' if changes else ''}{', '.join(changes)}"
-
-
 def _has_traceback(trial: Trial) -> bool:
     return "\n" in trial.reason.strip()
 
 
-def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:
-    """Return the columns that only running trials fill; none if none of them runs."""
-    attempts = [view.running(trial.trial) for trial in trials]
-    if not any(attempts):
-        return {}
-    return {
-        "host": [(attempt.host or "") if attempt else "" for attempt in attempts],
-        "last report": [_format_last_report(attempt, now) if attempt else "" for attempt in attempts],
-    }
-
-
-def _format_last_report(attempt: RunningTrial, now: datetime) -> str:
+def format_last_report(attempt: RunningTrial, now: datetime) -> str:
+    """Return how long ago a running attempt reported, or else began."""
     began = f"; began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
     return format_moment(attempt.reported_at, now) or f"none known{began}"
-
-
-def _head(state: Experiment) -> Mapping[str, object]:
-    """Return the lines above the table of trials."""
-    objective = objective_in(state.settings)
-    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
-    return {
-        "experiment": state.name,
-        **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
-        "trials": format_counts(counted(state)),
-        "owner": _owner_text(state),
-    }
 
 
 def _owner_text(state: Experiment) -> str:
     return f"{state.term}: {state.owner}" if state.owner else ""
 
 
-def _show_errors(trials: Sequence[Trial]) -> None:
-    """Print each different error with its trials."""
-    causes = errors_by_cause(
-        sorted((each for each in trials if each.status is Status.ERRORED), key=lambda each: each.trial)
-    )
-    if not causes:
-        return
-    table = borderless_table("errored", "reason")
-    for cause, alike in causes[:_ERRORS_SHOWN]:
-        table.add_row(*plain_cells((names_of(alike), cause)))
-    print_parts("", table)
-    if len(causes) > _ERRORS_SHOWN:
-        print_parts(f"and {len(causes) - _ERRORS_SHOWN} more errors; --json prints all")
-    first = causes[0][1][0]
-    if _has_traceback(first):
-        print_parts(f"--trial {first.trial} prints its traceback")
-
-
-def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, object]:
-    attempt = view.running(trial.trial)
+def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
+    attempt, fields = view.running(trial.trial), trial_fields(trial)
+    config = fields.pop("config")
     return {
-        "trial": trial.trial,
-        "status": str(trial.status),
-        "reason": trial.reason,
-        "step": trial.step,
-        "metrics": dict(trial.metrics),
-        "checkpoints": [each.step for each in trial.checkpoints],
+        **fields,
+        "checkpoints": [checkpoint.step for checkpoint in trial.checkpoints],
         "quarantined": len(trial.quarantined),
-        "attempts": trial.attempt,
         "host": attempt.host if attempt else None,
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
-        "wasted_steps": trial.wasted_steps,
-        "wasted_at_least": trial.wasted_at_least,
-        "trained_seconds": trial.measured_seconds,
-        "config": dict(trial.config),
+        "config": config,
         "cost": [attempt_fields(each) for each in attempts],
     }
 
@@ -432,14 +380,26 @@ def report(
         raise InvalidInput(f"--output {output}: expected a file that ends in .html or .md; --json prints to stdout")
     from prefect_tune.monitoring.live_report import link_to
 
-    found, fresh = _material(target, experiment)
+    with opened(target, experiment) as (store, loaded):
+        view, entries = viewed(store, loaded), _read_entries(store, loaded)
+    state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
+    now = fresh.as_of or datetime.now(UTC)
+    search = SearchView(state)
+    for entry in entries:
+        if entry.number <= state.number:
+            search.apply_entry(entry)
+    for name in state.trials:
+        if (attempt := view.running(name)) and attempt.report:
+            search.apply_report(name, attempt.report, now)
+    age = fresh.words("before this page was drawn") if fresh.is_running else ""
+    uri = existing_place(target).uri
+    facts = report_input_of(search.read(drawn_trials(state)), uri=uri, now=now, links=link_to, age=age)
     if as_json:
-        facts = {**asdict(facts_of(found, link_to)), **fresh.fields()}
-        written = json.dumps(facts, indent=2, default=str) + "\n"
-    else:
-        page = page_of(found, link_to)
-        has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal or a pipe
-        written = html(page) if ending == ".html" else as_markdown(page, has_pictures=has_pictures)
+        written = json.dumps({**report_fields(facts), **fresh.fields()}, indent=2, default=str) + "\n"
+    elif ending == ".html":
+        written = as_html(page_of(facts))
+    else:  # each picture is a line of thousands of characters: not for a terminal or a pipe
+        written = as_markdown(page_of(facts), has_pictures=output is not None)
     if output is None:
         print(written, end="")
         return
@@ -448,25 +408,6 @@ def report(
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
     print(f"the report of {experiment} is in {output}", file=sys.stderr)
-
-
-def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
-    with opened(target, experiment) as (store, loaded), transfer_pool() as transfers:
-        view = viewed(store, loaded)
-        entries = history(store, loaded.key, side_by_side=transfers)
-    state = view.experiment
-    fresh = freshness_of(view, datetime.now(UTC))
-    now = fresh.as_of or datetime.now(UTC)
-    found = SearchView(state)
-    for entry in entries:
-        if entry.number <= state.number:
-            found.apply_entry(entry)
-    for name in state.trials:
-        if (attempt := view.running(name)) and attempt.report:
-            found.apply_report(name, attempt.report, now)
-    age = fresh.words("before this page was drawn") if fresh.is_running else ""
-    snapshot = found.read(drawn_trials(state))
-    return report_input_of(snapshot, uri=existing_place(target).uri, now=now, age=age), fresh
 
 
 @command
@@ -503,18 +444,13 @@ def audit(
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        _show_audit(report)
+        print(visible(report.summary))
+        for why, count in report.not_derived.items():
+            print(visible(f"not derived: {count:,}: {why}"))
+        table = borderless_table("events", "count", "of them")
+        for name, events in (("derived", report.derived), ("observed", report.observed)):
+            of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))
+            table.add_row(*plain_cells((name, f"{sum(events.values()):,}", of_them)))
+        print_parts("", table)
     if report.difference is not None:
         raise typer.Exit(1)
-
-
-def _show_audit(report: AuditReport) -> None:
-    print(visible(report.summary))
-    for why, count in report.not_derived.items():
-        print(visible(f"not derived: {count:,}: {why}"))
-    counts = {"derived": report.derived, "observed": report.observed}
-    table = borderless_table("events", "count", "of them")
-    for name, events in counts.items():
-        of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))
-        table.add_row(*plain_cells((name, f"{sum(events.values()):,}", of_them)))
-    print_parts("", table)

@@ -14,11 +14,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, command, short_errors
-from prefect_tune.cli.open_target import (
+from prefect_tune.cli.app import (
+    AsJson,
+    ExperimentName,
+    Target,
+    TrialName,
     chosen_trials,
+    command,
     existing_place,
     opened,
+    short_errors,
 )
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment

@@ -227,6 +227,7 @@ class SearchView:
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
         self._newest: dict[str, int] = {}  # the index of each trial's newest attempt
+        self._running_trials: dict[str, None] = {}
         self._supervisors: dict[str, Owner] = {}  # of attempts on other machines
         self._ownerships: list[OwnershipPeriod] = []
         self._costs = Costs()
@@ -298,12 +299,16 @@ class SearchView:
         best = min(trials, key=self._losses.__getitem__)
         return best, self._losses[best][0]
 
+    @property
+    def running(self) -> Mapping[str, AttemptPeriod]:
+        """The attempts that run, by trial."""
+        return {trial: self._attempts[self._newest[trial]] for trial in self._running_trials}
+
     def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
         """Return what is known now, with the curves of these trials."""
-        newest = (self._attempts[place] for place in self._newest.values())
         return SearchSnapshot(
             experiment=self._experiment,
-            running={each.trial: each for each in newest if each.is_running},
+            running=self.running,
             counts=self._counts,
             metrics=self._metrics,
             others=tuple(self._names)[:_OTHERS_COUNT],
@@ -364,6 +369,7 @@ class SearchView:
 
     def _add_attempt(self, attempt: AttemptPeriod) -> None:
         self._newest[attempt.trial] = len(self._attempts)
+        self._running_trials[attempt.trial] = None
         self._attempts.append(attempt)
 
     def _start(self, event: Started, at: datetime) -> None:
@@ -398,6 +404,7 @@ class SearchView:
     def _abandon(self, trial: str) -> None:
         if self._running(trial) is not None:
             self._replace(trial, is_abandoned=True, report=None)
+            del self._running_trials[trial]
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
     def _end(self, trial: str, end: AttemptEnd, at: datetime) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from prefect.logging import get_logger
@@ -48,8 +49,8 @@ from prefect_tune.stores.local.staging import transfer_pool
 Delivered: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""
 _TIMEOUT = timedelta(minutes=5)
-_KEEP_PERIOD = timedelta(seconds=10)
-_MOST_WAITING = 20_000
+_STORE_INTERVAL = timedelta(seconds=10)
+_MAX_WAITING = 20_000
 _TRACES = 3
 _MILESTONES = frozenset(10**exponent for exponent in range(1, 12))
 
@@ -60,29 +61,23 @@ def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
     Raises:
         InvalidInput: an element is none of these.
     """
-    return [_callback(each) for each in given or ()]
-
-
-def _callback(given: Any) -> Callback:
-    named = load_named(given, "callback") if isinstance(given, str) and ":" in given else given
-    made = named() if callable(named) and not isinstance(named, Callback) else named
-    if isinstance(made, Callback):
-        valid_name(made.name)
-        _warn_of_misspelt_hooks(type(made))
-        return made
-    raise InvalidInput(
-        f"callback {given!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
-        "'package.module:Name' of one"
-    )
-
-
-def _warn_of_misspelt_hooks(kind: type[Callback]) -> None:
-    """Log a warning for each method `on_...` that is not a hook: a misspelt hook is never called."""
-    hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(kind):
-        if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-            hint = did_you_mean_or_has(name, hooks)
-            get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
+    callbacks = []
+    for each in given or ():
+        named = load_named(each, "callback") if isinstance(each, str) and ":" in each else each
+        callback = named() if callable(named) and not isinstance(named, Callback) else named
+        if not isinstance(callback, Callback):
+            raise InvalidInput(
+                f"callback {each!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
+                "'package.module:Name' of one"
+            )
+        valid_name(callback.name)
+        kind, hooks = type(callback), [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(kind):  # a misspelt hook is never called
+            if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+                hint = did_you_mean_or_has(name, hooks)
+                get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
+        callbacks.append(callback)
+    return callbacks
 
 
 class CallbackState(Document):
@@ -100,7 +95,7 @@ class CallbackState(Document):
 class _Item:
     experiment: Experiment
     """Its state after this item."""
-    news: Event | None = None
+    event: Event | None = None
     """None: the journal holds everything before this item."""
     is_gap: bool = False
     """Whether items before this one were dropped, since the queue was full: the journal has them."""
@@ -121,12 +116,11 @@ class CallbackThread(SearchObserver):
         self._target = target
         self._search = search
         self._log = log
-        self._items: queue.Queue[_Item] = queue.Queue(_MOST_WAITING)
+        self._items: queue.Queue[_Item] = queue.Queue(_MAX_WAITING)
         self._delivered_entry = 0
         self._is_behind = True  # what happened before this run is in the journal
         self._has_news = False
-        self._errors = 0
-        self._kept_at = time.monotonic()
+        self._error_count = 0
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
 
     def start(self, experiment: Experiment) -> None:
@@ -165,23 +159,26 @@ class CallbackThread(SearchObserver):
     def _run(self) -> None:
         if not self._is_set_up():
             return
-        is_over = False
+        stored_at, is_over = time.monotonic(), False
         while not is_over:
             with suppress(queue.Empty):
-                item = self._items.get(timeout=_KEEP_PERIOD.total_seconds())
-                self._take(item)
+                item = self._items.get(timeout=_STORE_INTERVAL.total_seconds())
+                self._handle_item(item)
                 is_over = item.is_last
-            if time.monotonic() - self._kept_at >= _KEEP_PERIOD.total_seconds():
-                self._keep()
-        self._call(lambda: self._callback.on_experiment_end(item.experiment.trials))
-        self._keep()
+            if is_over:
+                self._call(partial(self._callback.on_experiment_end, item.experiment.trials))
+            if is_over or time.monotonic() - stored_at >= _STORE_INTERVAL.total_seconds():
+                stored_at = time.monotonic()
+                if self._has_news:
+                    self._call(self._store_state)  # after an error the next interval tries again
 
     def _is_set_up(self) -> bool:
+        """Set up the callback, with the state that it stored in an earlier run."""
         try:
             self._callback.setup(self._search)
-            if (kept := with_retries(self._read_state)) is not None:
-                is_restored = kept.state is None or self._callback.set_state(kept.state) is not False
-                self._delivered_entry = kept.entry if is_restored else 0
+            if (stored := with_retries(self._read_state)) is not None:
+                is_restored = stored.state is None or self._callback.set_state(stored.state) is not False
+                self._delivered_entry = stored.entry if is_restored else 0
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
             self._log.exception("callback %s: setup failed; this run does not call its hooks", self._name)
             return False
@@ -195,40 +192,35 @@ class CallbackThread(SearchObserver):
         with self._target.open(timeout=_TIMEOUT) as store:
             return read_sealed(store, CallbackState, self._state_path, JournalCorrupt)
 
-    def _take(self, item: _Item) -> None:
-        news = item.news
+    def _handle_item(self, item: _Item) -> None:
         if item.is_gap:
             self._is_behind = True
-        elif news is None:
-            self._written(item.experiment)
+        elif item.event is not None:
+            if not self._is_behind:  # else it is read from the journal
+                self._deliver(item.event, item.experiment)
         elif self._is_behind:
-            pass  # catching up reads it from the journal
+            self._catch_up(item.experiment)
         else:
-            self._deliver(news, item.experiment)
+            self._delivered_entry = item.experiment.number
 
-    def _written(self, experiment: Experiment) -> None:
-        if self._is_behind:
-            self._is_behind = not self._caught_up(experiment)
-        else:
-            self._delivered_entry = experiment.number
+    def _catch_up(self, experiment: Experiment) -> None:
+        """Deliver the journal entries that this callback has not received, if the journal can be read."""
 
-    def _caught_up(self, experiment: Experiment) -> bool:
-        """Deliver the journal entries that this callback has not received; return whether the journal was read."""
+        def read_missed_entries() -> Sequence[Entry]:
+            with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+                return entries_beyond(store, self._journal, self._delivered_entry, side_by_side=transfers)
+
         try:
-            entries = with_retries(self._missed_entries)
+            entries = with_retries(read_missed_entries)
         except TuneError as error:
             self._log.warning("callback %s: missed events will be delivered later: %s", self._name, error)
-            return False
+            return
         for entry in entries:
             if entry.number <= experiment.number:
                 for event in entry.events:
                     self._deliver(event, experiment)
                 self._delivered_entry = entry.number
-        return True
-
-    def _missed_entries(self) -> Sequence[Entry]:
-        with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return entries_beyond(store, self._journal, self._delivered_entry, side_by_side=transfers)
+        self._is_behind = False
 
     def _deliver(self, event: Event, experiment: Experiment) -> None:
         if isinstance(event, Delivered):
@@ -237,31 +229,21 @@ class CallbackThread(SearchObserver):
                 self._call(hook)
 
     def _call(self, hook: Callable[[], object]) -> None:
+        """Call a hook; log its first three failures with a traceback, then only each power of ten."""
         try:
             hook()
         except BaseException as error:  # noqa: BLE001  a callback's error must not end the search
-            self._complain(error)
+            self._error_count += 1
+            if self._error_count <= _TRACES:
+                self._log.error("callback %s failed", self._name, exc_info=error)
+            elif self._error_count in _MILESTONES:
+                self._log.error("callback %s has failed %d times: %r", self._name, self._error_count, error)
 
-    def _complain(self, error: BaseException) -> None:
-        """Log a failure of the callback: the first three with a traceback, then only each power of ten."""
-        self._errors += 1
-        if self._errors <= _TRACES:
-            self._log.error("callback %s failed", self._name, exc_info=error)
-        elif self._errors in _MILESTONES:
-            self._log.error("callback %s has failed %d times: %r", self._name, self._errors, error)
-
-    def _keep(self) -> None:
-        """Store the callback's state, if something was delivered since the last time."""
-        self._kept_at = time.monotonic()
-        if not self._has_news:
-            return
-        try:
-            state = CallbackState(entry=self._delivered_entry, state=self._callback.get_state())
-            with self._target.open(timeout=_TIMEOUT) as store:
-                store.replace(self._state_path, (seal(state),))
-            self._has_news = False
-        except BaseException as error:  # noqa: BLE001  as in `_call`; the next period tries again
-            self._complain(error)
+    def _store_state(self) -> None:
+        state = CallbackState(entry=self._delivered_entry, state=self._callback.get_state())
+        with self._target.open(timeout=_TIMEOUT) as store:
+            store.replace(self._state_path, (seal(state),))
+        self._has_news = False
 
 
 def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Callable[[], object]]:
@@ -285,34 +267,27 @@ def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Ca
 
 
 class Callbacks(ObserverGroup):
-    """The callbacks of a search, as one listener."""
+    """The callbacks of a search, as one listener. Of names that occur again, the next ones are `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
-        names = _distinct([each.name for each in callbacks])
-        self._threads = [
-            CallbackThread(callback, name, target, search, log) for callback, name in zip(callbacks, names, strict=True)
-        ]
+        self._threads: list[CallbackThread] = []
+        counts: Counter[str] = Counter()
+        for callback in callbacks:
+            counts[callback.name] += 1
+            number = counts[callback.name]
+            name = callback.name if number == 1 else f"{callback.name}-{number}"
+            self._threads.append(CallbackThread(callback, name, target, search, log))
         super().__init__(self._threads)
 
     def start(self, experiment: Experiment) -> None:
         """Start the threads; each first delivers what the journal holds up to this state."""
-        for each in self._threads:
-            each.start(experiment)
+        for thread in self._threads:
+            thread.start(experiment)
 
     def end(self, experiment: Experiment, patience: timedelta) -> None:
         """Deliver what is left, all of it in the journal by now; wait up to `patience` for all threads together."""
         until = time.monotonic() + patience.total_seconds()
-        for each in self._threads:
-            each.end(experiment)
-        for each in self._threads:
-            each.join(until)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Number names that occur again: `name`, `name-2`, `name-3`."""
-    seen: Counter[str] = Counter()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return found
+        for thread in self._threads:
+            thread.end(experiment)
+        for thread in self._threads:
+            thread.join(until)

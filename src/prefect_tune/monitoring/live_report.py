@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -32,12 +32,11 @@ from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.journal_events import Entry, Event, Owner
 from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.core.shown_text import format_duration
-from prefect_tune.core.values import StepReport, digest_of
+from prefect_tune.core.values import digest_of
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of
-from prefect_tune.reporting.page import page_of
-from prefect_tune.reporting.render import as_markdown
+from prefect_tune.reporting.page import as_markdown, page_of
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
@@ -45,10 +44,10 @@ from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search,
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it in the end.
 
 _FIRST = timedelta(seconds=2)
-_LONGEST_PERIOD = timedelta(minutes=10)
+_MAX_PAUSE = timedelta(minutes=10)
 _SHARE = 50
 """The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
-_ANSWERS_WITHIN = timedelta(seconds=30)
+_REQUEST_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,8 @@ class ArtifactPublisher:
         self._period = period
         self._log = log
         self._earlier = earlier
-        self._flow_run = flow_run.id
-        self._made: dict[tuple[str, str | None], UUID] = {}
+        self._flow_run = UUID(flow_run.id) if flow_run.id else None
+        self._ids: dict[tuple[str, str | None], UUID] = {}
         self._shown: dict[tuple[str, str | None], ArtifactContent] = {}
         self._news = threading.Event()
         self._closing = threading.Event()
@@ -138,24 +137,27 @@ class ArtifactPublisher:
             if self._closing.is_set():
                 break
             began = time.monotonic()
-            is_shown = self._round()
-            cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
-            pause = max(self._period, min(_LONGEST_PERIOD, cost * _SHARE))
+            is_published = self._publish()
+            cost = timedelta(seconds=time.monotonic() - began) if is_published else timedelta(0)
+            pause = max(self._period, min(_MAX_PAUSE, cost * _SHARE))
         if not self._is_left:
-            self._round()
+            self._publish()
 
-    def _round(self) -> bool:
+    def _publish(self) -> bool:
         try:
-            sheets = self._render()
+            artifacts = self._render()
         except Exception:  # noqa: BLE001  a failed report must not end the run; the next round tries again
             self._log.exception("the report could not be rendered; the next update tries again")
             return False
         try:
-            with get_client(sync_client=True, httpx_settings={"timeout": _ANSWERS_WITHIN.total_seconds()}) as client:
+            with get_client(sync_client=True, httpx_settings={"timeout": _REQUEST_TIMEOUT.total_seconds()}) as client:
                 self._take_over(client)
-                for sheet in sheets:
-                    self._show(client, sheet)
-                self._delete_all_but(client, {sheet.identity for sheet in sheets})
+                for artifact in artifacts:
+                    self._show(client, artifact)
+                current = {artifact.identity for artifact in artifacts}
+                for identity in [identity for identity in self._ids if identity not in current]:
+                    _delete(client, self._ids.pop(identity))
+                    self._shown.pop(identity, None)
             return True
         except (PrefectException, HTTPError, OSError):
             self._news.set()  # the API is away: the next round tries again
@@ -169,41 +171,33 @@ class ArtifactPublisher:
         if self._earlier is None:
             return
         left = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.prefix}%"))
-        for each in client.read_artifacts(artifact_filter=left, sort=ArtifactSort.CREATED_DESC):
-            if each.key in self._earlier.deleted:
-                _delete(client, each.id)
+        for artifact in client.read_artifacts(artifact_filter=left, sort=ArtifactSort.CREATED_DESC):
+            if artifact.key in self._earlier.deleted:
+                _delete(client, artifact.id)
         if self._flow_run:
             own = ArtifactFilter(
                 key=ArtifactFilterKey(any_=sorted(self._earlier.kept)),
-                flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(self._flow_run)]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run]),
             )
-            self._made |= {(str(each.key), None): each.id for each in client.read_artifacts(artifact_filter=own)}
+            self._ids |= {(str(each.key), None): each.id for each in client.read_artifacts(artifact_filter=own)}
         self._earlier = None
 
-    def _show(self, client: SyncPrefectClient, sheet: ArtifactContent) -> None:
-        if self._shown.get(sheet.identity) == sheet:
+    def _show(self, client: SyncPrefectClient, artifact: ArtifactContent) -> None:
+        identity = artifact.identity
+        if self._shown.get(identity) == artifact:
             return
-        made = self._made.get(sheet.identity)
-        if made is None or not update_artifact(client, made, sheet.data, sheet.description):
-            self._made[sheet.identity] = self._make(client, sheet)
-        self._shown[sheet.identity] = sheet
-
-    def _delete_all_but(self, client: SyncPrefectClient, current: Collection[tuple[str, str | None]]) -> None:
-        for identity in [each for each in self._made if each not in current]:
-            _delete(client, self._made[identity])
-            del self._made[identity]
-            self._shown.pop(identity, None)
-
-    def _make(self, client: SyncPrefectClient, sheet: ArtifactContent) -> UUID:
-        made = ArtifactCreate(
-            key=sheet.key,
-            type=sheet.kind,
-            description=sheet.description,
-            data=sheet.data,
-            flow_run_id=UUID(self._flow_run) if self._flow_run else None,
-            task_run_id=UUID(sheet.task_run) if sheet.task_run else None,
-        )
-        return client.create_artifact(made).id
+        known = self._ids.get(identity)
+        if known is None or not update_artifact(client, known, artifact.data, artifact.description):
+            new = ArtifactCreate(
+                key=artifact.key,
+                type=artifact.kind,
+                description=artifact.description,
+                data=artifact.data,
+                flow_run_id=self._flow_run,
+                task_run_id=UUID(artifact.task_run) if artifact.task_run else None,
+            )
+            self._ids[identity] = client.create_artifact(new).id
+        self._shown[identity] = artifact
 
 
 def _delete(client: SyncPrefectClient, artifact: UUID) -> None:
@@ -222,14 +216,16 @@ def plain_key(*names: str) -> str:
     return re.sub(r"[^a-z0-9-]+", "-", "-".join(names).lower()).strip("-")
 
 
+# The report and the progress of an experiment as artifacts.
+
 REFRESH_PERIOD = timedelta(seconds=15)
 """The shortest pause between two updates of a report that changes."""
 _TIMEOUT = timedelta(minutes=5)
-_PATIENCE = timedelta(seconds=10)
-_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
-_LONGEST_HISTORY = 20_000
+_END_TIMEOUT = timedelta(seconds=10)
+_END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
+_MAX_HISTORY = 20_000
 """Journal entries. Of a longer journal the earlier runs are not read: that would take a minute of CPU time."""
-_TRIALS = 10
+_MAX_TRIALS = 10
 """Trials with a progress artifact at a time; each costs the server about 15 ms per update."""
 
 
@@ -237,37 +233,36 @@ class Reporter(SearchObserver):
     """Has the artifact publisher's thread draw what the recorder knows, after each change."""
 
     def __init__(self, target: StorageTarget, recorder: SearchRecorder, outlook: SearchEstimate, log: Log) -> None:
-        experiment = recorder.read().experiment
+        snapshot = recorder.read()
+        experiment = snapshot.experiment
         self._target = target
         self._recorder = recorder
         self._outlook = outlook
         self._log = log
         self._begun_at = experiment.number
-        self._lacks_earlier_runs = not recorder.read().is_whole
+        self._lacks_earlier_runs = not snapshot.is_whole
         if self._lacks_earlier_runs:
             recorder.await_earlier_entries()
         self._followed: Sequence[str] = ()
-        self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment, target.uri))
+        earlier = None
+        if experiment.term > 1:  # else this is the first run
+            kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
+            of_trials = frozenset(_trial_progress_key(experiment, trial, target.uri) for trial in experiment.trials)
+            prefix = plain_key("progress", experiment.name)
+            earlier = EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
+        self.publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, earlier)
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         del event, experiment
-        self._publisher.stir()
+        self.publisher.stir()
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
-        self._publisher.stir()
+        self.publisher.stir()
 
     def conclude(self) -> None:
         """Start to publish the final report; return without waiting."""
-        self._publisher.conclude()
-
-    def close(self, patience: timedelta) -> None:
-        """Publish the final report; wait at most `patience`."""
-        self._publisher.close(patience)
-
-    def leave(self) -> None:
-        """Publish nothing more: another run owns the experiment and its report now."""
-        self._publisher.leave()
+        self.publisher.conclude()
 
     # --------------------------------------------------------------------------------- in the publisher's thread
 
@@ -276,17 +271,20 @@ class Reporter(SearchObserver):
             self._recorder.prepend(self._read_earlier_entries())
             self._lacks_earlier_runs = False
         snapshot = self._recorder.read(drawn_trials(self._recorder.read().experiment))
-        experiment, now = snapshot.experiment, datetime.now(UTC)
+        experiment, now, age = snapshot.experiment, datetime.now(UTC), ""
+        if any(trial.phase is Phase.RUNNING for trial in experiment.trials.values()):
+            # With the date: a run that is killed leaves its report as it is.
+            period = format_duration(REFRESH_PERIOD)
+            age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
         uri, expected = self._target.uri, self._outlook.trial_count
-        report_input = report_input_of(snapshot, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
-        page = page_of(report_input, link_to)
+        page = page_of(report_input_of(snapshot, uri=uri, now=now, links=link_to, expected=expected, age=age))
         description = f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), description)
         return [report, *self._progress(snapshot), *self._progress_of_trials(snapshot)]
 
     def _read_earlier_entries(self) -> Iterable[Entry] | None:
         """Return the entries of earlier runs; None if they are too many, or cannot be read."""
-        if self._begun_at > _LONGEST_HISTORY:
+        if self._begun_at > _MAX_HISTORY:
             return None
         key = self._recorder.read().experiment.key
         try:
@@ -297,39 +295,42 @@ class Reporter(SearchObserver):
             return None
         return (entry for entry in entries if entry.number <= self._begun_at)
 
-    # ------------------------------------------------------------------------------------------------- progress
-
-    def _progress(self, attempts: SearchSnapshot) -> Iterator[ArtifactContent]:
+    def _progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
-        experiment = attempts.experiment
-        if self._outlook.trial_count is None or not experiment.trials:
+        experiment, trials = snapshot.experiment, list(snapshot.experiment.trials.values())
+        if self._outlook.trial_count is None or not trials:
             return
-        expected = max(self._outlook.trial_count, len(experiment.trials))  # an earlier run may have asked for more
-        share = share_of_search(experiment.trials.values(), attempts.newest, self._outlook) or 0.0
-        over = sum(each.phase in ENDED for each in experiment.trials.values())
-        said = f"Experiment {experiment.name}: {over} of {expected} trials done"
+        expected = max(self._outlook.trial_count, len(trials))  # an earlier run may have asked for more
         if expected == 1:
-            trial = next(iter(experiment.trials.values()))
-            said = f"Experiment {experiment.name}: {_said(trial, attempts.newest(trial.trial), self._outlook)}"
-        yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(100 * share, 1), said)
+            done = self._describe(trials[0], snapshot)
+        else:
+            done = f"{sum(trial.phase in ENDED for trial in trials)} of {expected} trials done"
+        share = share_of_search(trials, snapshot.newest, self._outlook) or 0.0
+        key = artifact_key("progress", experiment.name)
+        yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
-    def _progress_of_trials(self, attempts: SearchSnapshot) -> Iterator[ArtifactContent]:
+    def _progress_of_trials(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
-        running = [name for name, each in attempts.running.items() if each.report]
+        experiment = snapshot.experiment
+        running = {name: attempt for name, attempt in snapshot.running.items() if attempt.report}
         still = [name for name in self._followed if name in running]
-        self._followed = [*still, *(name for name in running if name not in still)][:_TRIALS]
+        self._followed = [*still, *(name for name in running if name not in still)][:_MAX_TRIALS]
         for name in self._followed:
-            yield self._progress_of_trial(attempts, name, attempts.running[name].owner)
+            trial, owner = experiment.trial(name), running[name].owner
+            yield ArtifactContent(
+                _trial_progress_key(experiment, name, self._target.uri),
+                "progress",
+                round(100 * share_of_trial(trial, snapshot.newest(name), self._outlook), 1),
+                f"Trial {name} of {experiment.name}: {self._describe(trial, snapshot)}",
+                owner.task_run if owner else None,
+            )
 
-    def _progress_of_trial(self, attempts: SearchSnapshot, name: str, owner: Owner | None) -> ArtifactContent:
-        experiment, report = attempts.experiment, attempts.newest(name)
-        trial = experiment.trial(name)
-        said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
-        share = round(100 * share_of_trial(trial, report, self._outlook), 1)
-        key = _trial_progress_key(experiment, name, self._target.uri)
-        return ArtifactContent(key, "progress", share, said, owner.task_run if owner else None)
+    def _describe(self, trial: Trial, snapshot: SearchSnapshot) -> str:
+        report, steps = snapshot.newest(trial.trial), self._outlook.step_count
+        step = max(trial.step, report.step if report else 0)
+        return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
 
 @contextmanager
@@ -338,41 +339,16 @@ def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
     try:
         yield reporter
     except Superseded:
-        reporter.leave()
+        reporter.publisher.leave()
         raise
     finally:
-        reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+        reporter.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
 
 
 def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return a key that an experiment of the same name on another target does not have: its next run deletes it."""
     names = (experiment.name, trial)
     return f"{plain_key('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
-
-
-def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
-    """Return what earlier runs may have left; None if this is the first one."""
-    if experiment.term <= 1:
-        return None
-    kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
-    of_trials = frozenset(_trial_progress_key(experiment, each, uri) for each in experiment.trials)
-    prefix = plain_key("progress", experiment.name)
-    return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
-
-
-def _age_of(experiment: Experiment, now: datetime) -> str:
-    """Return the time of the report in words; empty if no trial runs, since then it does not change.
-
-    With the date: a run that is killed leaves its report as it is.
-    """
-    if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
-        return ""
-    return f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
-
-
-def _said(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> str:
-    step = max(trial.step, report.step if report else 0)
-    return f"step {step}{f' of {outlook.step_count}' if outlook.step_count else ''}, {trial.status}"
 
 
 def link_to(owner: Owner) -> str | None:

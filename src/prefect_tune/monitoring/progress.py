@@ -40,12 +40,11 @@ from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.values import metric_in
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
-from prefect_tune.notebook.cell_output import Ending, live_output, output_here
-from prefect_tune.notebook.html import progress_html
+from prefect_tune.notebook.cell_output import Ending, live_output, output_here, progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show, live_display
-from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchEstimate, config_cells
+from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchEstimate, format_config
 
 _LOG_PERIOD = timedelta(minutes=1)
 
@@ -65,7 +64,8 @@ class Progress(SearchObserver):
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         del event, experiment
-        self._log_now_and_then()
+        if not self.is_shown and time.monotonic() - self._logged_at >= self._log_period:
+            self.log_progress()
 
     def log_progress(self) -> None:
         """Log the progress."""
@@ -99,10 +99,6 @@ class Progress(SearchObserver):
         """Log progress lines from now on, after an error of the table."""
         self.is_shown = False
         self._log.warning("the live table ends, and the search continues: %s: %s", type(error).__name__, error)
-
-    def _log_now_and_then(self) -> None:
-        if not self.is_shown and time.monotonic() - self._logged_at >= self._log_period:
-            self.log_progress()
 
 
 @contextmanager
@@ -142,6 +138,7 @@ def progress(
 
 
 _MAX_NOTES = 50
+_NO_PARAMETERS = "no parameters"
 _METRICS = 3
 """Metrics in a line if the search compares trials by none."""
 
@@ -159,7 +156,11 @@ class SearchLog(SearchObserver):
         self._log = log
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
-        self._left_unfinished = {trial.trial for trial in experiment.trials.values() if _is_left_unfinished(trial)}
+        self._left_unfinished = {  # trials that an earlier run has begun, and did not end or pause
+            trial.trial
+            for trial in experiment.trials.values()
+            if trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
+        }
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         if isinstance(event, Started | Cloned | AttemptEnded | Finished | Paused | GaveUp):
@@ -183,23 +184,23 @@ class SearchLog(SearchObserver):
         match event:
             case Started():
                 is_earlier = trial.outbox is not None and trial.search_term < experiment.term
-                text = self._started(event, trial, is_earlier=is_earlier)
+                text = self._describe_start(event, trial, is_earlier=is_earlier)
                 is_notice = trial.trial in self._left_unfinished
                 self._left_unfinished.discard(trial.trial)
             case Cloned(source=source):
-                text = f"continues from trial {source}, step {trial.step}: {_config_of(trial)}"
+                text = f"continues from trial {source}, step {trial.step}: {format_config(trial) or _NO_PARAMETERS}"
             case Finished(reason=reason):
-                text = self._ended(trial.status, reason, trial, experiment.key)
+                text = self._describe_end(trial.status, reason, trial, experiment.key)
             case Paused(reason=reason):
-                text = self._ended(Status.PAUSED, reason, trial, experiment.key)
+                text = self._describe_end(Status.PAUSED, reason, trial, experiment.key)
             case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
-                text = self._ended(Status.INTERRUPTED, reason, trial, experiment.key)
+                text = self._describe_end(Status.INTERRUPTED, reason, trial, experiment.key)
             case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost:
                 self._lost.discard(trial.trial)
             case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
             case GaveUp(reason=reason):
-                text, level = self._ended(Status.ERRORED, reason, trial, experiment.key), logging.ERROR
+                text, level = self._describe_end(Status.ERRORED, reason, trial, experiment.key), logging.ERROR
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text:
@@ -210,78 +211,63 @@ class SearchLog(SearchObserver):
         self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_bad=level >= logging.WARNING))
         self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
-    def _started(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
+    def _describe_start(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
         self._wasted[trial.trial] = trial.wasted_steps
         if is_earlier:
-            return f"began attempt {event.attempt} in an earlier run: {_config_of(trial)}"
+            config = format_config(trial) or _NO_PARAMETERS
+            return f"began attempt {event.attempt} in an earlier run: {config}"
         if event.attempt == 1:
-            return f"begins: {_config_of(trial)}"
+            return f"begins: {format_config(trial) or _NO_PARAMETERS}"
         lost = f"; {wasted_words(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
         again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"
 
-    def _ended(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
-        saved = self._saved(end, trial, experiment)
+    def _describe_end(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
+        """Return how a trial ended, its last metrics and how they compare, and why; with its checkpoint."""
+        saved = self._describe_checkpoint(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {first_line(reason)}{saved}"
-        if self._losses_in(trial.metrics):
+        has_losses = self._losses_in(trial.metrics) is not None
+        if has_losses:
             reason = without_result(reason, trial.step)
-        metrics = "" if self._names_result(reason) else self._metrics_of(trial)
-        return f"{end} at step {trial.step}{metrics}{self._compared(trial)}: {first_line(reason)}{saved}"
+        names_result = (  # such as a limit that is reached
+            isinstance(reason, Reason)
+            and bool(reason.arguments.keys() & {"value", "best"})
+            and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)
+        )
+        metrics, compared = "", ""
+        if not names_result:
+            names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
+            metrics = _format_metrics(trial.metrics, names)
+        best = self._recorder.best
+        if self._objective is not None and best is not None and trial.of_search and has_losses:
+            label, (name, losses) = best_label(self._objective), best
+            value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
+            other = f"{label}: {format_value(value)}, trial {name}"
+            compared = f" ({label} so far)" if name == trial.trial else f" ({other})"
+        return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
-    def _saved(self, end: str, trial: Trial, experiment: JournalKey) -> str:
+    def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
         """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
         key = newest_key(experiment.trial_key(trial.trial), trial)
         if key is None:
             return "; no checkpoint"
-        if end not in {Status.PAUSED, Status.PRUNED}:
-            return f"; checkpoint of step {key.step}{self._better(trial)}: {below(self._uri, key.folder)}"
-        return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
-
-    def _better(self, trial: Trial) -> str:
-        """Return the best checkpoint in words; empty if the newest one is as good."""
-        best = best_saved(trial.checkpoints, self._objective)[:1] if self._objective else []
-        if not best or self._losses_in(best[0].metrics) == self._losses_in(trial.checkpoints[-1].metrics):
-            return ""
-        metrics = self._objective.metrics if self._objective else ()
-        return f" (the best one is of step {best[0].step}{_listed(best[0].metrics, metrics)})"
-
-    def _names_result(self, reason: AnyReason) -> bool:
-        """Whether the reason names a metric of the objective with its value, such as a limit that is reached."""
-        if not isinstance(reason, Reason) or not reason.arguments.keys() & {"value", "best"}:
-            return False
-        return self._objective is None or reason.arguments.get("metric") in self._objective.metrics
-
-    def _metrics_of(self, trial: Trial) -> str:
-        return _listed(trial.metrics, self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS])
+        if end in {Status.PAUSED, Status.PRUNED}:
+            return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
+        better = ""  # the best checkpoint, unless the newest one is as good
+        best = next(iter(best_saved(trial.checkpoints, self._objective)), None) if self._objective else None
+        if best and self._losses_in(best.metrics) != self._losses_in(trial.checkpoints[-1].metrics):
+            names = self._objective.metrics if self._objective else ()
+            better = f" (the best one is of step {best.step}{_format_metrics(best.metrics, names)})"
+        return f"; checkpoint of step {key.step}{better}: {below(self._uri, key.folder)}"
 
     def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
         return losses_in(metrics, self._objective) if self._objective else None
 
-    def _compared(self, trial: Trial) -> str:
-        """Return how a trial's last report compares with those of all trials."""
-        best = self._recorder.best
-        if self._objective is None or best is None or not trial.of_search or not self._losses_in(trial.metrics):
-            return ""
-        name, losses = best
-        if name == trial.trial:
-            return f" ({best_label(self._objective)} so far)"
-        value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
-        return f" ({best_label(self._objective)}: {format_value(value)}, trial {name})"
 
-
-def _is_left_unfinished(trial: Trial) -> bool:
-    """Whether an earlier run has begun a trial of a search, and did not end or pause it."""
-    return trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
-
-
-def _listed(metrics: Mapping[str, object], names: Iterable[str]) -> str:
-    found = {name: metric_in(metrics, name) for name in names}
-    return "".join(f", {name} {format_value(value)}" for name, value in found.items() if value is not None)
-
-
-def _config_of(trial: Trial) -> str:
-    return ", ".join(f"{name} {value}" for name, value in config_cells(trial)) or "no parameters"
+def _format_metrics(metrics: Mapping[str, object], names: Iterable[str]) -> str:
+    values = {name: metric_in(metrics, name) for name in names}
+    return "".join(f", {name} {format_value(value)}" for name, value in values.items() if value is not None)

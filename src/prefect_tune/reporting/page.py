@@ -1,43 +1,104 @@
-"""Compose the report page of an experiment: its sections, their order, and their limits."""
+"""The report page of an experiment: its sections, their order and limits; as Markdown and as one HTML file."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from shlex import quote
+from typing import TypeAlias, assert_never
 
-from prefect_tune.core.experiment.summary import named
-from prefect_tune.core.experiment.trial import Status, status_label, wasted_words
-from prefect_tune.core.shown_text import first_line, format_span, plural, shown_size
+from prefect_tune.core.experiment.summary import counted, named, shown_settings
+from prefect_tune.core.experiment.trial import status_label, wasted_words
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, newest_checkpoint, newest_key
+from prefect_tune.core.reasons import format_error
+from prefect_tune.core.shown_text import first_line, format_span, plural, shown_size, visible, visible_line
 from prefect_tune.core.storage.layout import below
 from prefect_tune.core.values import flat, metric_in
-from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
-from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.timeline_charts import timeline
-from prefect_tune.reporting.trial_charts import (
-    SMALL_CURVES,
-    learning_curves,
-    parallel_coordinates,
-)
-from prefect_tune.terminal.cost_view import LEAST_SECONDS
-from prefect_tune.terminal.formatting import (
-    format_cell,
-    format_counts,
-    format_metrics,
-)
+from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, elapsed_seconds
+from prefect_tune.reporting.svg import SMALL_CURVES, data_uri, learning_curves, parallel_coordinates, timeline
+from prefect_tune.terminal.formatting import LEAST_SECONDS, format_cell, format_counts, format_metrics
+
+# The elements of a page.
+
+
+@dataclass(frozen=True)
+class Link:
+    """Text with a hyperlink."""
+
+    text: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Text to copy: a path, a command."""
+
+    text: str
+
+
+Cell: TypeAlias = str | Link | Verbatim
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title; level 1 is the page's."""
+
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    parts: Sequence[Cell]
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture, its description, and its legend."""
+
+    svg: str
+    shows: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells; without names of columns, the first cell of each row names it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Preformatted lines."""
+
+    text: str
+    language: str = "json"
+
+
+Block: TypeAlias = Heading | Text | Figure | Table | Code
+
+# The page: at most about 300 KB, for any number of trials.
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 """Statuses that the headline leaves to the table below it."""
-_COLUMNS = 5
+_MAX_COLUMNS = 5
 _BUILT_IN = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
-_WIDEST = 24
+_MAX_CELL = 24
 _GAP = 2
 _ROOM = 126
 """The width of a table, in characters, that needs no scroll bar in the HTML file."""
-_SETTING = 1000
-_TRACEBACK = 4000
-_CONFIG = 40
-_DOMAIN = 200
+_MAX_SETTING = 1000
+_MAX_TRACEBACK = 4000
+_MAX_PARAMETERS = 40
+_MAX_DOMAIN = 200
 _NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
@@ -55,328 +116,440 @@ _LEGENDS_OF_A_FRONT: Mapping[Callable[[ReportInput], str | None], str] = {
     learning_curves: "Orange: the Pareto front. Blue: the others.",
     parallel_coordinates: "A line is a trial. Orange: the Pareto front.",
 }
+Column: TypeAlias = tuple[str, Sequence[Cell]]
+"""The name and the cells of a column."""
 
 
-def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
-    """Return the page: at most about 300 KB, for any number of trials."""
-    facts = facts_of(report_input, links)
-    return [
-        *_top(facts),
-        *_best(facts),
-        *_figures(report_input),
-        *_trials(facts),
-        *_errors(facts),
-        *_end(facts),
-    ]
+def page_of(report: ReportInput) -> Sequence[Block]:
+    """Return the page."""
+    sections = (_top, _best, _figures, _trials, _errors, _cost, _runs, _space_and_settings)
+    return [block for section in sections for block in section(report)]
 
 
-def _top(facts: Facts) -> Iterator[Block]:
-    yield Heading(facts.experiment, 1)
-    yield Text([_headline(facts)], strong=True)
-    by = ", ".join(f"{mode} {name}" for name, mode in zip(facts.metric, facts.mode, strict=True))
-    run = facts.runs[-1] if facts.runs else None
+def _top(report: ReportInput) -> Iterator[Block]:
+    yield Heading(report.experiment.name, 1)
+    yield Text([_headline(report)], strong=True)
+    objective, periods = report.objective, [period for period, _ in report.runs]
+    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     rows: list[tuple[str, Cell]] = [
-        ("trials", format_counts(facts.trials_by_status)),
-        ("compared by", by),
-        ("target", Verbatim(below(facts.where, facts.experiment))),
-        ("owner", _linked(f"{run.term}: {run.owner}", run.link) if run else ""),
-        ("time", f"{_time(facts.began_at)} to {_time(facts.as_of)} UTC" if facts.began_at else ""),
-        ("elapsed", format_span(facts.elapsed_seconds) + _in_runs(facts) if facts.began_at else ""),
-        ("as of", facts.age),
-        ("ended early", _clipped(first_line(facts.ended_because), 200)),
+        ("trials", format_counts(counted(report.experiment))),
+        ("compared by", ", ".join(map(" ".join, by))),
+        ("target", Verbatim(below(report.uri, report.experiment.name))),
     ]
+    if periods:
+        owner = f"{periods[-1].term}: {periods[-1].owner}"
+        in_runs = f" in {len(periods)} runs" if len(periods) > 1 else ""
+        rows += [
+            ("owner", _linked(owner, report.links(periods[-1].owner))),
+            ("time", f"{periods[0].began:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
+            ("elapsed", format_span(report.elapsed_seconds) + in_runs),
+        ]
+    rows += [("as of", report.age), ("ended early", _clipped(first_line(report.experiment.ends), 200))]
     yield Table((), [row for row in rows if row[1]])
-    if not facts.is_whole:
+    if not report.history.is_whole:
         yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " shows all."])
 
 
-def _in_runs(facts: Facts) -> str:
-    return f" in {facts.run_count} runs" if facts.run_count > 1 else ""
-
-
-def _headline(facts: Facts) -> str:
+def _headline(report: ReportInput) -> str:
     """Return one line with the best metric, the progress, and the errors."""
     parts = []
-    if len(facts.best) == 1 and facts.metric:
-        name, best = facts.metric[0], facts.best[0]
+    if len(report.best) == 1 and report.objective is not None:
+        name, best = report.objective.metrics[0], report.best[0]
         value = format_cell(metric_in(best.metrics, name))
-        parts.append(f"Best {name}: {value} (trial {_named(best)})")
-    elif facts.best:
-        parts.append(f"{len(facts.best)} trials on the Pareto front")
-    if facts.kind == "training" and facts.trials:
-        trial = facts.trials[0]
+        parts.append(f"Best {name}: {value} (trial {named(best.trial, best.status)})")
+    elif report.best:
+        parts.append(f"{len(report.best)} trials on the Pareto front")
+    if not report.is_search and report.trials:
+        trial = report.trials[0]
         parts.append(f"{trial.status} at step {trial.step:,}")
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = max(facts.expected_trial_count or 0, facts.trial_count)  # an earlier run may have asked for more
-    parts.append(f"{facts.ended_count:,} of {expected:,} trials done")
-    counts = facts.trials_by_status.items()
-    parts += [f"{count:,} {name}" for name, count in counts if name not in _UNREMARKABLE]
+    expected = max(report.expected or 0, len(report.trials))  # an earlier run may have asked for more
+    parts.append(f"{sum(trial.phase in ENDED for trial in report.trials):,} of {expected:,} trials done")
+    parts += [f"{count:,} {name}" for name, count in counted(report.experiment).items() if name not in _UNREMARKABLE]
     return " · ".join(parts)
 
 
-def _best(facts: Facts) -> Iterator[Block]:
-    if len(facts.best) == 1:
-        best = facts.best[0]
-    elif facts.kind == "training" and facts.trials:
-        best = facts.trials[0]
-    else:
+def _best(report: ReportInput) -> Iterator[Block]:
+    """Yield the best trial, or the only one: its metrics, configuration, and newest checkpoint."""
+    if len(report.best) != 1 and (report.is_search or not report.trials):
         return
-    yield Heading(f"Best trial: {_named(best)}" if facts.best else "The trial")
+    best = report.best[0] if len(report.best) == 1 else report.trials[0]
+    yield Heading(f"Best trial: {named(best.trial, best.status)}" if report.best else "The trial")
+    attempts, trained = plural(best.attempt, "attempt", "attempts"), best.measured_seconds
+    effort = f"in {attempts}" if trained is None else f"after {format_span(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
         ("metrics", _clipped(format_metrics(best.metrics), 300)),
-        ("step", f"{best.step:,}, {_effort(best)}"),
+        ("step", f"{best.step:,}, {effort}"),
     ]
-    if best.host:
-        rows.append(("host", best.host))
-    if best.run:
-        rows.append(("run", Link("in the Prefect UI", best.run)))
+    if host := report.host_of(best):
+        rows.append(("host", host))
+    if link := report.link_of(best):
+        rows.append(("run", Link("in the Prefect UI", link)))
     yield Table((), rows)
-    config = [(name, value) for name, value in flat(best.config).items() if name not in facts.constants]
+    config = [(name, value) for name, value in flat(best.config).items() if name not in report.constants]
     if config:
-        shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_CONFIG]]
+        shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
         yield Table(("parameter", "value"), shown)
-    if facts.constants:
-        constants = [f"{name} {_clipped(format_cell(value), 60)}" for name, value in facts.constants.items()]
-        more = f" and {len(constants) - _CONFIG} more" if len(constants) > _CONFIG else ""
-        yield Text([f"The same in every trial: {', '.join(constants[:_CONFIG])}{more}."])
-    if best.checkpoint:
-        at = f"Its newest checkpoint, of step {best.checkpoint_step or 0:,}"
-        yield Text([f"{at}, and the command that downloads it:"])
-        yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
+    if report.constants:
+        constants = [f"{name} {_clipped(format_cell(value), 60)}" for name, value in report.constants.items()]
+        more = f" and {len(constants) - _MAX_PARAMETERS} more" if len(constants) > _MAX_PARAMETERS else ""
+        yield Text([f"The same in every trial: {', '.join(constants[:_MAX_PARAMETERS])}{more}."])
+    key = newest_key(report.experiment.key.trial_key(best.trial), best)
+    if key is not None:
+        which = f" --trial {best.trial}" if report.is_search else ""
+        export = f"prefect-tune export {quote(report.uri)} {report.experiment.name} DIRECTORY{which}"
+        yield Text([f"Its newest checkpoint, of step {key.step:,}, and the command that downloads it:"])
+        yield Code(f"{below(report.uri, key.folder)}\n{export}", "text")
 
 
-def _effort(best: TrialFacts) -> str:
-    attempts = plural(best.attempts, "attempt", "attempts")
-    if best.trained_seconds is None:
-        return f"in {attempts}"
-    return f"after {format_span(best.trained_seconds)} of training in {attempts}"
-
-
-def _named(best: TrialFacts) -> str:
-    return named(best.trial, best.status)
-
-
-def _export(facts: Facts, best: TrialFacts) -> str:
-    which = f" --trial {best.trial}" if facts.kind == "search" else ""
-    return f"prefect-tune export {quote(facts.where)} {facts.experiment} DIRECTORY{which}"
-
-
-def _figures(report_input: ReportInput) -> Iterator[Block]:
-    for title, draw, legend in _FIGURES:
+def _figures(report: ReportInput) -> Iterator[Block]:
+    for title, draw, usual_legend in _FIGURES:
         try:
-            svg = draw(report_input)
+            svg = draw(report)
         except Exception as error:  # noqa: BLE001  show the rest of the page, with the error
             yield Text([f"{title} could not be drawn: {_clipped(f'{type(error).__name__}: {error}', 200)}"])
             continue
-        if svg is not None:
-            yield Heading(title)
-            if len(report_input.best) > 1:
-                legend = _LEGENDS_OF_A_FRONT.get(draw, legend)  # noqa: PLW2901  no trial is the best
-            said = _legend_of_curves(report_input, legend) if draw is learning_curves else legend
-            yield Figure(svg, f"{title} of {report_input.experiment.name}", said)
+        if svg is None:
+            continue
+        legend = _LEGENDS_OF_A_FRONT.get(draw, usual_legend) if len(report.best) > 1 else usual_legend
+        if draw is learning_curves:
+            history = report.history
+            parts = [legend] if report.ranking else []
+            if history.others and len(history.curves) > SMALL_CURVES:
+                parts.append(f"Small: the other metrics, of {SMALL_CURVES} trials.")
+            if more := history.metric_count - len(history.metrics) - len(history.others):
+                parts.append(f"{plural(more, 'more metric is', 'more metrics are')} in the results.")
+            legend = " ".join(parts)
+        yield Heading(title)
+        yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
-def _legend_of_curves(report_input: ReportInput, legend: str) -> str:
-    history = report_input.history
-    said = [legend] if report_input.ranking else []
-    if history.others and len(history.curves) > SMALL_CURVES:
-        said.append(f"Small: the other metrics, of {SMALL_CURVES} trials.")
-    if more := history.metric_count - len(history.metrics) - len(history.others):
-        said.append(f"{plural(more, 'more metric is', 'more metrics are')} in the results.")
-    return " ".join(said)
-
-
-# ------------------------------------------------------------------------------------------------- the trials
-
-
-def _trials(facts: Facts) -> Iterator[Block]:
-    if facts.kind == "training":
+def _trials(report: ReportInput) -> Iterator[Block]:
+    if not report.is_search:
         return
     yield Heading("Trials")
-    yield from _without_repetition(_columns(facts))
-    folders = below(facts.where, f"{facts.folder}/trials/TRIAL/checkpoints")
-    more = facts.trial_count - len(facts.trials)
-    also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
+    yield from _without_repetition(_columns(report))
+    folders = below(report.uri, f"{report.experiment.key.folder}/trials/TRIAL/checkpoints")
+    more = len(report.trials) - MAX_TRIALS
+    also = f" The best {MAX_TRIALS} are shown; {more} more are in the journal." if more > 0 else ""
     yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])
 
 
-def _columns(facts: Facts) -> Sequence[tuple[str, Sequence[Cell]]]:
-    """Return the name and the cells of each column of the table of trials; there are parameters if they fit."""
-    trials, on_front = facts.trials, {each.trial for each in facts.best}
-    columns: list[tuple[str, Sequence[Cell]]] = [
-        ("trial", [_linked(each.trial, each.run) for each in trials]),
-        ("status", [status_label(each.status, each.step) for each in trials]),
-        ("step", [f"{each.step:,}" for each in trials]),
+def _columns(report: ReportInput) -> Sequence[Column]:
+    """Return the columns of the table of trials; there are parameters if they fit."""
+    trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
+    columns: list[Column] = [
+        ("trial", [_linked(trial.trial, report.link_of(trial)) for trial in trials]),
+        ("status", [status_label(trial.status, trial.step) for trial in trials]),
+        ("step", [f"{trial.step:,}" for trial in trials]),
     ]
-    if len(facts.metric) > 1:
-        columns.append(("Pareto front", ["yes" if each.trial in on_front else "no" for each in trials]))
-    if any(each.host for each in trials):
-        columns.append(("host", [_clipped(each.host or "") for each in trials]))
-    for metric in facts.metric:
+    if len(metrics) > 1:
+        on_front = {trial.trial for trial in report.best}
+        columns.append(("Pareto front", ["yes" if trial.trial in on_front else "no" for trial in trials]))
+    hosts = [report.host_of(trial) for trial in trials]
+    if any(hosts):
+        columns.append(("host", [_clipped(host or "") for host in hosts]))
+    for metric in metrics:
         name = f"metrics/{metric}" if metric in _BUILT_IN else metric
-        columns.append((name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]))
-    place = len(columns)
-    if any(each.attempts > 1 for each in trials):
-        columns.append(("attempts", [f"{each.attempts:,}" for each in trials]))
-    columns.append(("trained", [_span(each.trained_seconds) for each in trials]))
-    saved = [each.checkpoint_step for each in trials]
-    columns.append(("checkpoint", ["" if step is None else f"step {step:,}" for step in saved]))
-    columns[place:place] = _parameters(facts, _ROOM - sum(map(_width, columns)))
-    return columns
-
-
-def _parameters(facts: Facts, room: int) -> Iterator[tuple[str, Sequence[Cell]]]:
-    """Yield columns of parameters that differ, at most five, that are not wider than `room`; of one trial, of all."""
-    configs = [flat(each.config) for each in facts.trials]
-    names = dict.fromkeys(name for config in configs for name in config if name not in facts.constants)
+        columns.append((name, [_clipped(format_cell(metric_in(trial.metrics, metric))) for trial in trials]))
+    last: list[Column] = []
+    if any(trial.attempt > 1 for trial in trials):
+        last.append(("attempts", [f"{trial.attempt:,}" for trial in trials]))
+    seconds, saved = ([trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials])
+    last.append(("trained", ["not measured" if each is None else format_span(each) for each in seconds]))
+    last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in saved]))
+    # The parameters that differ, at most five, that are not wider than the room that is left; of one trial, all.
+    room = _ROOM - sum(map(_width, (*columns, *last)))
+    configs = [flat(trial.config) for trial in trials]
+    names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
     differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
-    for parameter in differ[:_COLUMNS]:
-        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter
-        column = name[-_WIDEST:], [_clipped(format_cell(config.get(parameter))) for config in configs]
+    for parameter in differ[:_MAX_COLUMNS]:
+        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *metrics} else parameter
+        column = name[-_MAX_CELL:], [_clipped(format_cell(config.get(parameter))) for config in configs]
         room -= _width(column)
         if room >= 0:
-            yield column
+            columns.append(column)
+    return [*columns, *last]
 
 
-def _width(column: tuple[str, Sequence[Cell]]) -> int:
+def _width(column: Column) -> int:
     """Return the width of a column in characters; a name is broken at its spaces."""
     name, cells = column
     texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
     return max((*map(len, name.split()), *map(len, texts)), default=0) + _GAP
 
 
-def _without_repetition(columns: Iterable[tuple[str, Sequence[Cell]]]) -> Iterator[Block]:
+def _without_repetition(columns: Iterable[Column]) -> Iterator[Block]:
     """Yield a table; what a column has in each row, but for the first column, is said once above it."""
     first, *others = columns
-    is_repeated = [len(cells) > 1 and len(set(cells)) == 1 for _, cells in others]
-    said = [(name, cells[0]) for (name, cells), is_same in zip(others, is_repeated, strict=True) if is_same]
-    if parts := [part for name, cell in said if cell for part in (f", {name} ", cell)]:
-        yield Text(["The same in every row: ", str(parts[0]).removeprefix(", "), *parts[1:], "."])
-    shown = [first, *(each for each, is_same in zip(others, is_repeated, strict=True) if not is_same)]
+    shown, parts = [first], list[Cell]()
+    for name, cells in others:
+        if len(cells) < 2 or len(set(cells)) > 1:
+            shown.append((name, cells))
+        elif cells[0]:
+            parts += [f", {name} " if parts else f"{name} ", cells[0]]
+    if parts:
+        yield Text(["The same in every row: ", *parts, "."])
     yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
 
-def _errors(facts: Facts) -> Iterator[Block]:
-    if not facts.errors:
+def _errors(report: ReportInput) -> Iterator[Block]:
+    """Yield the errors in one line each; of several, one that an earlier trial has too is said once."""
+    errors = report.errors
+    if not errors:
         return
-    count = facts.trials_by_status.get(Status.ERRORED, 0)
+    count = sum(trial.status is Status.ERRORED for trial in report.trials)
+    causes = [format_error(trial.end_reason) for trial in errors]
+    if len(set(causes)) > 1:
+        first = {cause: trial.trial for cause, trial in reversed(list(zip(causes, errors, strict=True)))}
+        causes = [
+            cause if first[cause] == trial.trial else f"the same error as trial {first[cause]}"
+            for cause, trial in zip(causes, errors, strict=True)
+        ]
     yield Heading(f"Errors ({count})")
     yield from _without_repetition(
         [
-            ("trial", [_linked(each.trial, each.run) for each in facts.errors]),
-            ("step", [f"{each.step:,}" for each in facts.errors]),
-            ("reason", [_clipped(cause, 200) for cause in _causes(facts.errors)]),
+            ("trial", [_linked(trial.trial, report.link_of(trial)) for trial in errors]),
+            ("step", [f"{trial.step:,}" for trial in errors]),
+            ("reason", [_clipped(cause, 200) for cause in causes]),
         ]
     )
-    if count > len(facts.errors):
-        yield Text([f"And {count - len(facts.errors):,} more."])
-    if "\n" in (reason := (first := facts.errors[0]).reason.strip()):
-        yield Text([f"Trial {first.trial}:"])
-        yield Code(reason[-_TRACEBACK:], language="text")
+    if count > len(errors):
+        yield Text([f"And {count - len(errors):,} more."])
+    if "\n" in (reason := errors[0].reason.strip()):
+        yield Text([f"Trial {errors[0].trial}:"])
+        yield Code(reason[-_MAX_TRACEBACK:], language="text")
 
 
-def _causes(errors: Sequence[TrialFacts]) -> Sequence[str]:
-    """Return the errors in one line each; of several, one that an earlier trial has too is said once."""
-    causes = [each.error for each in errors]
-    if len(set(causes)) == 1:
-        return causes
-    first = {cause: each.trial for cause, each in reversed(list(zip(causes, errors, strict=True)))}
-    return [
-        cause if first[cause] == each.trial else f"the same error as trial {first[cause]}"
-        for cause, each in zip(causes, errors, strict=True)
-    ]
-
-
-# ---------------------------------------------------------------------------------------------------- the end
-
-
-def _end(facts: Facts) -> Iterator[Block]:
+def _cost(report: ReportInput) -> Iterator[Block]:
     yield Heading("Cost")
-    if facts.cost.sentence:
-        yield Text([f"{facts.cost.sentence}."])
-    yield Table((), _cost(facts))
-    if len(facts.runs) > 1:
-        yield Heading("Runs")
-        yield from _without_repetition(_runs(facts))
-    if facts.space:
-        drawn = [(name, _clipped(domain, _DOMAIN)) for name, domain in facts.space.items()]
-        yield Heading("Space")
-        yield Table(("parameter", "drawn from"), drawn[:_CONFIG])
-        if len(drawn) > _CONFIG:
-            yield Text([f"And {len(drawn) - _CONFIG} more."])
-    settings = {name: value for name, value in facts.settings.items() if name != "space" or not facts.space}
-    if shown := [(name, _setting(value)) for name, value in settings.items() if value not in _NOT_SET]:
-        yield Heading("Settings")
-        yield Table((), shown)
+    if report.totals.sentence:
+        yield Text([f"{report.totals.sentence}."])
+    yield Table((), list(cost_rows(report.totals).items()))
 
 
-def _setting(value: object) -> Cell:
-    """Return a parameter of the run: what is nested as JSON."""
-    if isinstance(value, Mapping | list | tuple):
-        return Verbatim(_clipped(json.dumps(value, ensure_ascii=False), _SETTING))
-    return _clipped(format_cell(value), _SETTING)
-
-
-def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
-    """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
-    runs = facts.runs
-    yield "owner", [_linked(f"{each.term:,}", each.link) for each in runs]
-    yield "run", [each.owner for each in runs]
-    yield "began", [_time(each.began_at) for each in runs]
-    yield "last entry", [_time(each.last_entry_at) for each in runs]
-    yield "elapsed", [format_span(each.elapsed_seconds) for each in runs]
-    if any(each.samples_asked for each in runs):
-        yield (
-            "samples requested",
-            [f"+{each.samples_asked:,}" if each.samples_asked else "" for each in runs],
-        )
-    yield "trials added", [f"{each.trials_added:,}" for each in runs]
-    yield "attempts", [f"{each.attempts:,}" for each in runs]
-
-
-def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
-    cost = facts.cost
-    ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
+def cost_rows(totals: Totals) -> Mapping[str, str]:
+    """Return what was trained, lost, stored and sent, each as a row."""
+    ends = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
     bad = "".join(f", {count:,} {how}" for how, count in ends.items() if count)
-    attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.useful_seconds
-    rows: list[tuple[str, Cell]] = [
-        ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
-        ("lost", _lost(cost)),
-    ]
-    size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
-    if cost.checkpoints_committed:
-        rows.append(("checkpoints", f"{cost.checkpoints_committed:,} committed, {size} in all"))
-    if cost.measured_bytes:
-        share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
-        rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
-        rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
+    attempts, trained = f"{plural(totals.attempts, 'attempt', 'attempts')}{bad}", totals.useful_seconds
+    again = wasted_words(totals.wasted_steps, at_least=totals.wasted_at_least)
+    if not again and totals.lost_seconds < LEAST_SECONDS:
+        lost = f"no training {'is known to have been' if totals.wasted_at_least else 'was'} lost"
+    else:
+        seconds = f"{format_span(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
+        none = "no step is known to have been" if totals.wasted_at_least else "no step was"
+        lost = f"{seconds}{again or none} trained again so far"
+    rows = {
+        "training": f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}",
+        "lost": lost,
+    }
+    size, sent, saved = map(shown_size, (totals.committed_bytes, totals.sent_bytes, totals.saved_bytes))
+    if totals.checkpoints_committed:
+        rows["checkpoints"] = f"{totals.checkpoints_committed:,} committed, {size} in all"
+    if totals.measured_bytes:
+        share = totals.saved_bytes / max(1, totals.saved_bytes + totals.sent_bytes)
+        rows["upload"] = f"{sent} sent in {format_span(totals.upload_seconds)}"
+        rows["deduplication"] = f"{saved} not sent, {share:.0%}: they were on the target already"
     return rows
 
 
-def _lost(cost: Cost) -> str:
-    """Return the training that was lost, and the steps of it that were trained again so far."""
-    again = wasted_words(cost.wasted_steps, at_least=cost.wasted_at_least)
-    if not again and cost.lost_seconds < LEAST_SECONDS:
-        return f"no training {'is known to have been' if cost.wasted_at_least else 'was'} lost"
-    none = "no step is known to have been" if cost.wasted_at_least else "no step was"
-    seconds = f"{format_span(cost.lost_seconds)} after the last checkpoints; " if cost.lost_seconds else ""
-    return f"{seconds}{again or none} trained again so far"
+def _runs(report: ReportInput) -> Iterator[Block]:
+    """Yield a table of all runs, scheduled ones included: owner, times, and what each added."""
+    runs = report.runs[-MAX_RUNS:]
+    if len(runs) < 2:
+        return
+    periods = [period for period, _ in runs]
+    columns: list[Column] = [
+        ("owner", [_linked(f"{each.term:,}", report.links(each.owner)) for each in periods]),
+        ("run", [str(each.owner) for each in periods]),
+        ("began", [f"{each.began:%Y-%m-%d %H:%M:%S}" for each in periods]),
+        ("last entry", [f"{each.last:%Y-%m-%d %H:%M:%S}" for each in periods]),
+        ("elapsed", [format_span(elapsed_seconds(each)) for each in periods]),
+        ("samples requested", [f"+{each.samples:,}" if each.samples else "" for each in periods]),
+        ("trials added", [f"{each.trials:,}" for each in periods]),
+        ("attempts", [f"{attempts:,}" for _, attempts in runs]),
+    ]
+    yield Heading("Runs")
+    yield from _without_repetition(column for column in columns if any(column[1]))
 
 
-def _span(seconds: float | None) -> str:
-    return "not measured" if seconds is None else format_span(seconds)
+def _space_and_settings(report: ReportInput) -> Iterator[Block]:
+    if report.space:
+        drawn = [(name, _clipped(domain, _MAX_DOMAIN)) for name, domain in report.space.items()]
+        yield Heading("Space")
+        yield Table(("parameter", "drawn from"), drawn[:_MAX_PARAMETERS])
+        if len(drawn) > _MAX_PARAMETERS:
+            yield Text([f"And {len(drawn) - _MAX_PARAMETERS} more."])
+    rows: list[tuple[str, Cell]] = []
+    for name, value in shown_settings(report.experiment.settings).items():
+        if value in _NOT_SET or (name == "space" and report.space):
+            continue
+        if isinstance(value, Mapping | list | tuple):
+            rows.append((name, Verbatim(_clipped(json.dumps(value, ensure_ascii=False), _MAX_SETTING))))
+        else:
+            rows.append((name, _clipped(format_cell(value), _MAX_SETTING)))
+    if rows:
+        yield Heading("Settings")
+        yield Table((), rows)
 
 
 def _linked(text: str, address: str | None) -> Cell:
     return Link(text, address) if address else text
 
 
-def _time(iso: str) -> str:
-    return iso.replace("T", " ")[:19]
-
-
-def _clipped(text: str, most: int = _WIDEST) -> str:
+def _clipped(text: str, most: int = _MAX_CELL) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+# Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors.
+
+_MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
+_SHORT = 16
+
+
+def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
+    """Return the page, with its pictures or with what each of them shows. Names chosen by users are escaped."""
+    return "\n".join(line for block in blocks for line in _lines(block, has_pictures=has_pictures)) + "\n"
+
+
+def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
+    match block:
+        case Heading(text=text, level=level):
+            yield f"{'#' * level} {escaped(text)}"
+        case Text(parts=parts, strong=strong):
+            text = "".join(map(_markdown_cell, parts))
+            yield f"**{text.strip()}**" if strong else text
+        case Figure():
+            shows = escaped(block.shows)
+            yield f"![{shows}]({data_uri(block.svg)})" if has_pictures else f"[{shows}: a picture, see --output]"
+            if block.legend:
+                yield from ("", f"*{escaped(block.legend)}*")
+        case Table():
+            yield from _markdown_table(block)
+        case Code(text=text, language=language):
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            yield from (f"{fence}{language}", visible(text), fence)
+        case never:
+            assert_never(never)
+    yield ""
+
+
+def _markdown_table(table: Table) -> Iterator[str]:
+    """Markdown has no table without a header: without one, the first row is the header."""
+    rows = [
+        [_unbroken(_markdown_cell(cell)) if table.head else _markdown_cell(cell) for cell in row] for row in table.rows
+    ]
+    if not rows:
+        return
+    if not table.head:
+        rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
+    head, *body = [list(map(escaped, table.head)), *rows] if table.head else rows
+    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def _unbroken(cell: str) -> str:
+    """Return a short cell with no place to break a line: Prefect's UI has little room for a table."""
+    return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _SHORT else cell
+
+
+def _markdown_cell(cell: Cell) -> str:
+    match cell:
+        case Link(text=text, address=address):
+            quoted = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
+            return f"[{escaped(text)}]({quoted})"
+        case Verbatim(text=text):
+            return _verbatim(text)
+        case str():
+            return escaped(cell)
+
+
+def _verbatim(text: str) -> str:
+    line = visible_line(text)
+    return escaped(line) if "`" in line or "|" in line else f"`{line}`"
+
+
+def escaped(text: str) -> str:
+    """Return `text` on one line, with markup characters escaped by a backslash."""
+    return _MARKUP.sub(r"\\\1", visible_line(text))
+
+
+# Render a page as one self-contained HTML file, light or dark as the browser prefers.
+
+_STRONG = ' class="strong"'
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--line:#d8dee4;--wash:#f6f8fa;--link:#0969da}
+@media(prefers-color-scheme:dark){:root{--paper:#0e1116;--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--wash:#161b22;
+--link:#58a6ff}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1000px;margin:0 auto;padding:32px 24px 64px}
+h1{font-size:28px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:18px;margin:36px 0 10px}
+p{margin:8px 0}.strong{font-size:17px;font-weight:600}.legend{color:var(--soft);font-size:13px;margin:2px 0 0}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px;margin:12px 0}
+th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);white-space:nowrap;
+font-variant-numeric:tabular-nums;vertical-align:top}
+th{color:var(--soft);font-weight:600;white-space:normal}table.facts td{white-space:normal;overflow-wrap:anywhere}
+table.facts td:first-child{color:var(--soft);white-space:nowrap}
+code,pre{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}pre{background:var(--wash);padding:12px 14px;
+border-radius:6px;overflow-x:auto}a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
+img{max-width:100%;height:auto;display:block}
+"""
+
+
+def as_html(blocks: Sequence[Block]) -> str:
+    """Return the page. Names chosen by users are escaped."""
+    title = next((block.text for block in blocks if isinstance(block, Heading)), "")
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    head = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main>\n"
+    )
+    return head + "\n".join(each for block in blocks for each in _elements(block)) + "\n</main></body></html>\n"
+
+
+def _elements(block: Block) -> Iterator[str]:
+    match block:
+        case Heading(text=text, level=level):
+            yield f"<h{level}>{_text(text)}</h{level}>"
+        case Text(parts=parts, strong=strong):
+            yield f"<p{_STRONG if strong else ''}>{''.join(map(_html_cell, parts))}</p>"
+        case Figure():
+            yield f'<img src="{data_uri(block.svg)}" alt="{_text(block.shows)}">'
+            if block.legend:
+                yield f'<p class="legend">{_text(block.legend)}</p>'
+        case Table():
+            yield from _html_table(block)
+        case Code(text=text):
+            yield f"<pre>{_text(text)}</pre>"
+        case never:
+            assert_never(never)
+
+
+def _html_table(table: Table) -> Iterator[str]:
+    yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
+    if table.head:
+        yield f"<tr>{''.join(f'<th>{_text(name)}</th>' for name in table.head)}</tr>"
+    for row in table.rows:
+        yield f"<tr>{''.join(f'<td>{_html_cell(cell)}</td>' for cell in row)}</tr>"
+    yield "</table></div>"
+
+
+def _html_cell(cell: Cell) -> str:
+    match cell:
+        case Link(text=text, address=address):
+            return f'<a href="{_text(address)}">{_text(text)}</a>'
+        case Verbatim(text=text):
+            return f"<code>{_text(text)}</code>"
+        case str():
+            return _text(cell)
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

@@ -1,4 +1,4 @@
-"""Format values, numbers, steps, errors and tables, for a terminal, a notebook and a report."""
+"""Format values, steps, numbers, errors, ages, costs and tables, for a terminal, a notebook and a report."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.core.metrics import shown
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.shown_text import visible
-from prefect_tune.core.values import flat
+from prefect_tune.core.shown_text import format_duration, format_seconds, shown_amount, shown_size, visible
+from prefect_tune.core.usage_records import RankEnd
+from prefect_tune.core.values import flat, parse_time
 
-_LEAST_RANGE = 4
-"""The shortest run of steps that is written as a range."""
-_NAMED = 3
-
+# Tables, and what is printed to stdout.
 
 UNLIMITED_WIDTH = 100_000
 """The width of what is no terminal: a pipe or a file gets every column, and whole cells."""
@@ -38,8 +40,8 @@ def print_parts(*parts: Table | str) -> None:
     console = Console(highlight=False, width=output_width())
     with console.capture() as printed:
         for part in parts:
-            shown = visible(part) if isinstance(part, str) else part
-            console.print(shown, markup=False, soft_wrap=isinstance(part, str))
+            shown_part = visible(part) if isinstance(part, str) else part
+            console.print(shown_part, markup=False, soft_wrap=isinstance(part, str))
     lines = (line.rstrip(" ") for line in printed.get().split("\n"))  # a table fills its rows with blanks
     console.file.write("\n".join(lines))
 
@@ -62,13 +64,20 @@ def facts_table(facts: Mapping[str, object]) -> Table:
     return table
 
 
+# Values, steps and errors.
+
+_MIN_RANGE = 4
+"""The shortest run of steps that is written as a range."""
+_NAMED = 3
+
+
 def format_value(value: object) -> str:
     """Format a value for people."""
     match value:
         case Mapping():
-            return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
+            return ", ".join(f"{name} {format_value(item)}" for name, item in value.items())
         case list() | tuple():
-            return ", ".join(format_value(each) for each in value)
+            return ", ".join(map(format_value, value))
         case float():
             return f"{value:.6g}"
         case None:
@@ -89,28 +98,20 @@ def format_time(at: str) -> str:
 
 def format_steps(steps: Sequence[int]) -> str:
     """Return steps as `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`: with the count if any is left out."""
-    parts, rest = [], list(steps)
-    while rest:
-        length = _length_of_run(rest)
-        parts.append(_range(rest[:length]))
-        rest = rest[length:]
-    is_shortened = len(parts) < len(steps)
-    return ", ".join(parts) + (f" ({len(steps):,})" if is_shortened else "")
-
-
-def _length_of_run(steps: Sequence[int]) -> int:
-    """Return how many of the first steps are equally far apart; 1 if they are too few for a range."""
-    length = 1
-    while length < len(steps) and steps[length] - steps[length - 1] == steps[1] - steps[0] > 0:
-        length += 1
-    return length if length >= _LEAST_RANGE else 1
-
-
-def _range(steps: Sequence[int]) -> str:
-    if len(steps) == 1:
-        return str(steps[0])
-    first, second, last = steps[0], steps[1], steps[-1]
-    return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
+    parts: list[str] = []
+    begin = 0
+    while begin < len(steps):
+        first, end = steps[begin], begin + 1
+        stride = steps[end] - first if end < len(steps) else 0
+        while stride > 0 and end < len(steps) and steps[end] - steps[end - 1] == stride:
+            end += 1
+        if end - begin < _MIN_RANGE:
+            end = begin + 1
+            parts.append(str(first))
+        else:
+            parts.append(f"{first}{'-' if stride == 1 else f', {first + stride} … '}{steps[end - 1]}")
+        begin = end
+    return ", ".join(parts) + (f" ({len(steps):,})" if len(parts) < len(steps) else "")
 
 
 def with_last_output(reason: object, output: str) -> str:
@@ -122,15 +123,15 @@ def with_last_output(reason: object, output: str) -> str:
 def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
     """Return each different error of these errored trials with its trials, the most frequent error first."""
     causes: dict[str, list[Trial]] = defaultdict(list)
-    for each in trials:
-        causes[format_error(each.end_reason)].append(each)
+    for trial in trials:
+        causes[format_error(trial.end_reason)].append(trial)
     return sorted(causes.items(), key=lambda cause: -len(cause[1]))
 
 
 def names_of(trials: Sequence[Trial]) -> str:
     """Return the names of the first trials, and how many more there are: `00000, 00001, 00002 and 5 more`."""
     more = len(trials) - _NAMED
-    named = ", ".join(each.trial for each in trials[:_NAMED])
+    named = ", ".join(trial.trial for trial in trials[:_NAMED])
     return f"{named} and {more} more" if more > 0 else named
 
 
@@ -140,7 +141,7 @@ _DIGITS = 4
 _LARGE = 10_000_000
 _SMALL = 0.001
 """Numbers with a fraction, from `_LARGE` on and below `_SMALL`, are written with an exponent."""
-_LONGEST_INT = 10**15
+_MAX_INT = 10**15
 
 
 def format_number(value: float) -> str:
@@ -148,28 +149,26 @@ def format_number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     if value and not _SMALL <= abs(value) < _LARGE:
-        mantissa, _, exponent = f"{value:.{_DIGITS - 1}e}".partition("e")
-        return f"{_trimmed(mantissa)}e{int(exponent)}"
-    places = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
-    return _trimmed(f"{value:,.{max(0, places)}f}")
+        digits, _, exponent = f"{value:.{_DIGITS - 1}e}".partition("e")
+        end = f"e{int(exponent)}"
+    else:
+        places = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
+        digits, end = f"{value:,.{max(0, places)}f}", ""
+    return (digits.rstrip("0").rstrip(".") if "." in digits else digits) + end
 
 
 def format_cell(value: object) -> str:
     """Return a parameter or a metric."""
     match value:
-        case bool():
-            return str(value)
-        case int():
-            return f"{value:,}" if abs(value) < _LONGEST_INT else shown(value)
+        case int() if not isinstance(value, bool):
+            return f"{value:,}" if abs(value) < _MAX_INT else shown(value)
         case float():
             return format_number(value)
         case None:
             return ""
         case Mapping():
             return format_metrics(value)
-        case str():
-            return value
-        case Sequence():
+        case list() | tuple():
             return ", ".join(map(format_cell, value))
         case _:
             return str(value)
@@ -180,5 +179,175 @@ def format_metrics(metrics: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {format_cell(value)}" for name, value in flat(metrics).items())
 
 
-def _trimmed(digits: str) -> str:
-    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+# How old is what a reader sees of an experiment: as JSON fields, and in words.
+
+_MISSED = 2
+_SLACK = timedelta(seconds=1)
+"""A live status is stale once this many updates are missing, and this time for the last one has passed."""
+_SAME_DAY = timedelta(hours=12)
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """The time of what is shown, and its age by this machine's clock."""
+
+    as_of: datetime | None
+    """None if the experiment does not say a time."""
+    age: timedelta
+    is_running: bool
+    """Whether a trial runs by the journal."""
+    period: timedelta | None = None
+    """The time between two updates; None if the owner publishes none."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the next two updates of a running experiment are missing: its process has probably ended."""
+        return self.is_running and self.period is not None and self.age > self.period * _MISSED + _SLACK
+
+    def fields(self) -> Mapping[str, object]:
+        """Return the fields for JSON outputs."""
+        return {
+            "as_of": self.as_of.isoformat(timespec="seconds") if self.as_of else None,
+            "age_seconds": round(self.age.total_seconds(), 1) if self.as_of else None,
+            "is_stale": self.is_stale,
+        }
+
+    def short(self) -> str:
+        """Return the time and the rough age: `01:32:20, 9 min ago`, with the date if it is not of these hours."""
+        if self.as_of is None:
+            return ""
+        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M"
+        rough = " ".join(format_duration(self.age).split()[:2])
+        return f"{self.as_of:{shape}}, {rough} ago"
+
+    def words(self, since: str = "ago") -> str:
+        """Return a sentence for people; `since` follows the age."""
+        if self.as_of is None:
+            return "an unknown time"
+        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M:%S"
+        said = f"{self.as_of:{shape}} UTC, {format_duration(self.age)} {since}"
+        if self.is_stale and self.period is not None:
+            return f"{said}; updates every {format_duration(self.period)} are missing: its process has probably ended"
+        if self.is_running and self.period is None:
+            return f"{said}: the last journal entry; running trials may be further"
+        return said
+
+
+UNKNOWN = Freshness(None, timedelta(0), is_running=False)
+
+
+def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
+    """Return how old `view` is at `now`; a time in the future counts as now, since clocks differ."""
+    is_running = any(trial.status is Status.RUNNING for trial in view.experiment.trials.values())
+    period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
+    as_of = parse_time(view.as_of)
+    return Freshness(as_of, max(timedelta(0), now - (as_of or now)), is_running, period)
+
+
+def format_moment(at: str | None, now: datetime) -> str:
+    """Return how long ago a time of the target was: `12 s ago`; empty for none."""
+    time = parse_time(at) if at else None
+    return "" if time is None else f"{format_duration(max(timedelta(0), now - time))} ago"
+
+
+# The cost of an experiment, as tables and as JSON.
+
+_RANKS_NAMED = 8
+LEAST_SECONDS = 0.005
+"""A shorter time is in no table."""
+
+
+def cost_table(cost: ExperimentCost) -> Table:
+    """Return a table with each category that took time, its time and its share."""
+    table = borderless_table("slots", "time", "share")
+    for category, seconds in cost.seconds.items():
+        if seconds >= LEAST_SECONDS:
+            share = format_share(seconds / (cost.slot_seconds or 1.0))
+            table.add_row(*plain_cells((str(category), _format_short_time(seconds), share)))
+    return table
+
+
+def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
+    """Return the table of a trial's attempts: their time, the largest losses, processors, memory, ends of ranks."""
+    used = [_resources_of(attempt) for attempt in attempts]
+    names = [name for name in _RESOURCES if any(name in each for each in used)]
+    table = borderless_table("attempt", "in all", "training", "largest losses", *names)
+    for attempt, resources in zip(attempts, used, strict=True):
+        training = attempt.seconds[Category.TRAINING]
+        losses = sorted(
+            ((seconds, category) for category, seconds in attempt.seconds.items() if category is not Category.TRAINING),
+            key=lambda loss: -loss[0],
+        )
+        named = [
+            f"{name} {_format_short_time(seconds)}"
+            for seconds, name in losses[:LOSSES_NAMED]
+            if seconds >= LEAST_SECONDS
+        ]
+        times = _format_short_time(attempt.total_seconds), _format_short_time(training)
+        cells = (str(attempt.attempt), *times, ", ".join(named), *(resources.get(name, "") for name in names))
+        table.add_row(*plain_cells(cells))
+    return table
+
+
+_RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
+
+
+def _resources_of(attempt: AttemptCost) -> Mapping[str, str]:
+    """Return what an attempt used. Of a single sample it is not known how many processors were busy at a time."""
+    use, resources = attempt.use, dict[str, str]()
+    if use is not None and use.peak_memory_bytes is not None:
+        busy = None
+        if use.cpu_seconds is not None:
+            busy = use.cpu_seconds / max(0.01, use.seconds.total - use.seconds.start)
+        resources["processors"] = "-" if busy is None else shown_amount(busy, digits=2)
+        if use.mean_memory_bytes is not None:
+            mean = shown_size(use.mean_memory_bytes)
+            resources["peak memory"] = f"{shown_size(use.peak_memory_bytes)} (mean {mean})"
+    if use is not None and use.peak_gpu_memory_bytes is not None:
+        share = format_share(use.mean_gpu_utilization or 0.0)
+        resources["GPU"] = f"{shown_size(use.peak_gpu_memory_bytes)}, {share} busy"
+    if attempt.rank_ends:
+        resources["ranks that ended otherwise"] = ends_words(attempt.rank_ends)
+    return resources
+
+
+def _format_short_time(seconds: float) -> str:
+    """Return a time that can be read beside others: to the hundredth of a second at most."""
+    return format_seconds(seconds) if seconds >= 10 else f"{round(seconds, 2 if seconds < 1 else 1):g} s"
+
+
+def ends_words(ends: Sequence[RankEnd]) -> str:
+    """Return how ranks ended that did not end like the others: `rank 1: ended by SIGKILL, the cause`."""
+    parts = []
+    for end in ends:
+        more = len(end.ranks) - _RANKS_NAMED
+        ranks = ", ".join(map(str, end.ranks[:_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
+        cause = ", the cause" if end.is_cause else ""
+        parts.append(f"rank{'s' if len(end.ranks) > 1 else ''} {ranks}: {end.how}{cause}")
+    return "; ".join(parts)
+
+
+def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
+    """Return the cost of an experiment as JSON, without its attempts."""
+    return {
+        "slot_seconds": round(cost.slot_seconds, 3),
+        "run_seconds": round(cost.run_seconds, 3),
+        "runs": [
+            {"began_at": run.began_at.isoformat(), "seconds": round(run.seconds, 3), "slots": run.slots}
+            for run in cost.runs
+        ],
+        "seconds": _seconds_fields(cost.seconds),
+    }
+
+
+def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
+    """Return the cost of an attempt as JSON; null for what was not measured."""
+    use = cost.use.model_dump(mode="json", exclude={"seconds", "output"}) if cost.use else {}
+    if cost.rank_ends:
+        use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
+    begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
+    return {**begins, "seconds": _seconds_fields(cost.seconds), **use}
+
+
+def _seconds_fields(seconds: Mapping[Category, float]) -> Mapping[str, float]:
+    return {category.key: round(spent, 3) for category, spent in seconds.items()}

@@ -18,9 +18,10 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-# Capture what other code writes to a terminal while a live table is shown, to print it above the table.
+# Capture what other code writes to a terminal while a live table is shown, to print it above the table. Rich's own
+# redirection would have each `print` of a training wait for the terminal, and does not know the handlers of `logging`.
 
-_MOST_CHUNKS = 20_000
+_MAX_CHUNKS = 20_000
 _DROPPED = "(more was printed at once than the live table could pass on: lines are missing here)"
 
 
@@ -32,7 +33,7 @@ class OutputCapture(io.TextIOBase):
         self._terminal = terminal
         self._guard = threading.Lock()
         self._lets_through = False
-        self._chunks: deque[str] = deque(maxlen=_MOST_CHUNKS)
+        self._chunks: deque[str] = deque(maxlen=_MAX_CHUNKS)
         self._has_dropped = False
 
     @property
@@ -43,7 +44,7 @@ class OutputCapture(io.TextIOBase):
         if self._lets_through:
             return self._terminal.write(text)
         with self._guard:
-            self._has_dropped |= len(self._chunks) == _MOST_CHUNKS
+            self._has_dropped |= len(self._chunks) == _MAX_CHUNKS
             self._chunks.append(text)
         return len(text)
 
@@ -108,28 +109,18 @@ def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[Non
             if (stream := getattr(sys, name)) in terminal:
                 setattr(sys, name, capture)
                 undoing.callback(setattr, sys, name, stream)
+        quiet = QuietFilter()
         for handler in _stream_handlers():
-            if handler.stream in terminal:
-                undoing.callback(_redirect(handler, cast(TextIO, capture)))
+            if handler.stream not in terminal:
+                continue
+            undoing.callback(setattr, handler, "stream", handler.stream)
+            if (console := getattr(handler, "console", None)) is not None:
+                undoing.callback(setattr, console, "file", handler.stream)
+                undoing.callback(handler.removeFilter, quiet)
+                console.file = cast(TextIO, capture)
+                handler.addFilter(quiet)
+            handler.stream = cast(TextIO, capture)
         yield
-
-
-def _redirect(handler: logging.StreamHandler[TextIO], stream: TextIO) -> Callable[[], None]:
-    """Redirect the handler, and return a function that undoes it."""
-    before, quiet = handler.stream, QuietFilter()
-    console = getattr(handler, "console", None)
-    handler.stream = stream
-    if console is not None:
-        console.file = stream
-        handler.addFilter(quiet)
-
-    def undo() -> None:
-        handler.stream = before
-        handler.removeFilter(quiet)
-        if console is not None:
-            console.file = before
-
-    return undo
 
 
 def console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
@@ -149,7 +140,7 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
 
 _PERIOD = timedelta(seconds=0.5)
 _SHARE = 0.05
-_PATIENCE = timedelta(seconds=2)
+_END_TIMEOUT = timedelta(seconds=2)
 _ONLY_ONE = threading.Lock()
 _shown: list[LiveDisplay] = []
 
@@ -225,10 +216,9 @@ class LiveDisplay(threading.Thread):
     def end(self) -> None:
         """Remove the table and end the thread; a terminal that does not respond is left as it is."""
         self._over.set()
-        self.join(_PATIENCE.total_seconds())
+        self.join(_END_TIMEOUT.total_seconds())
 
     def run(self) -> None:
-        """Draw."""
         try:
             self._show()
             self._capture.let_through()
@@ -247,20 +237,17 @@ class LiveDisplay(threading.Thread):
             vertical_overflow="crop",
         ) as live:
             self.console.show_cursor()  # so that the terminal has one even if this process is killed
-            patience = 0.0
-            while not self._over.wait(patience):
+            pause = 0.0
+            while not self._over.wait(pause):
                 began = time.thread_time()
                 self._print_lines()
-                self._measure()
+                # The size of this terminal: Rich reads that of stdin, stdout or stderr. Raises if it has hung up.
+                width, height = os.get_terminal_size(self.console.file.fileno())
+                if width and height:
+                    self.console.size = ConsoleDimensions(width, height)
                 live.update(self._draw(*self.console.size), refresh=True)
-                patience = max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
+                pause = max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
             self._print_lines()
-
-    def _measure(self) -> None:
-        """Read the size of this terminal: Rich reads that of stdin, stdout or stderr."""
-        width, height = os.get_terminal_size(self.console.file.fileno())  # raises if the terminal has hung up
-        if width and height:
-            self.console.size = ConsoleDimensions(width, height)
 
     def _print_lines(self) -> None:
         if lines := self._capture.take_lines():

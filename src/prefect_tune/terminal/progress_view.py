@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from statistics import fmean
@@ -123,20 +123,25 @@ class ProgressReader:
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         newest = [
-            with_report(each, snapshot.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
+            with_report(trial, snapshot.newest(trial.trial)) if trial.phase is Phase.RUNNING else trial
+            for trial in trials
         ]
-        best_first = _best_first(newest, objective)
-        others = [each for each in best_first if each.phase is not Phase.RUNNING]
-        counts = Counter(each.status for each in trials)
-        compared = sum(each.status is Status.COMPLETED for each in others)
+        if objective is None:  # the last ones that ended
+            best_first = [trial for trial in reversed(newest) if trial.phase in ENDED]
+        else:
+            best_first = [trial for trial, _ in ranked(newest, objective)]
+        others = [trial for trial in best_first if trial.phase is not Phase.RUNNING]
+        judged = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
+        counts = Counter(trial.status for trial in trials)
+        compared = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
             outlook=outlook,
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._rate(now, snapshot.counts.reports),
             time_left=None if experiment.ends else self._time_left(elapsed, newest, snapshot.counts.steps),
-            rungs=rungs_of(trials),
-            running=[each for each in newest if each.phase is Phase.RUNNING],
+            rungs=dict(sorted(Counter(judged).items())),
+            running=[trial for trial in newest if trial.phase is Phase.RUNNING],
             others=others,
             best=next(iter(best_first), None),
             notes=tuple(self._notes),
@@ -167,12 +172,6 @@ class ProgressReader:
         return left if left is None or budget is None else min(left, budget)
 
 
-def rungs_of(trials: Iterable[Trial]) -> Mapping[int, int]:
-    """Return how many trials the scheduler has judged, by step."""
-    judged = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
-    return dict(sorted(Counter(judged).items()))
-
-
 def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
     """Return the number of steps that a search has left; None if the number of its trials or steps is unknown.
 
@@ -197,20 +196,13 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
     return steps
 
 
-def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
-    """Return the comparable trials, the best first; without an objective, the last ones that ended."""
-    if objective is None:
-        return [each for each in reversed(trials) if each.phase in ENDED]
-    return [each for each, _ in ranked(trials, objective)]
-
-
 def share_of_search(
     trials: Collection[Trial], newest: Callable[[str], StepReport | None], outlook: SearchEstimate
 ) -> float | None:
     """Return the share of the search's training that is done; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
-    done = sum(share_of_trial(each, newest(each.trial), outlook) for each in trials)
+    done = sum(share_of_trial(trial, newest(trial.trial), outlook) for trial in trials)
     return min(1.0, done / max(1, outlook.trial_count, len(trials)))
 
 
@@ -225,7 +217,7 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
 # The trials of a search as a table that fits its terminal.
 
 _GAP = 2
-_WIDEST_CELL = 24
+_MAX_CELL = 24
 
 
 def trials_table(
@@ -247,70 +239,74 @@ def trials_table(
         table.add_column(Text(visible(name)), no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(*plain_cells(row), style=styles.get(trial.status, ""))
-    return table, hidden_columns_note(hidden, "a wider terminal or a pipe has all columns")
+    note = f"hidden, for lack of room: {', '.join(hidden)}; a wider terminal or a pipe has all columns"
+    return table, visible(note) if hidden else ""
 
 
 def cells_of(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return column names and rows that are no wider than `width` if that is possible, and the hidden parameters."""
-    kept: dict[str, list[str]] = {
-        "trial": [each.trial for each in trials],
-        "status": [status_label(each.status, each.step) for each in trials],
-        "step": [str(each.step) for each in trials],
+    """Return column names and rows that are no wider than `width` if that is possible, and the hidden parameters.
+
+    A column with the name of another one gets a prefix.
+    """
+    columns: dict[str, list[str]] = {
+        "trial": [trial.trial for trial in trials],
+        "status": [status_label(trial.status, trial.step) for trial in trials],
+        "step": [str(trial.step) for trial in trials],
     }
     for name in metrics:
-        kept[_free(name, kept, "metrics/")] = [_on_one_line(metric_in(each.metrics, name)) for each in trials]
+        cells = [_on_one_line(metric_in(trial.metrics, name)) for trial in trials]
+        columns[f"metrics/{name}" if name in columns else name] = cells
     for name, cells in more.items():
-        kept[_free(name, kept, "trial's ")] = cells
-    used, hidden = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP, []
-    for name, cells in _configuration(trials, math.inf if width >= UNLIMITED_WIDTH else _WIDEST_CELL).items():
+        columns[f"trial's {name}" if name in columns else name] = cells
+    used, hidden = sum(_width(name, cells) + _GAP for name, cells in columns.items()) - _GAP, []
+    configuration = _differing_parameters(trials, math.inf if width >= UNLIMITED_WIDTH else _MAX_CELL)
+    for name, cells in configuration.items():
         column_width = _width(name, cells) + _GAP
         if used + column_width <= width:
             used += column_width
-            kept[_free(name, kept, "config/")] = cells
+            columns[f"config/{name}" if name in columns else name] = cells
         else:
             hidden.append(name)
-    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)], hidden
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)], hidden
 
 
-def hidden_columns_note(hidden: Sequence[str], where: str) -> str:
-    """Return which parameters a table has no room for, and where they are shown; empty if it has all."""
-    return visible(f"hidden, for lack of room: {', '.join(hidden)}; {where}") if hidden else ""
-
-
-def _free(name: str, taken: Collection[str], prefix: str) -> str:
-    """Return `name`, or with a prefix if another column has it."""
-    return f"{prefix}{name}" if name in taken else name
-
-
-def config_cells(trial: Trial) -> Sequence[tuple[str, str]]:
-    """Return the names and values of a configuration, each short."""
-    return [(name, cells[0]) for name, cells in _configuration([trial]).items()]
+def format_config(trial: Trial) -> str:
+    """Return the names and values of a configuration on one line, each value short."""
+    return ", ".join(f"{name} {cells[0]}" for name, cells in _differing_parameters([trial], _MAX_CELL).items())
 
 
 def _width(name: str, cells: Sequence[str]) -> int:
     return max(len(name), *map(len, cells), 0)
 
 
-def _configuration(trials: Sequence[Trial], widest: float = _WIDEST_CELL) -> Mapping[str, list[str]]:
+def _differing_parameters(trials: Sequence[Trial], max_width: float) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
-    configs = [flat(each.config) for each in trials]
-    names = dict.fromkeys(name for config in configs for name in config)
-    found = {name: [_short(_on_one_line(config.get(name)), widest) for config in configs] for name in names}
-    return {name: cells for name, cells in found.items() if len(set(cells)) > 1 or len(cells) == 1}
+    configs = [flat(trial.config) for trial in trials]
+    columns: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for config in configs for name in config):
+        texts = [_on_one_line(config.get(name)) for config in configs]
+        cells = [text if len(text) <= max_width else f"{text[: _MAX_CELL - 1]}…" for text in texts]
+        if len(set(cells)) > 1 or len(cells) == 1:
+            columns[name] = cells
+    return columns
 
 
 def _on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
-def _short(text: str, widest: float) -> str:
-    return text if len(text) <= widest else f"{text[: _WIDEST_CELL - 1]}…"
+def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
+    """Return the metrics that the first trial with any has reported."""
+    return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
 
-_MOST_ROWS = 16
-_MOST_NOTES = 5
+# The progress as facts, as a table for a terminal, and as a line for a log.
+
+_MAX_ROWS = 16
+_MAX_NOTES = 5
+_MAX_RUNGS = 8
 _HEAD = 8  # lines of everything that is neither a trial nor an event
 _STYLES = {
     Status.RUNNING: "green",
@@ -320,45 +316,64 @@ _STYLES = {
     Status.PRUNED: "dim",
     Status.PENDING: "dim",
 }
-_LONG_RUNGS = 8
 
 
 def frame(state: ProgressState, width: int, height: int) -> RenderableType:
-    """Render for a terminal of `width` columns and `height` lines, leaving its last line free."""
+    """Render for a terminal of `width` columns and `height` lines, leaving its last line free.
+
+    Of the trials it shows running ones, with a third of the lines for the best of the others; none of a single
+    training, which the facts show.
+    """
     room = max(0, height - 1 - _HEAD)
-    notes = state.notes[-min(_MOST_NOTES, room // 3) :] if room >= 3 else ()
-    rows = chosen_trials(state, min(_MOST_ROWS, room - len(notes)))
-    parts: list[RenderableType] = [_cut(each) for each in _head(state)]
+    notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
+    row_count = 0 if state.outlook.is_training else min(_MAX_ROWS, room - len(notes))
+    other_count = min(len(state.others), max(row_count // 3, row_count - len(state.running)))
+    rows = [*state.running[: row_count - other_count], *state.others[:other_count]] if row_count > 0 else []
+    title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
+    if left := _format_time_left(state):
+        title.append(visible(f", {left}"))
+    if pace := _format_pace(state):
+        title.append(f"  {pace}", "dim")
+    facts = (Text.assemble((f"{name:<8}", "dim"), visible(text)) for name, text in head_facts(state).items())
+    parts: list[RenderableType] = [title, *facts]
     if rows:
         objective = state.outlook.objective
         metrics = objective.metrics if objective else common_metrics(rows)
         table, hidden = trials_table(rows, metrics, width=width, styles=_STYLES)
         parts += [Text(), table]
         if hidden and len(rows) + len(notes) < room:
-            parts.append(_cut(Text(hidden, style="dim")))
+            parts.append(Text(hidden, style="dim"))
     if notes:
-        parts += [Text(), *map(_note_text, notes)]
+        parts.append(Text())
+    for note in notes:
+        text = (visible(note.text), "red" if note.is_bad else "")
+        parts.append(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
+    for part in parts:
+        if isinstance(part, Text):  # truncate instead of wrapping
+            part.no_wrap, part.overflow = True, "ellipsis"
     return Group(*parts)
 
 
 def line(state: ProgressState) -> str:
     """Return the progress as one line, for a log."""
+    facts, elapsed = head_facts(state), format_duration(state.elapsed)
+    objective = state.outlook.objective
     if state.outlook.is_training:
-        return f"{state.outlook.experiment}: {'; '.join(_of_training(state))}"
-    parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
-    if state.running and (left := format_time_left(state)):
-        parts.append(left)
-    if state.lacking_count and state.outlook.objective is not None:
-        parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
-    if state.best is not None and state.outlook.objective is not None:
-        name = named(state.best.trial, state.best.status)
-        parts.append(f"{best_label(state.outlook.objective)}: trial {name}, {_compared(state, state.best)}")
-    return f"{state.outlook.experiment}: {'; '.join(parts)}"
-
-
-def _head(state: ProgressState) -> Iterator[Text]:
-    yield _title(state)
-    yield from (_labelled(name, text) for name, text in head_facts(state).items())
+        metrics = f", {facts['metrics']}" if "metrics" in facts else ""
+        parts = [f"step {facts['step']}{metrics} after {elapsed}"]
+        if state.running:
+            parts += [_format_pace(state), _format_time_left(state)]
+        if "saved" in facts:
+            parts.append(f"saved: {facts['saved']}")
+    else:
+        parts = [f"{facts['trials']} after {elapsed}"]
+        if state.running:
+            parts.append(_format_time_left(state))
+        if state.lacking_count and objective is not None:
+            parts.append(f"{state.lacking_count} without {', '.join(objective.metrics)} in the last report")
+        if state.best is not None and objective is not None:
+            parts.append(f"{best_label(objective)}: {_format_best(state.best, objective)}")
+    return f"{state.outlook.experiment}: {'; '.join(filter(None, parts))}"
 
 
 def head_facts(state: ProgressState) -> Mapping[str, str]:
@@ -368,15 +383,21 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
     """
     if state.outlook.is_training:
         return _training_facts(state)
-    facts = {"trials": _trial_counts(state)}
+    counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
+    facts = {"trials": format_counts(counts)}
+    if (asked := state.outlook.trial_count) is not None:
+        # An earlier run of the experiment may have passed a larger `num_samples`.
+        facts["trials"] += f" of {max(asked, sum(state.counts.values()))}"
     if state.rungs:
-        facts["rungs"] = _rungs(state)
-    if state.best is not None and state.outlook.objective is not None:
-        best = state.best
+        judged = [f"{count} at step {step}" for step, count in state.rungs.items()]
+        if len(judged) > _MAX_RUNGS:
+            judged[_MAX_RUNGS // 2 : -_MAX_RUNGS // 2] = ["…"]
+        facts["rungs"] = ", ".join(judged)
+    best, objective = state.best, state.outlook.objective
+    if best is not None and objective is not None:
         of_another = ", of the checkpoint that it continues from" if best.inherits else ""
-        said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}{of_another}"
-        facts[best_label(state.outlook.objective)] = said
-        facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
+        facts[best_label(objective)] = f"{_format_best(best, objective)} at step {best.step}{of_another}"
+        facts[""] = format_config(best)
     return facts
 
 
@@ -390,95 +411,26 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
     newest = newest_checkpoint(trial)
     facts = {
         "step": f"{trial.step}{of_all}{attempt}{ended}",
-        "metrics": ", ".join(f"{name} {format_value(value)}" for name, value in flat(trial.metrics).items()),
+        "metrics": format_value(flat(trial.metrics)),
         "saved": f"step {newest.step}" if newest else "",
-        "config": ", ".join(f"{name} {value}" for name, value in config_cells(trial)),
+        "config": format_config(trial),
     }
     return {name: text for name, text in facts.items() if text}
 
 
-def _of_training(state: ProgressState) -> Iterator[str]:
-    facts = _training_facts(state)
-    metrics = f", {facts['metrics']}" if "metrics" in facts else ""
-    yield f"step {facts['step']}{metrics} after {format_duration(state.elapsed)}"
-    if state.running:
-        yield from filter(None, (pace(state), format_time_left(state)))
-    if "saved" in facts:
-        yield f"saved: {facts['saved']}"
+def _format_best(best: Trial, objective: Objective) -> str:
+    compared = ", ".join(f"{name} {format_value(metric_in(best.metrics, name))}" for name in objective.metrics)
+    return f"trial {named(best.trial, best.status)}, {compared}"
 
 
-def pace(state: ProgressState) -> str:
+def _format_pace(state: ProgressState) -> str:
     """Return how fast steps, or reports of all trials, come; empty before the first."""
     unit = "steps/s" if state.outlook.is_training else "reports/s"
     return f"{shown_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 
-def format_time_left(state: ProgressState) -> str:
+def _format_time_left(state: ProgressState) -> str:
     """Return the estimate of the time left in words, or why the search ends early; empty if there is neither."""
     if state.ended_because:
         return f"ending: {first_line(state.ended_because)}"
     return "" if state.time_left is None else f"about {format_duration(state.time_left)} left"
-
-
-def _title(state: ProgressState) -> Text:
-    title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
-    if left := format_time_left(state):
-        title.append(visible(f", {left}"))
-    if found := pace(state):
-        title.append(f"  {found}", "dim")
-    return title
-
-
-def _trial_counts(state: ProgressState) -> str:
-    counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
-    asked = state.outlook.trial_count
-    if asked is None:
-        return format_counts(counts)
-    # An earlier run of the experiment may have passed a larger `num_samples`.
-    return f"{format_counts(counts)} of {max(asked, sum(state.counts.values()))}"
-
-
-def _rungs(state: ProgressState) -> str:
-    """Return the number of trials that the scheduler has judged at each rung."""
-    rungs = list(state.rungs.items())
-    shown = rungs if len(rungs) <= _LONG_RUNGS else [*rungs[: _LONG_RUNGS // 2], *rungs[-_LONG_RUNGS // 2 :]]
-    said_rungs = [f"{count} at step {step}" for step, count in shown]
-    if len(shown) < len(rungs):
-        said_rungs.insert(_LONG_RUNGS // 2, "…")
-    return ", ".join(said_rungs)
-
-
-def _compared(state: ProgressState, trial: Trial) -> str:
-    metrics = state.outlook.objective.metrics if state.outlook.objective else ()
-    return ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
-
-
-def chosen_trials(state: ProgressState, most: int) -> Sequence[Trial]:
-    """Return the trials to show: running ones, with a third of the lines for the best of the others.
-
-    None for a single training, which `head_facts` shows.
-    """
-    if state.outlook.is_training:
-        return ()
-    others = min(len(state.others), max(most // 3, most - len(state.running)))
-    return [*state.running[: most - others], *state.others[:others]] if most > 0 else ()
-
-
-def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
-    """Return the metrics that the first trial with any has reported."""
-    return next((tuple(each.metrics) for each in trials if each.metrics), ())
-
-
-def _note_text(note: Note) -> Text:
-    text = (visible(note.text), "red" if note.is_bad else "")
-    return _cut(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
-
-
-def _labelled(name: str, text: str) -> Text:
-    return Text.assemble((f"{name:<8}", "dim"), visible(text))
-
-
-def _cut(text: Text) -> Text:
-    """Truncate instead of wrapping."""
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text

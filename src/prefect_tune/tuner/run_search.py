@@ -34,13 +34,17 @@ from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
 from prefect_tune.journal_access import JournalWriter, read_known, write_directly
-from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
-from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
+from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver, SearchRecorder
+from prefect_tune.monitoring.search_observer import (
+    DisplayGroup,
+    LiveStatusPublisher,
+    ObserverGroup,
+    SearchObserver,
+    SearchRecorder,
+)
 from prefect_tune.parameters import search_limits
 from prefect_tune.parameters.argument_checks import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.import_check import require_importable
@@ -326,14 +330,13 @@ def _subscribers(plan: SearchPlan) -> Subscribers:
         time=plan.time_budget,
         resumes_paused=resumes_paused(plan.scheduler),
     )
-    place = ExperimentAddress(target.uri, plan.experiment)
     return Subscribers(
         target,
         SearchInfo(plan.experiment, target.uri, objective),
         callbacks_for(plan.callbacks),
         outlook,
         in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
-        news=EventContext(place, objective),
+        address=ExperimentAddress(target.uri, plan.experiment),
         live_period=sync.live_period,
     )
 
@@ -429,14 +432,14 @@ class Subscribers:
         outlook: SearchEstimate,
         *,
         in_terminal: bool,
-        news: EventContext,
+        address: ExperimentAddress,
         live_period: timedelta | None,
     ) -> None:
         self._target = target
         self._outlook = outlook
         self._in_terminal = in_terminal
         self._search = search
-        self._news = news
+        self._address = address
         self._live_period = live_period
         self._callbacks = callbacks
 
@@ -460,7 +463,7 @@ class Subscribers:
         try:
             with (
                 reported(Reporter(self._target, recorder, self._outlook, log), stop) as reporter,
-                emitting_events(EventEmitter(self._news, recorder, log), stop) as emitter,
+                emitting_events(EventEmitter(self._address, self._search.objective, recorder, log), stop) as emitter,
                 progress(recorder, self._outlook, lines.notes, log, stop, in_terminal=self._in_terminal) as seen,
                 LiveStatusPublisher(self._target, recorder.read, self._live_period, runs),
             ):

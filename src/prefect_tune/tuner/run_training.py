@@ -24,12 +24,10 @@ from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.journal_access import JournalWriter, read_known
-from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
+from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status_publisher import LiveStatusPublisher
 from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import DisplayGroup, SearchRecorder
+from prefect_tune.monitoring.search_observer import DisplayGroup, LiveStatusPublisher, SearchRecorder
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
@@ -139,7 +137,8 @@ def _driven(
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count, is_training=True)
     recorder = SearchRecorder(state)
-    emitter = EventEmitter(_events_of(spec), recorder, log)
+    address = ExperimentAddress(spec.target.uri, spec.trial.experiment)
+    emitter = EventEmitter(address, None, recorder, log)
     reporter = Reporter(spec.target, recorder, outlook, log)
     lines = SearchLog(recorder, None, spec.target.uri, log)
     with (
@@ -177,10 +176,6 @@ def _opened(training: _TrainingPlan, turn: Turn, known: Experiment) -> Experimen
 
 def _is_finished(state: Experiment) -> bool:
     return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).phase is Phase.FINISHED
-
-
-def _events_of(spec: TrialSpec) -> EventContext:
-    return EventContext(ExperimentAddress(spec.target.uri, spec.trial.experiment))
 
 
 def _log_progress(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:

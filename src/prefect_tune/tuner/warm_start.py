@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Configured, PriorTrial, WarmStart
 from prefect_tune.core.values import canonical_json, valid_name
 from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known
-from prefect_tune.monitoring.assets import ExperimentAddress
+from prefect_tune.monitoring.event_emitter import ExperimentAddress
 from prefect_tune.storage_retries import on_target
 
 _TIMEOUT = timedelta(minutes=5)

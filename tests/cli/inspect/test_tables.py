@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.inspect import _format_last_report
+from prefect_tune.cli.inspect import format_last_report
 from prefect_tune.core.messages.live_status import RunningTrial
 from tests.fakes.command_line import PROGRAM, Run
 from tests.fakes.searches.experiments import write_search
@@ -109,7 +109,7 @@ def test_every_table_of_a_pipe_has_its_rows_on_one_line(wide: Path, run: Run, mo
 
 def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:
     attempt = RunningTrial(trial="t", attempt=1)
-    assert _format_last_report(attempt, NOW) == "none known"
+    assert format_last_report(attempt, NOW) == "none known"
     begun = attempt.model_copy(update={"began_at": BEGAN})
-    assert _format_last_report(begun, NOW) == "none known; began 1 min 30 s ago"
-    assert _format_last_report(begun.model_copy(update={"reported_at": BEGAN}), NOW) == "1 min 30 s ago"
+    assert format_last_report(begun, NOW) == "none known; began 1 min 30 s ago"
+    assert format_last_report(begun.model_copy(update={"reported_at": BEGAN}), NOW) == "1 min 30 s ago"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.search_options import parameters_from, space_from
+from prefect_tune.cli.search import parameters_from, space_from
 from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
@@ -169,7 +169,7 @@ def test_interrupted_before_a_flow_run_it_names_no_experiment_to_resume(
     def interrupted(_parameters: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefect_tune.cli.search_options.check_parameters", interrupted)
+    monkeypatch.setattr("prefect_tune.cli.search.check_parameters", interrupted)
     done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
     assert (done.code, done.out, done.err) == (130, "", "stopped before it began; nothing was started\n")
 

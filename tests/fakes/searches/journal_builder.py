@@ -93,7 +93,11 @@ class JournalBuilder:
         self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
     def report_input(self, expected: int | None = None) -> ReportInput:
-        return report_input_of(self.view.read(drawn_trials(self.state)), uri=URI, now=self.now, expected=expected)
+        def link_to(owner: Owner) -> str | None:
+            return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
+
+        snapshot = self.view.read(drawn_trials(self.state))
+        return report_input_of(snapshot, uri=URI, now=self.now, links=link_to, expected=expected)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:
