@@ -45,7 +45,7 @@ def second_after(operations: int) -> Choice:
     """The first process does `operations` operations, then the second runs to its end, then the rest of the first."""
     left = [operations]
 
-    def choose(running: Sequence[int]) -> int:
+    def choose(running: Sequence[int], _state: object) -> int:
         left[0] -= 1
         return 0 if 0 in running and (left[0] >= 0 or 1 not in running) else 1
 

@@ -5,34 +5,57 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
+from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+
+_Result = TypeVar("_Result")
 
 Process = Callable[[ObjectStore], None]
 IsPoint = Callable[[str, str], bool]
 """By method and path: whether another process may run before this operation."""
-Choice = Callable[[Sequence[int]], int]
-"""Given the running processes, return the next one."""
+State = tuple[object, ...]
+"""What the store holds, and by process every operation so far with its result: the same state has the same future."""
+Choice = Callable[[Sequence[int], Callable[[], State]], int]
+"""Given the running processes, and what returns the state, return the next process."""
+
+
+class SeenBeforeError(BaseException):
+    """Every continuation of the present state is explored already."""
 
 
 def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
     """Run `processes`, each in a thread, one at a time; return the errors that ended them."""
     runners = [_Runner(inner, process, is_point) for process in processes]
+
+    def state() -> State:
+        return (frozenset(getattr(inner, "objects").items()), *(runner.done for runner in runners))
+
     for runner in runners:
         runner.go()
-    while running := [index for index, runner in enumerate(runners) if not runner.has_ended]:
-        runners[choose(running)].go()
+    try:
+        while running := [index for index, runner in enumerate(runners) if not runner.has_ended]:
+            runners[choose(running, state)].go()
+    except SeenBeforeError:
+        for runner in runners:
+            runner.abandon()
+        raise
     return [f"process {index}: {runner.died_of!r}" for index, runner in enumerate(runners) if runner.died_of]
 
 
-def every_order(run: Callable[[Choice], None], limit: int) -> int:
+def every_order(run: Callable[[Choice], None], limit: int, *, merges: bool = False) -> int:
     """Call `run` once for every order of its choices; return the number of orders.
 
-    `run` must be deterministic for given choices. More than `limit` orders are an error.
+    `run` must be deterministic for given choices. More than `limit` orders are an error. With `merges`, an order ends
+    where it comes to a state that another one has been in: for processes that share nothing but the store.
     """
     path: list[tuple[int, int]] = []  # the choice, and the number of choices
+    seen: set[State] | None = set() if merges else None
     for count in range(1, limit + 1):
-        run(_following(path))
+        with suppress(SeenBeforeError):
+            run(_following(path, seen))
         while path and path[-1][0] == path[-1][1] - 1:
             path.pop()
         if not path:
@@ -41,13 +64,17 @@ def every_order(run: Callable[[Choice], None], limit: int) -> int:
     raise AssertionError(f"more than {limit} orders")
 
 
-def _following(path: list[tuple[int, int]]) -> Choice:
+def _following(path: list[tuple[int, int]], seen: set[State] | None) -> Choice:
     """Choose along `path`, then always the first process; add these choices to `path`."""
     depth: Iterator[int] = iter(range(10**6))
 
-    def choose(running: Sequence[int]) -> int:
+    def choose(running: Sequence[int], state: Callable[[], State]) -> int:
         at = next(depth)
         if at == len(path):
+            if seen is not None:
+                if (now := state()) in seen:
+                    raise SeenBeforeError
+                seen.add(now)
             path.append((0, len(running)))
         return running[path[at][0]]
 
@@ -59,7 +86,7 @@ def drawn(seed: int) -> Choice:
     rng = random.Random(seed)
     favourite: list[int] = []
 
-    def choose(running: Sequence[int]) -> int:
+    def choose(running: Sequence[int], _state: Callable[[], State]) -> int:
         if not favourite or favourite[0] not in running or rng.random() < 0.3:
             favourite[:] = [rng.choice(running)]
         return favourite[0]
@@ -73,9 +100,12 @@ class _Runner:
     def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
         self.died_of: BaseException | None = None
         self.has_ended = False
+        self.done: State = ()
+        """Every operation so far, with its result."""
         self._inner = inner
         self._process = process
         self._is_point = is_point
+        self._is_abandoned = False
         self._turn = threading.Semaphore(0)
         self._done = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -88,6 +118,12 @@ class _Runner:
             self._turn.release()
         self._done.acquire()
 
+    def abandon(self) -> None:
+        """End the process where it is."""
+        self._is_abandoned = True
+        self._turn.release()
+        self._thread.join()
+
     def _run(self) -> None:
         try:
             self._process(self)
@@ -97,46 +133,47 @@ class _Runner:
             self.has_ended = True
             self._done.release()
 
-    def _wait(self, method: str, path: str) -> None:
+    def _do(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
         if self._is_point(method, path):
             self._done.release()
             self._turn.acquire()
+        if self._is_abandoned:
+            raise SeenBeforeError
+        try:
+            result = operation()
+        except TuneError as error:
+            self.done = (*self.done, (method, path, type(error)))
+            raise
+        self.done = (*self.done, (method, path, tuple(result) if isinstance(result, list) else result))
+        return result
 
     @property
     def conditional_create(self) -> bool:
         return self._inner.conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
-        self._wait("create", path)
-        self._inner.create(path, data)
+        self._do("create", path, lambda: self._inner.create(path, data))
 
     def put(self, path: str, data: Buffer) -> None:
-        self._wait("put", path)
-        self._inner.put(path, data)
+        self._do("put", path, lambda: self._inner.put(path, data))
 
     def copy(self, source: str, path: str) -> None:
-        self._wait("copy", path)
-        self._inner.copy(source, path)
+        self._do("copy", path, lambda: self._inner.copy(source, path))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._wait("replace", path)
-        self._inner.replace(path, pieces)
+        self._do("replace", path, lambda: self._inner.replace(path, pieces))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        self._wait("read", path)
-        return self._inner.read(path, offset=offset, length=length)
+        return self._do("read", path, lambda: self._inner.read(path, offset=offset, length=length))
 
     def size(self, path: str) -> int | None:
-        self._wait("size", path)
-        return self._inner.size(path)
+        return self._do("size", path, lambda: self._inner.size(path))
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        self._wait("list", prefix)
-        return self._inner.list(prefix, after=after)
+        return self._do("list", prefix, lambda: self._inner.list(prefix, after=after))
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._wait("delete", ", ".join(paths))
-        self._inner.delete(paths)
+        self._do("delete", ", ".join(paths), lambda: self._inner.delete(paths))
 
 
 def everywhere(method: str, path: str) -> bool:
