@@ -376,7 +376,7 @@ def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[st
 
 
 def _log_fork(log: Log, past: Past, made: Fork) -> None:
-    """Log the fork, and warn of each trial whose checkpoints the origin has deleted."""
+    """Log the fork, and warn of each trial whose checkpoints the origin has deleted, or of which all are quarantined."""
     line = "%s: a fork of %s, %d trials"
     log.info(line, made.experiment.name, past.origin, len(made.experiment.trials), extra=NOTICE)
     for name, refs in made.lost.items():
@@ -384,6 +384,10 @@ def _log_fork(log: Log, past: Past, made: Fork) -> None:
         left = trial.checkpoints[-1].step if trial.checkpoints else None
         then = "" if trial.phase in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
         log.warning("trial %s: the origin has deleted %s since%s", name, _deleted_steps({name: refs}), then)
+    for name, trial in past.experiment.trials.items():
+        count = len(trial.quarantined_checkpoints)
+        if count and not trial.checkpoints:
+            log.warning("trial %s: all %d of its checkpoints are quarantined; it resumes from nothing", name, count)
 
 
 def _deleted_steps(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:

@@ -73,7 +73,7 @@ def write_history(trial_count: int) -> History:
     )
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
-        if snapshot_is_due(state):
+        if snapshot_is_due(state, state.number - 1):
             snapshots.watch(partial(write_snapshot, snapshots.store, state))
         interval, last = interval_of(state), _ENTRIES_OF_A_TRIAL * trial_count
         if (state.number + 1) % interval == 0 and state.number + interval >= last:

@@ -96,7 +96,7 @@ def _own(store: ObjectStore) -> Experiment:
         opened = journal.take_over(
             store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99), side_by_side=transfers
         )
-    if snapshot_is_due(opened):
+    if snapshot_is_due(opened, opened.number - 1):
         write_snapshot(store, opened)
     return opened
 

@@ -100,7 +100,7 @@ def has_process_ended(owner: Owner) -> bool:
     return False
 
 
-Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
+EntryWriter: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
 
 
 class JournalWriter:
@@ -110,7 +110,7 @@ class JournalWriter:
         self,
         target: StorageTarget,
         experiment: Experiment,
-        writer: Writer,
+        writer: EntryWriter,
         listener: Callable[[Experiment], None] = lambda _: None,
     ) -> None:
         self.target = target
@@ -134,7 +134,7 @@ class JournalWriter:
 def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
     """Write the next entry, and the snapshot after it, if one is due. Raises as `journal.append`."""
     after = append(store, experiment, events, stamp)
-    if snapshot_is_due(after):
+    if snapshot_is_due(after, experiment.number):
         write_snapshot(store, after)
     return after
 

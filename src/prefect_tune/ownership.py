@@ -62,8 +62,8 @@ from prefect_tune.core.storage.generations import call_that_has, claim_name, req
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.journal_access import (
+    EntryWriter,
     Opening,
-    Writer,
     adopt_unjournaled,
     append_entry,
     current_owner,
@@ -389,7 +389,7 @@ def write_if_unchanged(target: StorageTarget, known: Experiment, trial: str, eve
     return append_beside_others(target, known, events, new_write_id(), require_same)
 
 
-def writer_of_trial(trial: str) -> Writer:
+def writer_of_trial(trial: str) -> EntryWriter:
     """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
 
     It raises `Superseded` also if another attempt of the trial has begun, or this one was ended.

@@ -233,8 +233,10 @@ class Session:
 
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
+        before = self.experiment.number
         self.experiment = retried(lambda: journal.append(self.store, self.experiment, events, stamp))
-        write_due_snapshot(self.store, self.experiment)
+        if snapshot_is_due(self.experiment, before):
+            write_snapshot(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
         cycle = b"A" if step % 3 == 1 else b"B"  # the old content returns after its checkpoint was retired
@@ -245,11 +247,6 @@ class Session:
             "head": self.head,
             "logs/steps": b"." * step,
         }
-
-
-def write_due_snapshot(store: ObjectStore, experiment: Experiment) -> None:
-    if snapshot_is_due(experiment):
-        write_snapshot(store, experiment)
 
 
 def run_to(session: Session, steps: int) -> None:

@@ -186,6 +186,20 @@ def test_a_write_that_fails_fails_for_all_attempts_that_wait_and_raises(
     assert [type(each.exception(0)) for each in groups] == [expected] * 2
 
 
+def test_a_write_that_may_have_arrived_is_repeated_as_it_was_before_what_came_since(
+    pending: PendingEntry, written: WrittenEntries
+) -> None:
+    submitted(pending, started("00000"))
+    written.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        pending.write(may_wait=True)
+    submitted(pending, started("00001"))
+    written.error = None
+    pending.write(may_wait=True)
+    assert written.entries == [(started("00000"),), (started("00001"),)]
+    assert written.stamps[-3] == written.stamps[-2] != written.stamps[-1]
+
+
 def test_dropped_actions_are_not_called_and_attempts_are_still_served(
     pending: PendingEntry, written: WrittenEntries
 ) -> None:

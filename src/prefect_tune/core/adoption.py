@@ -73,6 +73,8 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Orphaned
         except CheckpointNotFound:
             continue  # listed, and deleted since by a process that was believed dead
         except CheckpointCorrupt as corrupt:
+            if key.sequence > trial.next_sequence:
+                continue  # no save of this trial: quarantined, its sequence would end all commits
             damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner

@@ -15,7 +15,8 @@ from prefect_tune.core.errors import CommitUnknown, IllegalTransition
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.snapshot import snapshot_is_due
 from prefect_tune.core.journal_events import Event, TrialEvent
-from prefect_tune.journal_access import JournalWriter
+from prefect_tune.core.values import Stamp
+from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.janitor import Janitor
 from prefect_tune.tuner.search_policy import SearchPolicy
@@ -42,6 +43,7 @@ class PendingEntry:
         self._janitor = janitor
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
+        self._tried: tuple[int, Stamp] | None = None  # a failed write, which may have arrived: it is repeated as it was
         self._then: list[Callable[[], None]] = []
         self._after_entry: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
@@ -132,13 +134,18 @@ class PendingEntry:
         """
         is_awaited = self._then or self._is_asked_after or any(each.is_awaited for each in self._submitted)
         if self._unwritten and (is_awaited or not may_wait or self._is_due()):
+            before = self._journal_writer.experiment.number
             try:
-                self._journal_writer.write(self._unwritten)
+                while self._unwritten:
+                    self._tried = self._tried or (len(self._unwritten), new_write_id())
+                    count, stamp = self._tried
+                    self._journal_writer.write(self._unwritten[:count], stamp)
+                    self._unwritten, self._tried = self._unwritten[count:], None
             except BaseException as error:
                 self.refuse(error)
                 raise
-            self.state, self._unwritten = self._journal_writer.experiment, []
-            if snapshot_is_due(self.state):
+            self.state = self._journal_writer.experiment
+            if snapshot_is_due(self.state, before):
                 self._janitor.write_snapshot(self.state)
             for submitted in self._submitted:
                 submitted.written.set_result(self.state)

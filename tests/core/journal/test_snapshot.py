@@ -27,7 +27,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from prefect_tune.core.values import digest_of
-from tests.core.driver import JOURNAL, write_due_snapshot
+from tests.core.driver import JOURNAL
 from tests.core.histories import fold, next_state, opened, snapshots_every, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -44,7 +44,8 @@ def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: S
     with snapshots_every(10):
         while state.number < entries:
             state = next_state(store, state, [names[state.number * 3 % len(names)]])
-            write_due_snapshot(store, state)
+            if snapshot_is_due(state, state.number - 1):
+                write_snapshot(store, state)
     return state
 
 
@@ -81,8 +82,10 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
 def test_the_interval_between_snapshots_grows_with_the_number_of_trials(trials: int, interval: int) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))
     assert interval_of(state) == interval
-    due = [n for n in range(7000) if snapshot_is_due(state.model_copy(update={"number": n}))]
+    due = [n for n in range(1, 7000) if snapshot_is_due(state.model_copy(update={"number": n}), n - 1)]
     assert due == list(range(interval, 7000, interval))
+    after_a_guest = state.model_copy(update={"number": interval + 1})
+    assert snapshot_is_due(after_a_guest, interval - 1), "a guest wrote the entry that ended the interval"
 
 
 def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.storage.layout import CheckpointKey
+from tests.core.driver import JOURNAL, KEY
 from tests.core.protocol.owners import (
     Act,
     at_decisions,
@@ -49,6 +52,16 @@ def test_two_owners_in_every_order_break_no_promise(
     explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
     explored.record(record_property, "orders of two owners, every one")
     assert explored.broken == []
+
+
+def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_commits_of_its_trial() -> None:
+    old = old_owner()
+    foreign = CheckpointKey(trial=KEY, step=1, sequence=9_999_999_999)
+    old.store.create(foreign.manifest_path, b"of another program")
+    takes_over_and_saves(old)
+    new = load(old.store, JOURNAL, side_by_side=map).trial(KEY.trial)
+    assert (new.attempt, new.quarantined) == (2, ())
+    assert new.checkpoints[-1].step == new.step == 3
 
 
 @pytest.mark.long

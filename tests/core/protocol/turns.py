@@ -31,7 +31,7 @@ def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, i
     runners = [_Runner(inner, process, is_point) for process in processes]
 
     def state() -> State:
-        return (frozenset(getattr(inner, "objects").items()), *(runner.done for runner in runners))
+        return (frozenset(inner.objects.items()), *(runner.done for runner in runners))
 
     for runner in runners:
         runner.go()

@@ -27,11 +27,13 @@ class WrittenEntries:
 
     def __init__(self) -> None:
         self.entries: list[Sequence[Event]] = []
+        self.stamps: list[Stamp | None] = []
         self.error: BaseException | None = None
 
     def __call__(
-        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None
+        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
     ) -> Experiment:
+        self.stamps.append(stamp)
         if self.error is not None:
             raise self.error
         self.entries.append(tuple(events))

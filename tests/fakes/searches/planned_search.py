@@ -31,9 +31,9 @@ from prefect_tune.core.search.domains import loguniform, randint
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited, Message, TrialExecutor
 from prefect_tune.journal_access import (
+    EntryWriter,
     JournalWriter,
     Opening,
-    Writer,
     current_owner,
     new_write_id,
     open_journal,
@@ -136,7 +136,7 @@ class PlannedSearch:
         self,
         until: Callable[[], bool] = lambda: False,
         *,
-        write: Writer = write_directly,
+        write: EntryWriter = write_directly,
         has_had_enough: Callable[[Trial], bool] = lambda _: True,
         **options: Any,
     ) -> Experiment:

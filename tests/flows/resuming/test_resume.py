@@ -13,11 +13,14 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Status, live_keys
 from prefect_tune.core.journal_events import Configured, Decided
+from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.maintenance import delete_experiment
 from prefect_tune.parameters.argument_checks import code_of
+from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.fakes.servers.processes import free_port
@@ -138,6 +141,20 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
     assert "trial 00000: the origin has deleted trial 00000, step 3 since" in caplog.text
     (trial,) = new.trials.values()
     assert (trial.step, trial.wasted_steps) == (4, 3)
+
+
+def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    searched(local_target, num_samples=1)
+    (trial,) = (state := experiment_at(local_target, "old")).trials.values()
+    damaged = dict.fromkeys(live_keys(state.trial_key(trial.trial), trial), "damaged")
+    with local_target.open(timeout=READ_TIMEOUT) as store:
+        quarantine(store, state.key, damaged, new_write_id(), side_by_side=map)
+    new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
+    assert [each.step for each in new.trials.values()] == [4]
+    said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined; it resumes from nothing"
+    assert caplog.text.count(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,10 @@ def interval_of(experiment: Experiment) -> int:
     return interval
 
 
-def snapshot_is_due(experiment: Experiment) -> bool:
-    """Return whether a snapshot is to be written after the experiment's last entry."""
-    return experiment.number > 0 and experiment.number % interval_of(experiment) == 0
+def snapshot_is_due(experiment: Experiment, before: int) -> bool:
+    """Return whether an interval has ended after entry `before`: a guest may have written the entry that ended it."""
+    interval = interval_of(experiment)
+    return experiment.number // interval > before // interval
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
