@@ -180,7 +180,7 @@ class SyncConfig(StrictBlock):
     @property
     def excludes(self) -> tuple[str, ...]:
         """The patterns of files that are not uploaded: the user's, and those of trials' internal files."""
-        from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS  # the flows import this module
+        from prefect_tune.core.storage.layout import NEVER_ARTIFACTS  # the flows import this module
 
         return (*self.artifact_excludes, *NEVER_ARTIFACTS)
 

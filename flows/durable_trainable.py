@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.trial import status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
 from prefect_tune.core.html_tables import (

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.values import AS_WHOLE, ExperimentName, Number, Whole
 from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output

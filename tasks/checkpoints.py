@@ -27,9 +27,8 @@ from prefect_tune.attempt.commit_worker import (
     log_damage,
 )
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.checkpoints.commit import Reverification, Save, alone, commit, reusable
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.parts import PartsOfSave, with_parts
 from prefect_tune.core.checkpoints.verified_reads import has_same_files
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -52,8 +51,8 @@ from prefect_tune.core.experiment.trial_transitions import (
 )
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import CheckpointRef, Reported, Retired
-from prefect_tune.core.operations.checkpoint_gc import collect
 from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.operations.trial_gc import collect
 from prefect_tune.core.restore import manifest_if_readable, read_manifest
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.generations import current_journal
@@ -121,7 +120,7 @@ def publish_checkpoint(
             reuse=reuse,
             side_by_side=transfers,
             reverification=reverification,
-            complete=partial(with_parts, store, parts) if parts is not None else alone,
+            complete=partial(with_parts, store, parts) if parts is not None else None,
         )
 
 
@@ -160,7 +159,7 @@ def delete_retired_checkpoints(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent; returns how many objects were deleted. See `prefect_tune.core.operations.checkpoint_gc.collect`.
+    Idempotent; returns how many objects were deleted. See `prefect_tune.core.operations.trial_gc.collect`.
 
     Args:
         state: the trial after the entry that retired them: its live checkpoints are not touched.

@@ -376,7 +376,7 @@ def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[st
 
 
 def _log_fork(log: Log, past: Past, made: Fork) -> None:
-    """Log the fork, and warn of each trial whose checkpoints the origin has deleted, or of which all are quarantined."""
+    """Log the fork; warn of each trial whose checkpoints the origin has deleted, or are all quarantined."""
     line = "%s: a fork of %s, %d trials"
     log.info(line, made.experiment.name, past.origin, len(made.experiment.trials), extra=NOTICE)
     for name, refs in made.lost.items():

@@ -23,13 +23,11 @@ from prefect_tune.attempt.search_link import InProcessLink, SearchLink
 from prefect_tune.attempt.trial_journal import WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import SyncConfig
-from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.checkpoints.commit import Reverification, Save
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events import (

@@ -51,7 +51,6 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (
             "runtime.trainable",
             "runtime.checkpoint",
-            "core.checkpoints.cadence",
             "core.experiment.retention",
             "core.experiment.failure_policy",
         ),

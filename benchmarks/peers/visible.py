@@ -62,7 +62,7 @@ def _show_nothing(run_search: ModuleType) -> None:
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
-    from prefect_tune.core.checkpoints.cadence import Cadence
+    from prefect_tune.core.experiment.retention import Cadence
     from prefect_tune.tuner import run_search  # with most of Prefect: both load it before their call
 
     if not shown:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         SyncConfig,
     )
     from prefect_tune.callbacks import Callback, SearchInfo
-    from prefect_tune.core.checkpoints.cadence import Cadence
     from prefect_tune.core.errors import (
         AlreadyCommitted,
         AlreadyExists,
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
         UnsafePayload,
     )
     from prefect_tune.core.experiment.failure_policy import FailurePolicy
-    from prefect_tune.core.experiment.retention import Retention
+    from prefect_tune.core.experiment.retention import Cadence, Retention
     from prefect_tune.core.experiment.stoppers import (
         ExperimentPlateau,
         ExperimentStopper,
@@ -278,11 +277,10 @@ _NAMES_BY_MODULE = {
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.runtime.checkpoint": "Checkpoint",
-    "prefect_tune.core.checkpoints.cadence": "Cadence",
     "prefect_tune.core.experiment.stoppers": "ExperimentStopper Stopper",
     "prefect_tune.core.experiment.failure_policy": "FailurePolicy",
     "prefect_tune.core.search.objective": "Objective",
-    "prefect_tune.core.experiment.retention": "Retention",
+    "prefect_tune.core.experiment.retention": "Cadence Retention",
     "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
     "prefect_tune.tasks": "CommittedCheckpoint ExperimentState RestoredCheckpoint TrialState "
     "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "

@@ -23,7 +23,6 @@ from typing import Any
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target, validate_target
-from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -33,6 +32,7 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
+from prefect_tune.core.storage.layout import NEVER_ARTIFACTS
 from prefect_tune.core.storage.object_store import is_inside
 from prefect_tune.storage_retries import may_pass
 from prefect_tune.stores.local.artifact_transfer import ArtifactMirror, delete_everything
@@ -235,7 +235,7 @@ class TargetSyncer(Syncer):
     Each file is one object of its name below `remote_dir`. A sync up sends the files whose size or modification time
     differs from what this syncer sent or received last, and deletes those that it has sent or received and that are
     deleted locally; a sync down deletes nothing locally. A reader of the target may see some files of one sync and
-    others of the one before. For `exclude`, see `prefect_tune.core.checkpoints.artifacts`. What else a sync leaves out
+    others of the one before. For `exclude`, see `prefect_tune.core.storage.layout`. What else a sync leaves out
     (links that lead out of the directory, sockets, names that are not UTF-8 or have control characters, files that
     match `NEVER_ARTIFACTS`) is logged once.
 

@@ -17,7 +17,6 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -32,6 +31,7 @@ from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey

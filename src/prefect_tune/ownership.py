@@ -45,7 +45,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import earlier_owners, entries_beyond, load
+from prefect_tune.core.journal.journal import earlier_owners, history, load
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -356,7 +356,7 @@ def append_beside_others(
                 return append_entry(store, state, events, stamp)
             except Superseded:
                 state = load(store, known.key, side_by_side=transfers)
-            beyond = entries_beyond(store, known.key, known.number, side_by_side=transfers)
+            beyond = history(store, known.key, known.number, side_by_side=transfers)
             if any(entry.write_id == stamp.write_id for entry in beyond):
                 return state
             if not is_same_writer(state.owner, known.owner or this_writer()):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from prefect_tune.blocks import StorageTarget, resolve_target
-from prefect_tune.core.checkpoints.metadata import plain_metadata
+from prefect_tune.core.checkpoints.manifest import plain_metadata
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention

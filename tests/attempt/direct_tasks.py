@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.core.checkpoints.commit import Reverification, Save
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, download_checkpoint, publish_checkpoint

@@ -20,7 +20,6 @@ from prefect_tune.attempt.group_saves import GroupSave
 from prefect_tune.attempt.trial_journal import Outbox, WrittenEntries
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -40,6 +39,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.operations.scrub import quarantine, read_one
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, StepReport

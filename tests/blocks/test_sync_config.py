@@ -8,8 +8,8 @@ import pytest
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
-from prefect_tune.core.checkpoints.artifacts import is_excluded
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.layout import is_excluded
 
 
 class CopyingSyncer:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.histories import snapshots_every
-from tests.core.protocol.cut import cut_small
+from tests.core.histories import cut_small, snapshots_every
 
 
 @pytest.fixture

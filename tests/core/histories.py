@@ -1,4 +1,4 @@
-"""Journals with many minimal entries: their number matters, their content does not."""
+"""Journals with many minimal entries: their number matters, their content does not; and small limits for tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import reduce
 
 import pytest
 
+from prefect_tune.core.checkpoints import commit, manifest, verified_reads
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
 from prefect_tune.core.journal import journal, snapshot
 from prefect_tune.core.journal_events import (
@@ -25,6 +26,9 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
 
+_CHUNK_BYTES = 8
+_BLOB_BYTES = 24
+
 ME = Owner(name="me", host="here", pid=1)
 
 
@@ -37,6 +41,16 @@ def snapshots_every(entries: int) -> Iterator[None]:
     """Write a snapshot every few entries, which usually takes hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "_INTERVAL", entries)
+        yield
+
+
+@contextmanager
+def cut_small() -> Iterator[None]:
+    """Set the chunk size to 8 bytes and the blob size to 24 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, _CHUNK_BYTES))
+        patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, _BLOB_BYTES))
+        patch.setattr(verified_reads, "BLOB_BYTES", _BLOB_BYTES)
         yield
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
@@ -29,8 +28,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.operations.checkpoint_gc import collect
-from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.operations.trial_gc import collect
+from prefect_tune.core.restore import adopt, read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

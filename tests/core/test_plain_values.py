@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.checkpoints.metadata import plain_metadata
+from prefect_tune.core.checkpoints.manifest import plain_metadata
 from prefect_tune.core.experiment.stoppers import limits_in, of_experiment, of_trials
 from prefect_tune.core.metrics import is_number, plain_scalar, storable
 from prefect_tune.core.schedulers.pbt import as_mutations

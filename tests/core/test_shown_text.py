@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.checkpoints.metadata import plain_metadata
+from prefect_tune.core.checkpoints.manifest import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished

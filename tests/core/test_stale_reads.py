@@ -22,13 +22,12 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.documents.write_golden import golden_run
-from tests.core.driver import KEY, NAME, Session
+from tests.core.driver import KEY, NAME, Session, violations
 from tests.core.operations.test_trial_gc import newest
-from tests.core.protocol.invariants import violations
+from tests.core.protocol.exploring import Choice, everywhere, in_turns
 from tests.core.protocol.meetings import Scene, saves, without_a_clone
 from tests.core.protocol.owners import old_owner
 from tests.core.protocol.population import SEARCH
-from tests.core.protocol.turns import Choice, in_turns
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
@@ -138,8 +137,11 @@ def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[li
     begun = without_a_clone()
     for operations in range(OPERATIONS):
         scene = begun.again()
-        reader, owner = partial(read, scene), partial(saves("s", times=3), scene)
-        yield in_turns(scene.store, [reader, owner], second_after(operations), lambda _method, _path: True)
+
+        def owner(store: ObjectStore, scene: Scene = scene) -> None:
+            saves("s", times=3)(scene.on(store))
+
+        yield in_turns(scene.store, [partial(read, scene), owner], second_after(operations), everywhere)
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["a look", "a collection"])

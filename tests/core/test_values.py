@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.shown_text import shown_amount, shown_size
-from prefect_tune.core.storage.documents import Document, as_read_back, seal, unseal
+from prefect_tune.core.storage.documents import Document, seal, seal_and_read_back, unseal
 from prefect_tune.core.storage.layout import (
     CheckpointKey,
     TrialKey,
@@ -137,7 +137,7 @@ def test_a_value_refuses_fields_that_it_does_not_know() -> None:
 
 def test_a_sealed_value_reads_back() -> None:
     assert unseal(_Note, seal(NOTE), "here", CheckpointCorrupt) == NOTE
-    assert as_read_back(NOTE) == NOTE
+    assert seal_and_read_back(NOTE)[1] == NOTE
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChanne
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import pickled_or_path
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDone, TrialEnded
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, ToTrial
 from prefect_tune.core.values import StepReport

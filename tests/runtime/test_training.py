@@ -19,8 +19,8 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind
 from prefect_tune.core.messages.process_messages import (

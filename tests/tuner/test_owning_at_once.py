@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune import journal_access, ownership
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.adoption import adopt
+from prefect_tune.core.restore import adopt
 from prefect_tune.ownership import opening_events, own, write_if_unchanged
 
 

@@ -36,7 +36,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Resu
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -299,7 +299,7 @@ class CurveReader:
         reports = self._curves.of(trial.trial)
         if not reports or reports[-1].step < trial.step:
             with self._target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
-                for entry in entries_beyond(store, self._journal, self._number, side_by_side=transfers):
+                for entry in history(store, self._journal, self._number, side_by_side=transfers):
                     self._curves.tell(entry)
                     self._number = entry.number
         return [report for report in self._curves.of(trial.trial) if report.step <= trial.step]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from prefect_tune.core.checkpoints.commit import Reverification, Save
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.storage.layout import CheckpointKey
 

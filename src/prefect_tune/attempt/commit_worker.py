@@ -50,7 +50,7 @@ from prefect_tune.core.journal_events import (
     Retired,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.operations.checkpoint_gc import leftover
+from prefect_tune.core.operations.trial_gc import leftover
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import checkpoints_with
 from prefect_tune.core.shown_text import plural, shown_size, visible

@@ -14,9 +14,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, PlainValidator, WithJsonSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.resources import Processes

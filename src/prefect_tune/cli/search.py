@@ -30,10 +30,9 @@ from prefect_tune.cli.app import (
     short_errors,
 )
 from prefect_tune.cli.inspect import show_search
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.core.shown_text import did_you_mean, visible
 from prefect_tune.deploy.deployment_specs import (

@@ -7,36 +7,6 @@ from __future__ import annotations
 
 from prefect_tune.core.shown_text import visible
 
-__all__ = [
-    "AlreadyCommitted",
-    "AlreadyExists",
-    "BadMetric",
-    "BadStop",
-    "CheckpointCorrupt",
-    "CheckpointNotFound",
-    "CommitUnknown",
-    "CrashLoop",
-    "DamageFound",
-    "DeadlineExceeded",
-    "IllegalTransition",
-    "InvalidInput",
-    "JournalCorrupt",
-    "NotExact",
-    "ObjectNotFound",
-    "PartMissing",
-    "ResumeFailed",
-    "SaveOvertaken",
-    "SearchFailed",
-    "StagedFilesChanged",
-    "StoreRefused",
-    "StoreUnavailable",
-    "Superseded",
-    "TrialFailed",
-    "TuneError",
-    "UnknownVersion",
-    "UnsafePayload",
-]
-
 
 class TuneError(Exception):
     """The base class of all errors that prefect-tune raises on purpose. Its text has no control characters."""

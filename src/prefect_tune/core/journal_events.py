@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.attempt_causes import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
-from prefect_tune.core.attempt_causes import FinishKind as FinishKind  # noqa: PLC0414 - the same
 from prefect_tune.core.reasons import AnyReason, Reason
+from prefect_tune.core.reasons import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
+from prefect_tune.core.reasons import FinishKind as FinishKind  # noqa: PLC0414 - the same
 from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.documents import Document
+from prefect_tune.core.storage.layout import CheckpointOrigin as CheckpointOrigin  # noqa: PLC0414 - the same
 from prefect_tune.core.storage.layout import Generation, JournalKey
 from prefect_tune.core.usage_records import PhaseSeconds, Seconds, Use
 from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
@@ -47,14 +48,6 @@ class Owner(Value):
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""
         return f"{self.name} (pid {self.pid} on {self.host}{run})"
-
-
-class CheckpointOrigin(Value):
-    """The checkpoint of another trial of the experiment whose manifest and bytes a clone uses."""
-
-    trial: TrialId
-    step: int
-    sequence: int
 
 
 class CheckpointRef(Value):

@@ -1,4 +1,4 @@
-"""Read a checkpoint back, every byte verified, and distinguish damage from a stale read or a deletion.
+"""Read a checkpoint back, every byte verified; distinguish damage from a deletion; adopt saves without an entry.
 
 The owner may have retired and deleted the missing objects. Each deletion follows an entry of the journal, and a reader
 may know an older state of it. So a missing or altered manifest or blob is damage only if the journal,
@@ -7,24 +7,26 @@ read again after that, still needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from prefect_tune.core.checkpoints.manifest import Manifest, decode_manifest
+from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.checkpoints.verified_reads import NoSink, Sink, fetch, reads
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
-    ObjectNotFound,
     StoreRefused,
     Superseded,
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_held, is_live
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial import Status, Trial, is_acceptable, is_collectable, is_held, is_live
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import CheckpointRef
-from prefect_tune.core.storage.documents import read_document
+from prefect_tune.core.journal_events import Adopted, AttemptEnded, Cause, CheckpointRef, Event, Quarantined, Reported
+from prefect_tune.core.messages.live_status import NOTHING_KNOWN, LastKnown
+from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.storage.documents import read_sealed
 from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
@@ -88,19 +90,15 @@ def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
     try:
         yield
     except CheckpointCorrupt as damage:
-        if _was_retired(store, key):
-            raise CheckpointNotFound(
-                f"{key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
-                "deleted; choose one that is listed"
-            ) from damage
-        raise
-
-
-def _was_retired(store: ObjectStore, key: CheckpointKey) -> bool:
-    try:
-        return _is_retired(store, key)
-    except (StoreRefused, UnknownVersion):  # the caller may read the checkpoint only: report the damage
-        return False
+        try:
+            if not _is_retired(store, key):
+                raise
+        except (StoreRefused, UnknownVersion):  # the caller may read the checkpoint only: report the damage
+            raise damage from None
+        raise CheckpointNotFound(
+            f"{key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
+            "deleted; choose one that is listed"
+        ) from damage
 
 
 def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
@@ -124,10 +122,8 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
         CheckpointNotFound: the target answered that there is no manifest.
         CheckpointCorrupt: the manifest is torn, altered or another checkpoint's.
     """
-    try:
-        manifest = decode_manifest(read_document(store, key.manifest_path, CheckpointCorrupt), key.manifest_path)
-    except ObjectNotFound as absent:
-        raise CheckpointNotFound(f"{key.manifest_path}: no such checkpoint is committed") from absent
+    if (manifest := read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)) is None:
+        raise CheckpointNotFound(f"{key.manifest_path}: no such checkpoint is committed")
     if manifest.key != key:
         raise CheckpointCorrupt(f"{key.manifest_path}: holds the manifest of another checkpoint: {manifest.key.folder}")
     return manifest
@@ -186,3 +182,76 @@ def ref_of(manifest: Manifest) -> CheckpointRef:
         trained_seconds=about.trained_seconds,
         size_bytes=manifest.size_bytes,
     )
+
+
+# Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written.
+#
+# A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it known. An owner
+# that dies between them leaves a whole checkpoint that no entry names. The next owner looks for it before it starts the
+# trial again, and journals it as adopted.
+#
+# Each save of a trial has a higher sequence than the one before it, and each attempt begins with a higher one than
+# the attempt before it. So the unjournaled save of the last attempt is one from the trial's `settled_from` on, and
+# after the entry that adopts it, or none, no such save becomes a checkpoint any more. Saves of earlier attempts are not
+# adopted: their owner had decided against them. An attempt with an open outbox hands its saves over itself.
+
+
+def adopt(
+    store: ObjectStore,
+    experiment: Experiment,
+    *,
+    trials: Collection[str] | None = None,
+    last: LastKnown = NOTHING_KNOWN,
+    side_by_side: ParallelMap = map,
+) -> Sequence[Event]:
+    """Return the events that end attempts which have ended without journaling that, and adopt what they had saved.
+
+    They are the attempts of `trials`, or all that run without an outbox, for an owner that has just opened the
+    experiment. For each of them: the newest save of the attempt that has a manifest and no entry becomes a checkpoint,
+    the reports in its manifest count, and the attempt ends as a failure of the machine. A save with a damaged manifest
+    is quarantined, and the one before it tried. A save that is not adopted here never becomes a checkpoint. Writes
+    nothing: a crash before the entry changes nothing. `last` is what the live status of the last owner says.
+    """
+    chosen = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
+    running = [trial for trial in chosen if trial.status is Status.RUNNING and trial.outbox is None]
+    saves = list(side_by_side(lambda trial: _find_save(store, experiment, trial), running))
+    adopted: dict[str, tuple[CheckpointRef, ...]] = {}
+    events: list[Event] = []
+    for trial, (manifest, damaged) in zip(running, saves, strict=True):
+        events += damaged
+        if manifest is not None:
+            adopted[trial.trial] = (ref_of(manifest),)
+            reports = (report for report in manifest.about.reports if report.step > trial.step)
+            events += [Reported(trial=trial.trial, report=report) for report in reports]
+        events.append(AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
+    reached = {trial.trial: 0 for trial in running}
+    reached |= {name: max(each.step, reached.get(name, 0)) for name, each in last.reports.items()}
+    trained = {name: each.trained_seconds for name, each in last.reports.items()}
+    return [Adopted(checkpoints=adopted, reached=reached, trained_seconds=trained, seen_at=last.at), *events]
+
+
+def _find_save(
+    store: ObjectStore, experiment: Experiment, trial: Trial
+) -> tuple[Manifest | None, Sequence[Quarantined]]:
+    """Return the newest unjournaled save of a trial's last attempt, and the damaged saves newer than it."""
+    damaged: list[Quarantined] = []
+    folder = experiment.trial_key(trial.trial)
+    keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+    unsettled = [
+        key for key in keys if key and key.sequence >= trial.settled_from and is_acceptable(trial, key.sequence)
+    ]
+    for key in sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True):
+        if damaged and damaged[-1].sequence == key.sequence:
+            continue  # the journal names checkpoints by sequence, and this one is quarantined already
+        try:
+            manifest = read_manifest(store, key)
+        except CheckpointNotFound:
+            continue  # listed, and deleted since by a process that was believed dead
+        except CheckpointCorrupt as corrupt:
+            if key.sequence > trial.next_sequence + 1:
+                continue  # of no attempt; if it were quarantined, no save before its sequence would be accepted
+            damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
+            continue
+        if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
+            return manifest, damaged
+    return None, damaged

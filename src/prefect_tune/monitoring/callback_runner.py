@@ -26,7 +26,7 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Committed,
@@ -208,7 +208,7 @@ class CallbackThread(SearchObserver):
 
         def read_missed_entries() -> Sequence[Entry]:
             with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                return entries_beyond(store, self._journal, self._delivered_entry, side_by_side=transfers)
+                return history(store, self._journal, self._delivered_entry, side_by_side=transfers)
 
         try:
             entries = with_retries(read_missed_entries)

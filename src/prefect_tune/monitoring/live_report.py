@@ -28,7 +28,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Entry, Event, Owner
 from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.core.shown_text import format_duration
@@ -289,7 +289,7 @@ class Reporter(SearchObserver):
         key = self._recorder.read().experiment.key
         try:
             with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                entries = with_retries(lambda: entries_beyond(store, key, 0, side_by_side=transfers))
+                entries = with_retries(lambda: history(store, key, side_by_side=transfers))
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None

@@ -16,8 +16,8 @@ from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log, WaitLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import import_path, pickled_or_path
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never
 from prefect_tune.core.journal_events import AttemptEnded
 from prefect_tune.core.messages.process_messages import Start, TrialEnded

@@ -13,9 +13,9 @@ from prefect.logging import get_run_logger
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.reasons import AnyReason

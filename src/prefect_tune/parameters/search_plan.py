@@ -19,10 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.metrics import shown

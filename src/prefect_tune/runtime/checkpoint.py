@@ -183,14 +183,14 @@ class Checkpoint(metaclass=_Advising):
             CheckpointNotFound: there is no checkpoint.
             CommitUnknown: the target did not confirm the write: read the metadata back.
         """
-        from prefect_tune.core.checkpoints.metadata import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import plain_metadata
 
         wanted = plain_metadata(metadata)
         self._place.now().revise_metadata(lambda _: wanted, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add these entries to the metadata, as `set_metadata` writes it; concurrent updates are not lost."""
-        from prefect_tune.core.checkpoints.metadata import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import plain_metadata
 
         more = plain_metadata(metadata)
         self._place.now().revise_metadata(lambda said: {**said, **more}, Deadline.after(_METADATA_TIMEOUT))

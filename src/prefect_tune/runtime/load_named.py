@@ -14,8 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
 from prefect_tune.runtime.trainable import require_saves, require_trainable
 

@@ -18,7 +18,7 @@ from prefect_tune.core.shown_text import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
-    from prefect_tune.core.checkpoints.cadence import Cadence
+    from prefect_tune.core.experiment.retention import Cadence
     from prefect_tune.core.journal_events import Outcome
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession

@@ -172,7 +172,7 @@ class LocalPlace:
     def revise_metadata(self, change: Change, deadline: Deadline) -> None:
         import json
 
-        from prefect_tune.core.checkpoints.metadata import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import plain_metadata
         from prefect_tune.stores.local.download import METADATA_FILE
         from prefect_tune.stores.local.node_cache import locked_folder
         from prefect_tune.stores.local.staging import replace_file
@@ -224,7 +224,7 @@ class TargetPlace:
 
     @contextmanager
     def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:
-        from prefect_tune.core.checkpoints.manifest import encode_manifest
+        from prefect_tune.core.storage.documents import seal
         from prefect_tune.stores.local.download import fetch_committed, fetch_plain, manifest_of_copy, metadata_of_copy
         from prefect_tune.stores.local.node_cache import DirectoryContent
         from prefect_tune.stores.local.staging import holds_exactly
@@ -241,7 +241,7 @@ class TargetPlace:
 
             yield DirectoryContent(
                 # A plain directory may change: its bytes are those that this object has fetched.
-                hashlib.blake2b(encode_manifest(manifest), digest_size=16).hexdigest() if manifest else token,
+                hashlib.blake2b(seal(manifest), digest_size=16).hexdigest() if manifest else token,
                 self.name,
                 fetch,
                 lambda directory: (
@@ -251,14 +251,14 @@ class TargetPlace:
             )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
-        from prefect_tune.core.checkpoints.metadata import newest_metadata
+        from prefect_tune.core.checkpoints.manifest import newest_metadata
 
         with self._opened(deadline) as (store, manifest):
             newest = newest_metadata(store, self._versions(manifest))
             return self._first_metadata(store, manifest) if newest is None else newest
 
     def revise_metadata(self, change: Change, deadline: Deadline) -> None:
-        from prefect_tune.core.checkpoints.metadata import revise_metadata
+        from prefect_tune.core.checkpoints.manifest import revise_metadata
 
         with self._opened(deadline) as (store, manifest):
             revise_metadata(

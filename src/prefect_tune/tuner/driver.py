@@ -16,7 +16,6 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited
 from prefect_tune.attempt.trial_journal import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     IllegalTransition,
     InvalidInput,
@@ -41,8 +40,9 @@ from prefect_tune.core.journal_events import (
     SlotFreed,
     TrialAdded,
 )
-from prefect_tune.core.operations.checkpoint_gc import collectable_origins
+from prefect_tune.core.operations.trial_gc import collectable_origins
 from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.executors.trial_executor import (

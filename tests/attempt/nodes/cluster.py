@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.outbox import close_outbox, read_posts
 from prefect_tune.core.journal_events import Event, Launched, OutboxClosed, Received, TrialAdded
 from prefect_tune.core.reasons import Reason, make_reason
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from prefect_tune.tasks.checkpoints import download_checkpoint

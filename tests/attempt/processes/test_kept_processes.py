@@ -16,7 +16,7 @@ import pytest
 
 from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place, trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import Paused
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,

@@ -52,7 +52,7 @@ class Digits(Base):
 
 if __name__ == "__main__":
     from datetime import timedelta
-    from prefect_tune.core.checkpoints.cadence import Cadence
+    from prefect_tune.core.experiment.retention import Cadence
     from prefect_tune.core.messages.process_messages import CheckpointSaved
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
     from tests.fakes.trial_processes import start_of

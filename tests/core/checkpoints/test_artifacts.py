@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS, is_excluded
+from prefect_tune.core.storage.layout import NEVER_ARTIFACTS, is_excluded
 
 
 @pytest.mark.parametrize(

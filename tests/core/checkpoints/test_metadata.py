@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prefect_tune.core.checkpoints import metadata
-from prefect_tune.core.checkpoints.metadata import newest_metadata, plain_metadata, revise_metadata
+from prefect_tune.core.checkpoints import manifest
+from prefect_tune.core.checkpoints.manifest import newest_metadata, plain_metadata, revise_metadata
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.operations.checkpoint_gc import collect
+from prefect_tune.core.operations.trial_gc import collect
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
@@ -163,11 +163,11 @@ class Crowded(MemoryStore):
 
     def create(self, path: str, data: Buffer) -> None:
         if path not in self.objects:
-            super().create(path, seal(metadata._Revision(write_id=f"theirs {path}", metadata={})))
+            super().create(path, seal(manifest._Revision(write_id=f"theirs {path}", metadata={})))
         super().create(path, data)
 
 
 def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "_TRIES", 5)
+    monkeypatch.setattr(manifest, "_TRIES", 5)
     with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
         revise_metadata(Crowded(), FOLDER, dict, before={}, write_id="w")

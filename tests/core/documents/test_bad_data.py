@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, BlobRef, Manifest, decode_manifest, encode_manifest
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, BlobRef, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.storage.documents import seal, unseal
 from prefect_tune.core.values import canonical_json, digest_of
 from prefect_tune.stores.local.staging import DirectorySink
 from tests.core.checkpoints.test_save_and_restore import key, save
@@ -34,7 +35,7 @@ def manifest() -> bytes:
     store = MemoryStore()
     with pytest.MonkeyPatch.context():
         saved = save(store, {"weights": bytes(range(50)), "logs/é": b"fine"}, empty=("none",))
-    return encode_manifest(saved.manifest)
+    return seal(saved.manifest)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,10 @@ def with_entry(left: MemoryStore, number: int, data: bytes) -> MemoryStore:
     return store
 
 
+def manifest_of(data: bytes) -> Manifest:
+    return unseal(Manifest, data, "here", CheckpointCorrupt)
+
+
 def load(store: MemoryStore) -> Experiment:
     return journal.load(store, first_generation(NAME), side_by_side=map)
 
@@ -77,14 +82,14 @@ def load(store: MemoryStore) -> Experiment:
 def test_every_flipped_bit_of_a_manifest_is_noticed(manifest: bytes, record_property: Record) -> None:
     for data in flipped(manifest):
         with pytest.raises((CheckpointCorrupt, UnknownVersion)):
-            decode_manifest(data, "here")
+            manifest_of(data)
     record_property("figure: bits flipped in documents, all noticed", 8 * len(manifest))
 
 
 def test_a_manifest_that_was_cut_anywhere_is_noticed(manifest: bytes, record_property: Record) -> None:
     for data in cut(manifest):
         with pytest.raises(CheckpointCorrupt):
-            decode_manifest(data, "here")
+            manifest_of(data)
     record_property("figure: documents cut, all noticed", len(manifest))
 
 
@@ -115,7 +120,7 @@ def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> 
     manifests = [data for path, data in left.objects.items() if path.endswith("manifest.json")]
     entry = left.objects[JOURNAL.entry_path(1)]
     with pytest.raises(CheckpointCorrupt):
-        decode_manifest(entry, "here")
+        manifest_of(entry)
     with pytest.raises(JournalCorrupt):
         load(with_entry(left, 2, manifests[0]))
     with pytest.raises(JournalCorrupt):
@@ -147,7 +152,7 @@ def test_a_pickle_is_never_read(left: MemoryStore, protocol: int, tmp_path: Path
     mark = tmp_path / "was-here"
     payload = pickle.dumps(_Bomb(mark), protocol)
     with pytest.raises(CheckpointCorrupt):
-        decode_manifest(payload, "here")
+        manifest_of(payload)
     with pytest.raises(JournalCorrupt):
         load(with_entry(left, 2, payload))
     assert not mark.exists()
@@ -194,7 +199,7 @@ def test_no_path_in_a_manifest_leads_out(manifest: bytes, where: str, path: str)
                 blobs[0]["path"] = path
 
     with pytest.raises(CheckpointCorrupt, match="not a plain relative path"):
-        decode_manifest(resealed(manifest, escape), "here")
+        manifest_of(resealed(manifest, escape))
 
 
 def first_chunk(body: Json) -> Json:
@@ -250,14 +255,14 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_digest_is_right(
     manifest: bytes, change: Callable[[Json], object]
 ) -> None:
     with pytest.raises(CheckpointCorrupt):
-        decode_manifest(resealed(manifest, change), "here")
+        manifest_of(resealed(manifest, change))
     assert resealed(manifest, lambda body: body) == manifest
 
 
 @pytest.mark.parametrize("version", [3, 7, 10**18])
 def test_a_manifest_of_a_newer_version_is_refused_loudly(manifest: bytes, version: int) -> None:
     with pytest.raises(UnknownVersion, match="upgrade"):
-        decode_manifest(resealed(manifest, lambda body: body.update(version=version)), "here")
+        manifest_of(resealed(manifest, lambda body: body.update(version=version)))
 
 
 def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) -> None:

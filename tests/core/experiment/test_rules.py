@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,
@@ -22,7 +21,7 @@ from prefect_tune.core.experiment.failure_policy import (
     errors_end_reason,
     verdict,
 )
-from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
+from prefect_tune.core.experiment.retention import Cadence, Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.stoppers import (
     AnyOf,
     MaxSteps,

@@ -338,7 +338,7 @@ def test_the_whole_history_is_there_beside_a_snapshot() -> None:
 def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
     with_steps(store, 20, snapshot=True)
-    assert [entry.number for entry in journal.entries_beyond(store, first_generation("e"), 21, side_by_side=map)] == [
+    assert [entry.number for entry in journal.history(store, first_generation("e"), 21, side_by_side=map)] == [
         22,
         23,
     ]
@@ -384,7 +384,7 @@ READS: Sequence[Callable[[MemoryStore, Experiment], object]] = (
     lambda store, state: journal.load(store, state.key, side_by_side=map),
     lambda store, state: journal.history(store, state.key, side_by_side=map),
     lambda store, state: journal.as_of(store, state.key, None, side_by_side=map),
-    lambda store, state: journal.entries_beyond(store, state.key, 2, side_by_side=map),
+    lambda store, state: journal.history(store, state.key, 2, side_by_side=map),
     lambda store, state: journal.earlier_owners(store, state, side_by_side=map),
 )
 

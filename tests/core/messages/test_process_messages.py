@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import Cause, Finished, FinishKind, Paused
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from prefect_tune.core.checkpoints import commit as committing
-from prefect_tune.core.checkpoints.commit import Reverification
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, send_part, with_parts
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.parts import PartsOfSave, send_part, with_parts
-from prefect_tune.core.errors import PartMissing, StoreUnavailable
+from prefect_tune.core.errors import PartMissing, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.trial_transitions import reused_from
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -98,7 +97,7 @@ def old_group(nodes: int) -> GroupSession:
 
 def commits(session: Session) -> None:
     """Node 0 commits if all parts are there, and continues without the checkpoint if one is missing."""
-    with suppress(PartMissing):
+    with suppress(PartMissing, Superseded):
         session.save()
 
 
@@ -108,6 +107,7 @@ def adds(node: int) -> Callable[[Session], None]:
     def act(session: Session) -> None:
         assert isinstance(session, GroupSession)
         key = CheckpointKey(trial=KEY, step=session.waiting[-1].step, sequence=session.experiment.number)
-        session.send(session.store, node, key)
+        with suppress(Superseded):
+            session.send(session.store, node, key)
 
     return act

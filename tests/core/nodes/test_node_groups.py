@@ -6,27 +6,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from prefect_tune.core.checkpoints import commit, parts
-from prefect_tune.core.checkpoints.commit import Reusable, sent
+from prefect_tune.core.checkpoints import commit
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reusable, refuse_part, send_files, send_part, with_parts
 from prefect_tune.core.checkpoints.manifest import About, Manifest
-from prefect_tune.core.checkpoints.parts import PartsOfSave, refuse_part, send_part, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
 from prefect_tune.core.messages.target_messages import node_objects_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
-from tests.core.driver import KEY, Files, Witness
+from tests.core.driver import KEY, Files, Witness, after_recovery
 from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group, too_late
-from tests.core.protocol.invariants import after_recovery
-from tests.core.protocol.matrix import explore, fresh_run, killed_before_its_entry
+from tests.core.protocol.exploring import meet_at_random, meet_in_every_order
+from tests.core.protocol.matrix import ObjectWorld, fail_everywhere, fresh_run, killed_before_its_entry
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.owners import (
-    at_decisions,
-    meet_at_random,
-    meet_in_every_order,
-    takes_over,
-    takes_over_and_saves,
-)
-from tests.core.protocol.worlds import ObjectWorld
+from tests.core.protocol.owners import at_decisions, takes_over, takes_over_and_saves
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -44,14 +36,14 @@ TERM = 3
 def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     nodes: int, before: Callable[..., None] | None, record_property: Record
 ) -> None:
-    explored = explore(ObjectWorld, grouped_run(nodes), before=before)
+    explored = fail_everywhere(ObjectWorld, grouped_run(nodes), before=before)
     explored.record(record_property, "points explored, several nodes")
     assert explored.broken == []
 
 
 @pytest.mark.long
 def test_one_node_continues_what_several_saved(record_property: Record) -> None:
-    explored = explore(ObjectWorld, fresh_run, before=grouped_run(2))
+    explored = fail_everywhere(ObjectWorld, fresh_run, before=grouped_run(2))
     explored.record(record_property, "points explored, several nodes")
     assert explored.broken == []
 
@@ -94,7 +86,7 @@ def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NO
 def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
     """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
     about = About(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = Manifest(**sent(store, SAVE, MemoryFiles(first), Reusable(), map), about=about)
+    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=Reusable(), side_by_side=map), about=about)
     lost = {"lost": dict, **wanted}
     parts_wanted = PartsOfSave(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
     return restored(store, with_parts(store, parts_wanted, manifest))
@@ -167,7 +159,7 @@ class Forgetful(MemoryStore):
 
 
 def every_death() -> Sequence[str]:
-    return explore(ObjectWorld, grouped_run(2), enough=1).broken
+    return fail_everywhere(ObjectWorld, grouped_run(2), enough=1).broken
 
 
 def a_forgotten_shard() -> Sequence[str]:
@@ -194,17 +186,17 @@ def meeting_owners() -> Sequence[str]:
 
 MUTANTS = {
     "the manifest before the last part": Mutant(
-        every_death, {parts.with_parts: {"for each in wanted.of_nodes if": "for each in wanted.of_nodes[:-1] if"}}
+        every_death, {commit.with_parts: {"for each in wanted.of_nodes if": "for each in wanted.of_nodes[:-1] if"}}
     ),
     "no look at what a node sent": Mutant(
         a_forgotten_shard,
         {
-            parts.with_parts: {"require_stored(": "len and (lambda *_: 0)("},
-            commit.sent: {"require_stored(": "(lambda *_: 0)("},
+            commit.with_parts: {"require_stored(": "len and (lambda *_: 0)("},
+            commit.send_files: {"require_stored(": "(lambda *_: 0)("},
         },
     ),
     "the last file of a name counts": Mutant(
-        other_bytes, {parts._joined: {"if _bytes_of(known) != _bytes_of(file):": "if False:"}}
+        other_bytes, {commit._join: {"if _bytes_of(other) != _bytes_of(file):": "if False:"}}
     ),
 }
 

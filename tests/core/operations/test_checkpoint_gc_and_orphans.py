@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
@@ -29,13 +28,13 @@ from prefect_tune.core.journal_events import (
     Reported,
 )
 from prefect_tune.core.messages.live_status import LastKnown
-from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
+from prefect_tune.core.operations.trial_gc import collect, leftover, orphans
 from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from prefect_tune.core.values import StepReport
-from tests.core.driver import KEY, Session, Witness
-from tests.core.protocol.invariants import violations
+from tests.core.driver import KEY, Session, Witness, violations
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 

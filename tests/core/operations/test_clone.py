@@ -11,21 +11,17 @@ from prefect_tune.core.errors import JournalCorrupt, Superseded
 from prefect_tune.core.experiment import experiment, trial
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import CheckpointOrigin, CheckpointRef, Cloned, Finished
-from prefect_tune.core.operations import checkpoint_gc
+from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
+from tests.core.protocol.exploring import die_everywhere, late_writes, meet_at_random, meet_dying, meet_in_every_order
 from tests.core.protocol.meetings import (
     Act,
     Scene,
     clear_late,
     clones,
-    die_everywhere,
     elsewhere,
     elsewhere_with_a_clone,
-    late_writes,
-    meet_at_random,
-    meet_dying,
-    meet_in_every_order,
     receives,
     resume,
     saves,
@@ -313,7 +309,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "count nothing as needed by clones": Mutant(
         partial(dies, "the source continues"),
-        {checkpoint_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
+        {trial_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
     ),
     "forget a clone while it lives": Mutant(
         partial(dies, "a trial clones"), {experiment._note_clones: {"(*found.clones, clone)": "found.clones"}}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Self
 
 import pytest
 
@@ -19,9 +20,8 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.operations.test_delete_experiment import below, left, removed
 from tests.core.operations.test_fork_experiment import forked
-from tests.core.protocol.matrix import Explored
+from tests.core.protocol.exploring import Act, Explored, IsPoint, everywhere, explore, meet, meet_at_random
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.turns import Choice, IsPoint, drawn, everywhere, in_turns
 from tests.core.small_search import SmallSearch, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
@@ -41,21 +41,45 @@ class Scene:
     old: SmallSearch
     new: SmallSearch | None = None
     done: list[str] = field(default_factory=list)
+    leaves_no_trace: bool = False
+    """Whether no act creates a journal where the experiment is gone."""
 
-    def again(self) -> Scene:
+    def again(self) -> Self:
         """Return a copy on a separate store."""
-        store = MemoryStore(self.store.objects)
-        return Scene(store, on(self.old, store), self.new and on(self.new, store))
+        return replace(self.on(MemoryStore(self.store.objects)), done=[])
+
+    def on(self, store: ObjectStore) -> Self:
+        twins = [search and self._on(search, store) for search in (self.old, self.new)]
+        return replace(self, store=store, old=twins[0], new=twins[1])  # type: ignore[arg-type]  # one before its store
+
+    def _on(self, search: SmallSearch, store: ObjectStore) -> SmallSearch:
+        twin = copy.copy(search)
+        twin.store = store
+        return twin
+
+    def broken(self, *, tidy: bool = True) -> list[str]:
+        """Every existing experiment is undamaged, and each can be deleted, the fork first."""
+        broken = [each for name in ("old", "new") for each in _of_experiment(self.store, name)]
+        for name in ("old", "new") if self.leaves_no_trace else ():
+            if f"removes {name}" in self.done:
+                broken += [f"there is still {path}" for path in below(self.store, name) if "/journal/" in path]
+        for name in ("new", "old"):
+            try:
+                removed(self.store, name, f"the last of {name}")
+            except TuneError as error:
+                broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
+        return [*broken, *(f"left behind: {path}" for path in left(self.store) if tidy)]
 
 
-Act = Callable[[Scene, ObjectStore], None]
-
-
-def on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
-    """The same owner with its fields, on another store."""
-    twin = copy.copy(search)
-    twin.store = store
-    return twin
+def _of_experiment(store: MemoryStore, name: str) -> list[str]:
+    """Check an experiment, unless it is missing, incomplete or being deleted."""
+    try:
+        found = load(store, current_journal(store, name), side_by_side=map)
+    except TuneError:
+        return []
+    if not found.number or found.is_removed or not found.is_whole:
+        return []
+    return unreadable(store, name, found.trials)
 
 
 # ---------------------------------------------------------------------------------------------- concurrent acts
@@ -85,84 +109,52 @@ def a_fork_that_was_cut_short() -> Scene:
     return scene
 
 
-def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
+def acts(what: Callable[[Scene], object], name: str) -> Act[Scene]:
     """An act of one process; refusals and takeovers end it without an error."""
 
-    def act(scene: Scene, store: ObjectStore) -> None:
+    def act(scene: Scene) -> None:
         with suppress(TuneError):
-            what(scene, store)
+            what(scene)
             scene.done.append(name)
 
     return act
 
 
-def opens_what_was_read(_: Scene, store: ObjectStore) -> None:
+def opens_what_was_read(scene: Scene) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = load(store, first_generation("old"), side_by_side=map)
+    known = load(scene.store, first_generation("old"), side_by_side=map)
     owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
-    take_over(store, first_generation("old"), owner, stamp, side_by_side=map, known=known)
+    take_over(scene.store, first_generation("old"), owner, stamp, side_by_side=map, known=known)
 
 
-def forks(_: Scene, store: ObjectStore) -> None:
-    assert forked(store).lost == {}
+def forks(scene: Scene) -> None:
+    assert forked(scene.store).lost == {}
 
 
-removes_old = acts(lambda _, store: removed(store, "old"), "removes old")
-removes_new = acts(lambda _, store: removed(store, "new", "n"), "removes new")
-MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act, Act]] = {
-    "its trial saves": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).step("b"), "saves")),
-    "its trial is begun": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).begin("c"), "begins")),
-    "its trial is resumed": (
-        a_search,
-        removes_old,
-        acts(lambda scene, store: on(scene.old, store).begin("b"), "resumes"),
-    ),
-    "it gets another trial": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).add("d"), "adds")),
+def saves_in_the_fork(scene: Scene) -> None:
+    assert scene.new is not None
+    scene.new.step("b")
+
+
+removes_old = acts(lambda scene: removed(scene.store, "old"), "removes old")
+removes_new = acts(lambda scene: removed(scene.store, "new", "n"), "removes new")
+old_saves = acts(lambda scene: scene.old.step("b"), "saves")
+MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act[Scene], Act[Scene]]] = {
+    "its trial saves": (a_search, removes_old, old_saves),
+    "its trial is begun": (a_search, removes_old, acts(lambda scene: scene.old.begin("c"), "begins")),
+    "its trial is resumed": (a_search, removes_old, acts(lambda scene: scene.old.begin("b"), "resumes")),
+    "it gets another trial": (a_search, removes_old, acts(lambda scene: scene.old.add("d"), "adds")),
     "it is opened": (a_search, removes_old, acts(opens_what_was_read, "opens")),
     "it is forked": (a_search, removes_old, acts(forks, "forks")),
-    "it is deleted twice": (a_search, removes_old, acts(lambda _, store: removed(store, "old", "2"), "removes too")),
+    "it is deleted twice": (a_search, removes_old, acts(lambda scene: removed(scene.store, "old", "2"), "too")),
     "its fork is deleted": (a_fork, removes_old, removes_new),
-    "its fork saves": (a_fork, removes_new, acts(lambda scene, store: on(_new(scene), store).step("b"), "saves")),
+    "its fork saves": (a_fork, removes_new, acts(saves_in_the_fork, "saves")),
     "its fork is made whole": (a_fork_that_was_cut_short, removes_new, acts(forks, "forks")),
-    "its origin saves": (a_fork, removes_new, acts(lambda scene, store: on(scene.old, store).step("b"), "saves")),
+    "its origin saves": (a_fork, removes_new, old_saves),
 }
 """What happens to an experiment while it is deleted."""
 WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
 """The acts that continue an existing journal, and so create none where the experiment is gone."""
-
-
-def _new(scene: Scene) -> SmallSearch:
-    assert scene.new is not None
-    return scene.new
-
-
-# ----------------------------------------------------------------------------------------- promises
-
-
-def promises_broken(scene: Scene, *, begun_anew: bool = False) -> list[str]:
-    """Every existing experiment is undamaged, and each can be deleted, the fork first."""
-    broken = [each for name in ("old", "new") for each in _of_experiment(scene.store, name)]
-    for name in ("old", "new") if begun_anew else ():
-        if f"removes {name}" not in scene.done:
-            continue
-        broken += [f"there is still {path}" for path in below(scene.store, name) if "/journal/" in path]
-    for name in ("new", "old"):
-        try:
-            removed(scene.store, name, f"the last of {name}")
-        except TuneError as error:
-            broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
-    return [*broken, *(f"left behind: {path}" for path in left(scene.store))]
-
-
-def _of_experiment(store: MemoryStore, name: str) -> list[str]:
-    """Check an experiment, unless it is missing, incomplete or being deleted."""
-    try:
-        found = load(store, current_journal(store, name), side_by_side=map)
-    except TuneError:
-        return []
-    if not found.number or found.is_removed or not found.is_whole:
-        return []
-    return unreadable(store, name, found.trials)
 
 
 @cache
@@ -183,68 +175,37 @@ def at_looks(method: str, path: str) -> bool:
     return method == "delete" or (method == "size" and "/journal/" in path)
 
 
-def after(turns: int, first: int) -> Choice:
-    """The first process runs for `turns` turns, then the other to its end, then the rest of the first."""
-    taken = 0
-
-    def choose(running: Sequence[int]) -> int:
-        nonlocal taken
-        taken += 1
-        wanted = first if taken <= turns else 1 - first
-        return wanted if wanted in running else running[0]
-
-    return choose
-
-
-def meet(name: str, choose: Choice, is_point: IsPoint) -> list[str]:
-    before, *both = MEETINGS[name]
-    return _met(begun(before).again(), both, choose, is_point, name)
-
-
-def _met(scene: Scene, both: Sequence[Act], choose: Choice, is_point: IsPoint, name: str) -> list[str]:
-    died = in_turns(scene.store, [_process(scene, act) for act in both], choose, is_point)
-    begun_anew = is_point is at_looks and name in WITHOUT_TRACE
-    return [*died, *promises_broken(scene, begun_anew=begun_anew)]
-
-
-def _process(scene: Scene, act: Act) -> Callable[[ObjectStore], None]:
-    return lambda store: act(scene, store)
-
-
 def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Explored:
     """Run each of the two completely before each point (or each `every`-th point) of the other, and after its end."""
-    explored = Explored()
-    for first in (0, 1):
-        for turns in range(0, 10_000, every):
-            seen = _Seen(after(turns, first))
-            explored.points += 1
-            found = meet(name, seen.choose, is_point)
-            explored.broken += [f"{turns} of process {first}, then the other: {each}" for each in found]
-            if enough is not None and len(explored.broken) >= enough:
-                return explored
-            if seen.count <= turns:
-                break
-    return explored
+    before, *both = MEETINGS[name]
+    last_choice = [0]
+
+    def attempt(first: int, turns: int) -> list[str]:
+        taken = last_choice[0] = 0
+
+        def choose(running: Sequence[int], _state: object) -> int:
+            nonlocal taken
+            taken += 1
+            last_choice[0] += len(running) > 1
+            wanted = first if taken <= turns else 1 - first
+            return wanted if wanted in running else running[0]
+
+        scene = replace(begun(before).again(), leaves_no_trace=is_point is at_looks and name in WITHOUT_TRACE)
+        return meet(scene, both, choose, is_point)
+
+    def tries() -> Iterator[tuple[str, Callable[[], list[str]]]]:
+        for first in (0, 1):
+            for turns in range(0, 10_000, every):
+                yield f"{turns} of process {first}, then the other", partial(attempt, first, turns)
+                if last_choice[0] <= turns:
+                    break
+
+    return explore(tries(), enough)
 
 
 def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
-    explored = Explored()
-    for seed in seeds:
-        explored.points += 1
-        explored.broken += [f"seed {seed}: {each}" for each in meet(name, drawn(seed), everywhere)]
-    return explored
-
-
-@dataclass
-class _Seen:
-    """Counts the choices between two running processes."""
-
-    inner: Choice
-    count: int = 0
-
-    def choose(self, running: Sequence[int]) -> int:
-        self.count += len(running) > 1
-        return self.inner(running)
+    before, *both = MEETINGS[name]
+    return meet_at_random(begun(before), both, seeds)
 
 
 @pytest.mark.parametrize("name", long_after(4, MEETINGS))

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from prefect_tune.core.checkpoints.metadata import revise_metadata
+from prefect_tune.core.checkpoints.manifest import revise_metadata
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial

@@ -14,24 +14,20 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
 from prefect_tune.core.messages.process_messages import Proceed
 from prefect_tune.core.messages.target_messages import answer
-from prefect_tune.core.operations import checkpoint_gc, trial_gc
+from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_experiment, prunable, prune
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.driver import BACKBONE, retried
+from tests.core.protocol.exploring import die_everywhere, late_writes, meet_at_random, meet_dying, meet_in_every_order
 from tests.core.protocol.meetings import (
     Act,
     Scene,
     clones,
-    die_everywhere,
     elsewhere_with_a_clone,
-    late_writes,
-    meet_at_random,
-    meet_dying,
-    meet_in_every_order,
     owner_does,
     receives,
     resume,
@@ -46,6 +42,7 @@ from tests.core.protocol.mutate import break_lines
 from tests.core.protocol.population import SEARCH, Search, promises_broken
 from tests.fakes.stores.dying_store import WRITES, Way
 from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -78,31 +75,31 @@ def looked(scene: Scene) -> Sequence[Collected]:
     return garbage(scene.store, scene.chronicle.stamp(), deletes=False)
 
 
-def collects(scene: Scene, store: ObjectStore) -> None:
+def collects(scene: Scene) -> None:
     """Maintenance deletes the garbage of all trials."""
     stamp = scene.chronicle.stamp()
-    retried(lambda: garbage(store, stamp, deletes=True))
+    retried(lambda: garbage(scene.store, stamp, deletes=True))
 
 
-def prunes(scene: Scene, store: ObjectStore) -> None:
+def prunes(scene: Scene) -> None:
     """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
     stamp = scene.chronicle.stamp()
-    retried(lambda: prune(store, SEARCH, KEEPS, stamp, side_by_side=map))
-    collects(scene, store)
+    retried(lambda: prune(scene.store, SEARCH, KEEPS, stamp, side_by_side=map))
+    collects(scene)
 
 
-def doubts(scene: Scene, store: ObjectStore) -> None:
+def doubts(scene: Scene) -> None:
     """Maintenance quarantines a checkpoint that it found damaged, and deletes garbage."""
     bad, stamp = {newest(scene): "doubted"}, scene.chronicle.stamp()
-    retried(lambda: quarantine(store, SEARCH, bad, stamp, side_by_side=map))
-    collects(scene, store)
+    retried(lambda: quarantine(scene.store, SEARCH, bad, stamp, side_by_side=map))
+    collects(scene)
 
 
-def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
+def doubts_and_trusts(scene: Scene) -> None:
     """The same; then the checkpoint is found undamaged and reinstated."""
-    doubts(scene, store)
+    doubts(scene)
     stamp = scene.chronicle.stamp()
-    retried(lambda: reinstate(store, SEARCH, [newest(scene)], stamp, side_by_side=map))
+    retried(lambda: reinstate(scene.store, SEARCH, [newest(scene)], stamp, side_by_side=map))
 
 
 def requeue(search: Search) -> None:
@@ -247,11 +244,23 @@ def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before
     scene = ended()
     strays = [path for path in scene.store.objects if "0000000009-" in path]
     assert strays
-    collects(scene, scene.store)
+    collects(scene)
     assert not [path for path in strays if path in scene.store.objects]
     entries = len([path for path in scene.store.objects if "/journal/" in path])
-    collects(scene, scene.store)
+    collects(scene)
     assert len([path for path in scene.store.objects if "/journal/" in path]) == entries, "no entry without a reason"
+
+
+def test_an_ended_trial_is_listed_once() -> None:
+    class Listing(MemoryStore):
+        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+            folders.append(prefix)
+            return super().list(prefix, after=after)
+
+    scene, folders = ended(), list[str]()
+    assert garbage(Listing(scene.store.objects), scene.chronicle.stamp(), deletes=True)[0].orphan_count
+    key = scene.search.key("s")
+    assert [folders.count(folder) for folder in (key.checkpoints, key.blobs)] == [1, 1]
 
 
 def test_one_entry_has_the_limits_of_all_trials() -> None:
@@ -265,7 +274,7 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
         attempt.upload(stray, {"head": b"nobodys"})
         scene.search.append(Finished(trial=name, reason="enough"))
     number = scene.search.state.number
-    collects(scene, scene.store)
+    collects(scene)
     state = load(scene.store, SEARCH, side_by_side=map)
     assert state.number == number + 1
     assert [trial.collected_up_to for trial in state.trials.values()] == [
@@ -278,13 +287,13 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
 def test_pruning_keeps_the_newest_and_what_is_pinned_and_bytes_that_a_clone_has() -> None:
     scene = ended_and_cloned()
     assert len(scene.search.trial("s").checkpoints) == 2
-    prunes(scene, scene.store)
+    prunes(scene)
     assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [4]
     assert promises_broken(scene.store, scene.chronicle) == []
 
     scene = ended()
     scene.search.append(Pinned(trial="s", sequence=scene.search.trial("s").checkpoints[0].sequence))
-    prunes(scene, scene.store)
+    prunes(scene)
     assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [2, 3]
 
 
@@ -327,7 +336,7 @@ def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> No
     scene = training()
     bad = newest(scene)
     blobs = {path for path in scene.store.objects if path in read_manifest(scene.store, bad).blob_paths()}
-    doubts(scene, scene.store)
+    doubts(scene)
     trial = reopened(scene).trial("s")
     assert trial.checkpoints == ()
     assert trial.lost_checkpoints == 1
@@ -339,7 +348,7 @@ def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> No
 def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
     scene = training()
     bad = newest(scene)
-    doubts(scene, scene.store)
+    doubts(scene)
     search = reopened(scene)
     search.start("s")
     search.save("s")
@@ -350,7 +359,7 @@ def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
 def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_reinstated_after_any_save() -> None:
     scene = training()
     kept = newest(scene)
-    doubts(scene, scene.store)
+    doubts(scene)
     search = reopened(scene)
     search.retention = Retention(last=1, every=2)
     search.start("s")
@@ -367,7 +376,7 @@ def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_asi
     scene = training()
     search = scene.search
     search.append(AttemptEnded(trial="s", cause=Cause.MACHINE, reason="x"))
-    doubts(scene, scene.store)
+    doubts(scene)
     search.start("s")
     assert search.trial("s").step == 2
     search.save("s")
@@ -380,9 +389,9 @@ def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stay
     was = scene.store.objects[bad.manifest_path]
     named = read_manifest(scene.store, bad).blob_paths()
     scene.store.objects[bad.manifest_path] = b"torn"
-    doubts(scene, scene.store)
+    doubts(scene)
     reopened(scene).append(Finished(trial="s", reason="enough"))
-    collects(scene, scene.store)
+    collects(scene)
     assert named <= set(scene.store.objects)
     scene.store.objects[bad.manifest_path] = was
     reinstate(scene.store, SEARCH, [bad], scene.chronicle.stamp(), side_by_side=map)
@@ -394,13 +403,13 @@ def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stay
 def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
     scene = training()
     bad = newest(scene)
-    doubts(scene, scene.store)
+    doubts(scene)
     search = reopened(scene)
     search.append(Retired(trial="s", retires=()))
     before = dict(scene.store.objects)
     key, trial = search.key("s"), search.trial("s")
-    assert checkpoint_gc.collect(scene.store, key, trial, [bad], side_by_side=map) == 0
-    assert checkpoint_gc.orphans(scene.store, key, trial, side_by_side=map) == []
+    assert trial_gc.collect(scene.store, key, trial, [bad], side_by_side=map) == 0
+    assert trial_gc.orphans(scene.store, key, trial, side_by_side=map) == []
     assert scene.store.objects == before
 
 
@@ -411,7 +420,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
     new = CheckpointKey(trial=attempt.key, step=3, sequence=attempt.trial.next_sequence)
     files = {"backbone": BACKBONE, "head": b"new"}
     attempt.upload(new, files)
-    doubts(scene, scene.store)
+    doubts(scene)
     reopened(scene)
     assert newest(scene) == new  # its owner died before it could repeat the save
     assert restored(scene.store, read_manifest(scene.store, new)) == files
@@ -420,7 +429,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
 def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(
         monkeypatch,
-        checkpoint_gc._quarantined_blobs,
+        trial_gc._quarantined_blobs,
         {"return read_manifest(store, key).blob_paths()": "return frozenset()"},
     )
     with pytest.raises(CheckpointCorrupt):
@@ -473,14 +482,14 @@ def answers_left(scene: Scene) -> list[int]:
 
 def test_what_attempts_that_are_over_were_told_goes_and_what_the_present_one_is_told_stays() -> None:
     scene = training()
-    collects(scene, scene.store)
+    collects(scene)
     reopened(scene).start("s")
     assert scene.search.trial("s").attempt == 2
     answered(scene, 1, 2, 3)
     before = dict(scene.store.objects)
     assert looked(scene)[0] == Collected("s", answer_count=2)
     assert scene.store.objects == before
-    collects(scene, scene.store)
+    collects(scene)
     assert answers_left(scene) == [2, 2, 3, 3]
     assert len(before) - len(scene.store.objects) == 2, "foreign files stay"
 
@@ -505,7 +514,7 @@ def test_posts_that_were_received_go_but_for_the_first_and_the_end() -> None:
     again.begin_there()
     again.save_there()
     assert looked(scene)[0].answer_count == 2
-    collects(scene, scene.store)
+    collects(scene)
     left = [path for path in scene.store.objects if "/outbox/" in path]
     last = max(int(path[-15:-5]) for path in posts) + 1
     assert sorted(left) == sorted(

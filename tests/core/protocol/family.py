@@ -18,7 +18,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from tests.core.driver import Files
 from tests.core.happenings import AFTER, happening
-from tests.core.protocol.cut import cut_small
+from tests.core.histories import cut_small
 from tests.core.protocol.population import (
     SEARCH,
     Attempt,

@@ -1,19 +1,19 @@
-"""Fail each operation of a scenario in each way, recover, and check the promises."""
+"""Fail each operation of a scenario in each way, on both kinds of store; recover, and check the promises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Protocol
 
-from prefect_tune.core.errors import TuneError
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Reported
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.core.driver import KEY, Session, Witness, run_to
-from tests.core.protocol.invariants import after_recovery
-from tests.core.protocol.worlds import World
-from tests.fakes.stores.dying_store import Crash, Way
+from tests.core.driver import KEY, Session, Witness, after_recovery, run_to
+from tests.core.protocol.exploring import Explored, explore, failure_of, late_writes
+from tests.fakes.stores.dying_store import DyingStore, Way
+from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.stores.memory_store import MemoryStore
-from tests.fakes.stores.slow_store import SlowStore
 
 STEPS = 5
 
@@ -21,22 +21,70 @@ Story = Callable[[ObjectStore, Witness], None]
 """The operations of one process; the store may have state of earlier processes."""
 
 
-@dataclass
-class Explored:
-    """The number of tried failure points, and the promises that they broke."""
+class World(Protocol):
+    """A store for processes that die."""
 
-    points: int = 0
-    broken: list[str] = field(default_factory=list)
+    def dying(self, nth: int, way: Way) -> ObjectStore:
+        """The store for a process that fails at point `nth`; 0 means never."""
+        ...
 
-    def add(self, other: Explored) -> None:
-        """Add the results of another exploration."""
-        self.points += other.points
-        self.broken += other.broken
+    @property
+    def points(self) -> int:
+        """The number of points that the last process passed."""
+        ...
 
-    def record(self, record_property: Callable[[str, object], None], what: str) -> None:
-        """Record the figures for the end of the test output and for the reliability page."""
-        record_property(f"figure: {what}", self.points)
-        record_property("figure: promises broken", len(self.broken))
+    def left(self) -> ObjectStore:
+        """The store after the process died, as the next process sees it."""
+        ...
+
+
+class ObjectWorld:
+    """An object store: a point is an operation."""
+
+    def __init__(self) -> None:
+        self.inner = MemoryStore()
+        self._dying = DyingStore(self.inner, 0)
+
+    def dying(self, nth: int, way: Way) -> ObjectStore:
+        self._dying = DyingStore(self.inner, nth, way)
+        return self._dying
+
+    @property
+    def points(self) -> int:
+        return self._dying.total
+
+    def left(self) -> ObjectStore:
+        return self.inner
+
+
+class PosixWorld:
+    """A file store on a disk with a cache: a point is a system call.
+
+    With `loses_power` the machine dies with the process; `seed` decides which unsynced bytes survive.
+    """
+
+    def __init__(self, *, loses_power: bool = True, seed: int | None = None, fsync_works: bool = True) -> None:
+        self.disk = MemoryPosix(fsync_works=fsync_works)
+        self._loses_power = loses_power
+        self._seed = seed
+        self._dying = DyingCalls(self.disk, 0)
+
+    def dying(self, nth: int, way: Way) -> ObjectStore:
+        self._dying = DyingCalls(self.disk, nth, way)
+        return posix_store(self._dying)
+
+    @property
+    def points(self) -> int:
+        return self._dying.total
+
+    def left(self) -> ObjectStore:
+        self.disk.die_with_process()
+        if self._loses_power:
+            self.disk.lose_power(self._seed)
+        store = posix_store(self.disk)
+        copy = MemoryStore()  # equal for the next process, and much faster
+        copy.objects.update({each.path: store.read(each.path) for each in store.list("")})
+        return copy
 
 
 def fresh_run(store: ObjectStore, witness: Witness) -> None:
@@ -87,7 +135,7 @@ def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
     session.append([Reported(trial=KEY.trial, report=session.waiting.pop())])
 
 
-def explore(
+def fail_everywhere(
     world: Callable[[], World],
     story: Story,
     *,
@@ -96,63 +144,25 @@ def explore(
     points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
     enough: int | None = None,
 ) -> Explored:
-    """Run `story` (after a complete `before`) with every failure at every point, and recover from each.
+    """Run `story` (after a complete `before`) with every failure at every point, and recover from each."""
 
-    Ends early once `enough` broken promises were found.
-    """
-    explored = Explored()
-    ways = tuple(ways)
-    for nth in points(_points(world(), story, before)):
-        for way in ways:
-            explored.points += 1
-            explored.broken += [f"#{nth} {way.name}: {each}" for each in _tried(world(), story, before, nth, way)]
-            if enough is not None and len(explored.broken) >= enough:
-                return explored
-    return explored
+    def run(world: World, nth: int, way: Way) -> Iterator[str]:
+        witness = Witness()
+        if before:
+            before(world.dying(0, way), witness)
+        yield from failure_of(lambda: story(world.dying(nth, way), witness))
+        yield from after_recovery(world.left(), witness, STEPS, alone=True) if nth else ()
+
+    whole = world()
+    assert list(run(whole, 0, Way.CRASH_BEFORE)) == []
+    tries = product(points(whole.points), tuple(ways))
+    return explore(((f"#{nth} {way.name}", partial(run, world(), nth, way)) for nth, way in tries), enough)
 
 
-def explore_delays(
-    story: Story, delays: Iterable[int | None], *, every: int = 1, enough: int | None = None
-) -> Explored:
+def delay_every_write(story: Story, delays: Iterable[int | None], *, enough: int | None = None) -> Explored:
     """Lose the reply to each write of `story`, let the write arrive late or never, and recover meanwhile.
 
     The process retries like a task, before and after the write arrives.
     """
-    counting = SlowStore(MemoryStore(), 0, None)
-    story(counting, Witness())
-    explored = Explored()
-    for nth in range(1, counting.writes + 1, every):
-        for delay in delays:
-            explored.points += 1
-            witness, store = Witness(), SlowStore(MemoryStore(), nth, delay)
-            fault = f"write {nth}, {delay} operations late"
-            try:
-                story(store, witness)
-            except TuneError as error:
-                explored.broken.append(f"{fault}: it ended the run: {type(error).__name__}: {error}")
-            left = after_recovery(store, witness, STEPS, alone=True, tidy=False)
-            explored.broken += [f"{fault}: {each}" for each in left]
-            if enough is not None and len(explored.broken) >= enough:
-                return explored
-    return explored
-
-
-def _points(world: World, story: Story, before: Story | None) -> int:
-    witness = Witness()
-    if before:
-        before(world.dying(0, Way.CRASH_BEFORE), witness)
-    story(world.dying(0, Way.CRASH_BEFORE), witness)
-    return world.points
-
-
-def _tried(world: World, story: Story, before: Story | None, nth: int, way: Way) -> Iterator[str]:
-    witness = Witness()
-    if before:
-        before(world.dying(0, way), witness)
-    try:
-        story(world.dying(nth, way), witness)
-    except Crash:
-        pass
-    except TuneError as error:
-        yield f"a fault that a retry mends ended the run: {type(error).__name__}: {error}"
-    yield from after_recovery(world.left(), witness, STEPS, alone=True)
+    scene = Session(MemoryStore(), Witness(), steps=STEPS, is_alone=True)
+    return late_writes(scene, lambda view: story(view.store, view.witness), delays, enough=enough)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from hashlib import blake2b
 
-from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
@@ -47,8 +46,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.operations.checkpoint_gc import collect, collectable_origins, leftover, orphans
-from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.operations.trial_gc import collect, collectable_origins, leftover, orphans
+from prefect_tune.core.restore import adopt, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport

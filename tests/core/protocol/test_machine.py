@@ -37,11 +37,10 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
-from tests.core.driver import KEY, Files, Session, Witness
+from tests.core.driver import KEY, Files, Session, Witness, what_lies_about
 from tests.core.happenings import AFTER, happening
-from tests.core.protocol.cut import cut_small
+from tests.core.histories import cut_small
 from tests.core.protocol.family import Family
-from tests.core.protocol.invariants import what_lies_about
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore

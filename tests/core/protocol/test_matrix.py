@@ -8,15 +8,16 @@ import pytest
 
 from tests.core.protocol.matrix import (
     Explored,
+    ObjectWorld,
+    PosixWorld,
     Story,
     attempt_after_an_unknown_save,
-    explore,
-    explore_delays,
+    delay_every_write,
+    fail_everywhere,
     fresh_run,
     killed_before_its_entry,
     resumed_run,
 )
-from tests.core.protocol.worlds import ObjectWorld, PosixWorld
 from tests.fakes.stores.dying_store import Way
 from tests.long_cases import long_after
 
@@ -39,7 +40,7 @@ def every_fifth(total: int) -> Iterable[int]:
 def test_no_failure_of_an_object_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
-    explored = explore(ObjectWorld, story, before=before)
+    explored = fail_everywhere(ObjectWorld, story, before=before)
 
     explored.record(record_property, "points explored, object store")
     assert explored.broken == []
@@ -51,7 +52,7 @@ def test_no_failure_of_an_object_store_breaks_a_promise(
 def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
-    explored = explore(PosixWorld, story, before=before, ways=ENDS)
+    explored = fail_everywhere(PosixWorld, story, before=before, ways=ENDS)
 
     explored.record(record_property, "points explored, file store")
     assert explored.broken == []
@@ -60,7 +61,7 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
-    explored = explore(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
 
     explored.record(record_property, "points explored, file store")
     assert explored.broken == []
@@ -68,7 +69,7 @@ def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
+    explored = fail_everywhere(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
 
     explored.record(record_property, "points explored, object store")
     assert explored.broken == []
@@ -76,7 +77,7 @@ def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_pr
 
 @pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
-    explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
 
     explored.record(record_property, "points explored, file store")
     assert explored.broken == []
@@ -85,7 +86,7 @@ def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: W
 @pytest.mark.long
 @pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
-    explored = explore_delays(story, [None, 0, 2, 10, 30])
+    explored = delay_every_write(story, [None, 0, 2, 10, 30])
 
     explored.record(record_property, "points explored, late writes")
     assert explored.broken == []
@@ -98,8 +99,8 @@ def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, reco
 def test_every_way_every_call_and_every_loss_of_a_file_store(
     before: Story | None, story: Story, seed: int | None, record_property: Record
 ) -> None:
-    kept = explore(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Explored()
-    lost = explore(lambda: PosixWorld(seed=seed), story, before=before)
+    kept = fail_everywhere(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Explored()
+    lost = fail_everywhere(lambda: PosixWorld(seed=seed), story, before=before)
 
     explored = Explored(kept.points + lost.points, kept.broken + lost.broken)
     explored.record(record_property, "points explored, file store")

@@ -7,29 +7,31 @@ from functools import partial
 
 import pytest
 
-from prefect_tune.core import adoption
+from prefect_tune.core import restore
 from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
 from prefect_tune.core.journal import journal, outbox, snapshot
 from prefect_tune.core.journal.snapshot import write_snapshot
-from prefect_tune.core.operations import checkpoint_gc
+from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.posix_files import Publisher
 from prefect_tune.stores.posix_store import PosixStore
-from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
+from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness, after_recovery
 from tests.core.histories import fold, next_state, opened
 from tests.core.protocol import test_outbox
-from tests.core.protocol.invariants import after_recovery
+from tests.core.protocol.exploring import meet_at_random
 from tests.core.protocol.matrix import (
     STEPS,
+    ObjectWorld,
+    PosixWorld,
     attempt_after_an_unknown_save,
-    explore,
-    explore_delays,
+    delay_every_write,
+    fail_everywhere,
     fresh_run,
     killed_before_its_entry,
     longer_run,
@@ -38,14 +40,11 @@ from tests.core.protocol.matrix import (
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.owners import (
     after_a_late_upload,
-    meet_at_random,
     old_owner,
     save,
+    takes_over,
     takes_over_and_saves,
-    takes_over_carelessly,
-    takes_over_untidily_and_saves,
 )
-from tests.core.protocol.worlds import ObjectWorld, PosixWorld
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Way
 from tests.fakes.stores.memory_files import restored
@@ -57,20 +56,20 @@ Finder = Callable[[], Sequence[str]]
 
 
 def every_death() -> Sequence[str]:
-    fresh = explore(ObjectWorld, fresh_run, enough=1).broken
-    return fresh or explore(ObjectWorld, resumed_run, before=killed_before_its_entry, enough=1).broken
+    fresh = fail_everywhere(ObjectWorld, fresh_run, enough=1).broken
+    return fresh or fail_everywhere(ObjectWorld, resumed_run, before=killed_before_its_entry, enough=1).broken
 
 
 def every_crash_of_a_second_attempt() -> Sequence[str]:
-    return explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, enough=1).broken
+    return fail_everywhere(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, enough=1).broken
 
 
 def every_power_cut() -> Sequence[str]:
-    return explore(PosixWorld, fresh_run, ways=[Way.CRASH_AFTER], enough=1).broken
+    return fail_everywhere(PosixWorld, fresh_run, ways=[Way.CRASH_AFTER], enough=1).broken
 
 
 def every_late_write() -> Sequence[str]:
-    return explore_delays(fresh_run, [None, 0, 2, 10], enough=1).broken
+    return delay_every_write(fresh_run, [None, 0, 2, 10], enough=1).broken
 
 
 def meeting_owners() -> Sequence[str]:
@@ -78,12 +77,12 @@ def meeting_owners() -> Sequence[str]:
 
 
 def every_late_deletion() -> Sequence[str]:
-    return explore_delays(longer_run, [2, 8, 20], enough=1).broken
+    return delay_every_write(longer_run, [2, 8, 20], enough=1).broken
 
 
 def a_careless_cleaner() -> Sequence[str]:
     """An owner that deletes leftovers without journaling it first, while the next owner reuses them."""
-    acts = [takes_over_carelessly, takes_over_untidily_and_saves]
+    acts = [partial(takes_over, clearing="careless"), partial(takes_over_and_saves, clearing="none")]
     return meet_at_random(after_a_late_upload(), acts, range(100), enough=1).broken
 
 
@@ -183,6 +182,10 @@ def every_failure_of_an_outbox() -> Sequence[str]:
     return next(filter(None, (failure_of(partial(test_outbox.fail, *case)) for case in cases)), [])
 
 
+UNKNOWN_IS_SUCCESS = {
+    "except (AlreadyExists, CommitUnknown) as outcome:": "except CommitUnknown:\n        return\n    "
+    "except AlreadyExists as outcome:"
+}
 LATER: list[tuple[MemoryStore, str, bytes]] = []
 
 MUTANTS = {
@@ -205,11 +208,11 @@ MUTANTS = {
     ),
     "unknown means success": Mutant(
         every_late_write,
-        {object_store.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
+        {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS},
     ),
     "unknown means conflict": Mutant(
         every_death,
-        {object_store.create_or_recognize: {"if _is_there(store, path, data, outcome) != data:": "if True:"}},
+        {object_store.create_or_recognize: {"if found != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temporary: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
@@ -217,8 +220,7 @@ MUTANTS = {
         meeting_owners,
         {
             journal._after_guest: {
-                "raise _superseded(experiment, entry) from exists": "return load("
-                "store, experiment.key, side_by_side=map)"
+                "raise Superseded(": "return load(store, experiment.key, side_by_side=map)\n    raise Superseded("
             }
         },
     ),
@@ -237,7 +239,7 @@ MUTANTS = {
     "adopt what an attempt before left": Mutant(
         every_crash_of_a_second_attempt,
         {
-            adoption._find: {"manifest.about.attempt == trial.attempt": "True"},
+            restore._find_save: {"manifest.about.attempt == trial.attempt": "True"},
             trial_transitions._started: {
                 "sequence = trial.next_sequence + (trial.attempt > 0)": "sequence = trial.next_sequence",
                 "sequence if trial.attempt else trial.settled_from": "trial.settled_from",
@@ -248,12 +250,12 @@ MUTANTS = {
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
-        every_death, {checkpoint_gc.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
+        every_death, {trial_gc.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
     ),
     "collect the manifest first": Mutant(
         every_death,
         {
-            checkpoint_gc.collect: {
+            trial_gc.collect: {
                 "store.delete(unneeded)": "store.delete([key.manifest_path for key in keys]); store.delete(unneeded)"
             }
         },
@@ -292,7 +294,7 @@ MUTANTS = {
     ),
     "acknowledge a post whose creation is unknown": Mutant(
         every_failure_of_an_outbox,
-        {object_store.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
+        {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS},
     ),
     "receive posts in any order": Mutant(
         partial(failure_of, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from prefect_tune.core.errors import StoreRefused
@@ -13,11 +11,10 @@ from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect, quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, prune
-from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.operations.test_trial_gc import ended, garbage, newest
-from tests.core.protocol.meetings import Scene
+from tests.core.protocol.meetings import Act, Scene
 from tests.core.protocol.population import SEARCH
 from tests.core.small_search import search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
@@ -29,29 +26,29 @@ STAMP = Stamp(write_id="guest", at="2026-11-21T09:00:00Z")
 OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
-def _puts_aside(scene: Scene, store: ObjectStore) -> None:
-    quarantine(store, SEARCH, {newest(scene): "torn"}, STAMP, side_by_side=map)
+def _puts_aside(scene: Scene) -> None:
+    quarantine(scene.store, SEARCH, {newest(scene): "torn"}, STAMP, side_by_side=map)
 
 
-def _releases(scene: Scene, store: ObjectStore) -> None:
-    reinstate(store, SEARCH, [newest(scene)], STAMP, side_by_side=map)
+def _releases(scene: Scene) -> None:
+    reinstate(scene.store, SEARCH, [newest(scene)], STAMP, side_by_side=map)
 
 
-def _prunes(_: Scene, store: ObjectStore) -> None:
-    prune(store, SEARCH, Retention(last=1), STAMP, side_by_side=map)
+def _prunes(scene: Scene) -> None:
+    prune(scene.store, SEARCH, Retention(last=1), STAMP, side_by_side=map)
 
 
 GUESTS = {"puts aside": _puts_aside, "releases": _releases, "prunes": _prunes}
 
 
 @pytest.mark.parametrize("guest", GUESTS.values(), ids=GUESTS)
-def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Callable[[Scene, ObjectStore], None]) -> None:
+def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Act) -> None:
     scene = ended()
     if guest is _releases:
-        _puts_aside(scene, scene.store)
+        _puts_aside(scene)
     store = OneWriterStore.holding(scene.store.objects)
     with pytest.raises(StoreRefused, match=r"experiment 'e'.*create-if-absent, found one without.*copy it to"):
-        guest(scene, store)
+        guest(scene.on(store))
     assert store.objects == scene.store.objects
 
 

@@ -31,7 +31,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
-from tests.core.protocol.turns import Choice, drawn, every_order, in_turns
+from tests.core.protocol.exploring import Choice, drawn, every_order, in_turns
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore

@@ -8,13 +8,11 @@ import pytest
 
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import CheckpointKey
-from tests.core.driver import JOURNAL, KEY
+from tests.core.driver import JOURNAL, KEY, Session
+from tests.core.protocol.exploring import Act, meet_at_random, meet_in_every_order
 from tests.core.protocol.owners import (
-    Act,
     at_decisions,
     collects,
-    meet_at_random,
-    meet_in_every_order,
     old_owner,
     save,
     takes_over,
@@ -47,7 +45,7 @@ PAIRS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("checkpoints", "acts"), long_after(2, PAIRS))
 def test_two_owners_in_every_order_break_no_promise(
-    checkpoints: int, acts: Sequence[Act], record_property: Record
+    checkpoints: int, acts: Sequence[Act[Session]], record_property: Record
 ) -> None:
     explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
     explored.record(record_property, "orders of two owners, every one")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.flows.tune import tune
 from prefect_tune.testing import without_server
 from tests.flows.training import require_trained_by_two_nodes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune

@@ -13,7 +13,7 @@ import pytest
 from prefect.task_runners import TaskRunner
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune

@@ -14,9 +14,8 @@ from statistics import median
 from typing import Any, Literal
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from tests.flows.driver import Driver, Drivers
 from tests.flows.training import Undisturbed, bytes_of_checkpoint, trial_at, undisturbed, violations
 from tests.trainables.witness import Act, acts_of

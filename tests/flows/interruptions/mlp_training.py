@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import TRIAL, bytes_of_checkpoint, experiment_at, trial_at, undisturbed, violations

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

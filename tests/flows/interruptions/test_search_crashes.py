@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]  # the package has no types
 import pytest
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.domains import randint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
 from prefect_tune.parameters.search_plan import SearchPlan

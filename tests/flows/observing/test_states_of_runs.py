@@ -13,7 +13,7 @@ from prefect import flow, task
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.cli import main
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results

@@ -10,8 +10,8 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, StoreUnavailable, TrialFailed
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.flows.durable_trainable import durable_trainable
 from tests.fakes.servers.processes import free_port
 from tests.long_cases import long_after

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.parameters import import_check
 from prefect_tune.parameters.import_check import require_importable
 

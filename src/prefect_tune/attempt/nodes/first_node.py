@@ -31,7 +31,7 @@ from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.rank_group import Placement, free_port
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.core.checkpoints.parts import PartsOfSave
+from prefect_tune.core.checkpoints.commit import PartsOfSave
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
 from prefect_tune.core.messages.node_messages import (

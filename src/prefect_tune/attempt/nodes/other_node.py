@@ -27,8 +27,7 @@ from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankEnded, RankGroup, rank_group
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
-from prefect_tune.core.checkpoints.commit import reusable
-from prefect_tune.core.checkpoints.parts import refuse_part, send_part
+from prefect_tune.core.checkpoints.commit import refuse_part, reusable, send_part
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.node_messages import (

@@ -53,31 +53,26 @@ class Read:
 
 
 def reads(manifest: Manifest) -> Iterator[Read]:
-    """Yield the reads that together fetch every byte of `manifest`."""
+    """Yield the reads that together fetch every byte of `manifest`.
+
+    Chunks that touch or overlap share one, and bytes of no chunk are not fetched. A read is at most `BLOB_BYTES` long,
+    or one chunk, so that the blob sizes of a foreign manifest do not determine the memory used here.
+    """
     of_blob: dict[int, list[_Wanted]] = {}
     for index, file in enumerate(manifest.files):
         for offset, chunk in file.placed_chunks():
             of_blob.setdefault(chunk.blob, []).append(_Wanted(index, offset, chunk))
-    for blob, wanted in of_blob.items():
-        yield from _runs(blob, sorted(wanted, key=lambda each: each.chunk.offset))
-
-
-def _runs(blob: int, wanted: list[_Wanted]) -> Iterator[Read]:
-    """Yield reads; chunks that touch or overlap share one, and bytes of no chunk are not fetched.
-
-    A read is at most `BLOB_BYTES` long, or one chunk, so that the blob sizes of a foreign manifest do not
-    determine the memory used here.
-    """
-    run: list[_Wanted] = []
-    end = 0
-    for each in wanted:
-        begun = run[0].chunk.offset if run else 0
-        if run and (each.chunk.offset > end or each.chunk.offset + each.chunk.length - begun > BLOB_BYTES):
-            yield Read(blob, tuple(run))
-            run, end = [], 0
-        run.append(each)
-        end = max(end, each.chunk.offset + each.chunk.length)
-    yield Read(blob, tuple(run))
+    for blob, chunks in of_blob.items():
+        run: list[_Wanted] = []
+        end = 0
+        for wanted in sorted(chunks, key=lambda each: each.chunk.offset):
+            chunk_end = wanted.chunk.offset + wanted.chunk.length
+            if run and (wanted.chunk.offset > end or chunk_end - run[0].chunk.offset > BLOB_BYTES):
+                yield Read(blob, tuple(run))
+                run, end = [], 0
+            run.append(wanted)
+            end = max(end, chunk_end)
+        yield Read(blob, tuple(run))
 
 
 def fetch(store: ObjectStore, manifest: Manifest, read: Read, sink: Sink) -> None:
@@ -133,17 +128,16 @@ def has_same_files(manifest: Manifest, source: Source, *, side_by_side: Parallel
         return False
     if set(source.empty_directories) != set(manifest.empty_directories):
         return False
-    return all(side_by_side(lambda wanted: _is_chunk(source, *wanted), _chunks(manifest, source)))
-
-
-def _chunks(manifest: Manifest, source: Source) -> Iterator[tuple[Piece, ChunkRef]]:
     indexes = {file.path: index for index, file in enumerate(source.files)}
-    for file in manifest.files:
-        for offset, chunk in file.placed_chunks():
-            yield Piece(indexes[file.path], offset, chunk.length), chunk
+    chunks = (
+        (Piece(indexes[file.path], offset, chunk.length), chunk)
+        for file in manifest.files
+        for offset, chunk in file.placed_chunks()
+    )
 
+    def is_same(wanted: tuple[Piece, ChunkRef]) -> bool:
+        buffer = memoryview(bytearray(wanted[0].length))
+        source.read_into(wanted[0], buffer)
+        return digest_of(buffer) == wanted[1].digest
 
-def _is_chunk(source: Source, piece: Piece, chunk: ChunkRef) -> bool:
-    buffer = memoryview(bytearray(piece.length))
-    source.read_into(piece, buffer)
-    return digest_of(buffer) == chunk.digest
+    return all(side_by_side(is_same, chunks))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.attempt_causes import Cause
-from prefect_tune.core.reasons import Reason, code_of, is_same_error, make_reason, summarize_error
+from prefect_tune.core.reasons import Cause, Reason, code_of, is_same_error, make_reason, summarize_error
 from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:

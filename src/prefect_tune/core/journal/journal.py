@@ -25,7 +25,7 @@ A snapshot (`snapshot`) is a cache of this fold. Whatever does not follow from t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -63,29 +63,10 @@ from prefect_tune.core.storage.object_store import (
 )
 from prefect_tune.core.values import Digest, Stamp, digest_of
 
-# Read the entries of a journal by their numbers, and verify each one.
+_RACES = 16
 
 
-def entries_after(
-    store: ObjectStore, key: JournalKey, beyond: int, side_by_side: ParallelMap
-) -> Iterable[tuple[Entry, Buffer]]:
-    """Yield the entries after `beyond`, read by number up to the first absent one: a stale listing hides none."""
-    folder = key.entries
-    listed = store.list(folder, after=key.entry_path(beyond) if beyond else "")
-    last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
-    # Lazily: a foreign file named like the ten-billionth entry must not make a list of ten billion paths.
-    paths = (key.entry_path(number) for number in range(beyond + 1, last + 1))
-    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
-        yield decode_entry(data, path), data
-    while (late := read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
-        yield decode_entry(late, path), late
-
-
-def read_listed(store: ObjectStore, path: str) -> Buffer:
-    """Return the bytes of an entry that must exist; raise JournalCorrupt where it does not."""
-    if (data := read_if_there(store, path)) is None:
-        raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
-    return data
+# Read the entries of a journal by their numbers, verify each one, and fold them.
 
 
 def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
@@ -96,6 +77,13 @@ def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
         return None
 
 
+def read_listed(store: ObjectStore, path: str) -> Buffer:
+    """Return the bytes of an entry that must exist; raise JournalCorrupt where it does not."""
+    if (data := read_if_there(store, path)) is None:
+        raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
+    return data
+
+
 def decode_entry(data: Buffer, path: str) -> Entry:
     """Return the entry of that path; raise JournalCorrupt where it is damaged, or has another number."""
     entry = unseal(Entry, data, path, JournalCorrupt)
@@ -104,92 +92,18 @@ def decode_entry(data: Buffer, path: str) -> Entry:
     return entry
 
 
-_RACES = 16
-
-
-def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Experiment:
-    """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
-
-    Reads the newest snapshot, and the entries after it. Where they do not follow from it, reads all entries.
-
-    Raises:
-        JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
-        Superseded: the experiment was deleted, and parts of its journal are left.
-        UnknownVersion: a newer prefect-tune wrote an entry.
-    """
-    with _unless_deleted(store, journal):
-        snapshot = _newest_snapshot(store, journal)
-        try:
-            return _follow(store, snapshot, side_by_side)
-        except JournalCorrupt:
-            if not snapshot.number:
-                raise
-            return _follow(store, nothing_yet(journal), side_by_side)
-
-
-def _newest_snapshot(store: ObjectStore, journal: JournalKey) -> Experiment:
-    """Return the newest snapshot that can be read, or the empty experiment."""
-    unusable: set[int] = set()
-    while numbers := [number for number in list_snapshots(store, journal) if number not in unusable]:
-        if (snapshot := read_snapshot(store, journal, numbers[0])) is not None:
-            return snapshot
-        unusable.add(numbers[0])  # damaged, or deleted since it has a successor: list again
-    return nothing_yet(journal)
-
-
-def _follow(store: ObjectStore, experiment: Experiment, side_by_side: ParallelMap) -> Experiment:
-    """Apply the entries that come after `experiment`; where there is none, check the last one."""
-    number = experiment.number
-    for entry, data in entries_after(store, experiment.key, number, side_by_side):
-        experiment = apply(experiment, entry, digest_of(data))
-    if number and experiment.number == number:
-        path = experiment.key.entry_path(number)
-        last = read_if_there(store, path)
-        if last is None or digest_of(last) != experiment.digest:
-            raise JournalCorrupt(f"{path}: missing, or not the entry that the snapshot was made of")
-    return experiment
-
-
-def history(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Sequence[Entry]:
-    """Return every entry from the first, for curves, timelines and audits. Raises as `load`."""
-    return entries_beyond(store, journal, 0, side_by_side=side_by_side)
-
-
-def each_entry(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Iterator[tuple[Entry, Digest]]:
-    """Yield every entry from the first, with the digest of its bytes, for `apply`; none is kept. Raises as `load`."""
-    with _unless_deleted(store, journal):
-        for entry, data in entries_after(store, journal, 0, side_by_side):
-            yield entry, digest_of(data)
-
-
-def as_of(
-    store: ObjectStore, journal: JournalKey, number: int | None, *, side_by_side: ParallelMap
-) -> tuple[Experiment, Sequence[Entry]]:
-    """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
-
-    Raises:
-        InvalidInput: there is no such entry.
-        JournalCorrupt, Superseded: as `load`.
-    """
-    last = load(store, journal, side_by_side=side_by_side).number
-    wanted = last if number is None else number
-    if not 1 <= wanted <= last:
-        raise InvalidInput(f"{journal}: expected an entry from 1 to {last}, found {wanted}")
-    paths = (journal.entry_path(each) for each in range(1, wanted + 1))
-    state, entries = nothing_yet(journal), list[Entry]()
-    with _unless_deleted(store, journal):
-        for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
-            entries.append(decode_entry(data, path))
-            state = apply(state, entries[-1], digest_of(data))
-    return state, entries
-
-
-def entries_beyond(
-    store: ObjectStore, journal: JournalKey, number: int, *, side_by_side: ParallelMap
-) -> Sequence[Entry]:
-    """Return the entries after `number`, for a caller that has read those before. Raises as `load`."""
-    with _unless_deleted(store, journal):
-        return [entry for entry, _ in entries_after(store, journal, number, side_by_side)]
+def _entries(
+    store: ObjectStore, key: JournalKey, after: int, side_by_side: ParallelMap
+) -> Iterator[tuple[Entry, Digest]]:
+    """Yield the entries after `after`, read by number up to the first absent one: a stale listing hides none."""
+    listed = store.list(key.entries, after=key.entry_path(after) if after else "")
+    last = max((after, *(number_in(key.entries, each.path) or 0 for each in listed)))
+    # Lazily: a foreign file named like the ten-billionth entry must not make a list of ten billion paths.
+    paths = (key.entry_path(number) for number in range(after + 1, last + 1))
+    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+        yield decode_entry(data, path), digest_of(data)
+    while (late := read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
+        yield decode_entry(late, path), digest_of(late)
 
 
 @contextmanager
@@ -202,6 +116,19 @@ def _unless_deleted(store: ObjectStore, key: JournalKey) -> Iterator[None]:
         raise
 
 
+def each_entry(
+    store: ObjectStore, journal: JournalKey, after: int = 0, *, side_by_side: ParallelMap
+) -> Iterator[tuple[Entry, Digest]]:
+    """Yield every entry after number `after`, with the digest of its bytes, and keep none. Raises as `load`."""
+    with _unless_deleted(store, journal):
+        yield from _entries(store, journal, after, side_by_side)
+
+
+def history(store: ObjectStore, journal: JournalKey, after: int = 0, *, side_by_side: ParallelMap) -> Sequence[Entry]:
+    """Return every entry after number `after`, for curves, timelines and audits. Raises as `load`."""
+    return [entry for entry, _ in each_entry(store, journal, after, side_by_side=side_by_side)]
+
+
 def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
     """Return the entry after `number`, or None while it does not exist. Sends one request: for polling a journal.
 
@@ -210,6 +137,63 @@ def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | 
     """
     path = journal.entry_path(number + 1)
     return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
+
+
+def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Experiment:
+    """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
+
+    Reads the newest snapshot that can be read, and the entries after it. Where they do not follow from it, reads all
+    entries.
+
+    Raises:
+        JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
+        Superseded: the experiment was deleted, and parts of its journal are left.
+        UnknownVersion: a newer prefect-tune wrote an entry.
+    """
+    snapshot, unusable = None, set[int]()
+    while snapshot is None and (numbers := [n for n in list_snapshots(store, journal) if n not in unusable]):
+        snapshot = read_snapshot(store, journal, numbers[0])
+        unusable.add(numbers[0])  # damaged, or deleted since it has a successor: list again
+    if snapshot is not None:
+        with suppress(JournalCorrupt):
+            return _follow(store, snapshot, side_by_side)
+    with _unless_deleted(store, journal):
+        return _follow(store, nothing_yet(journal), side_by_side)
+
+
+def _follow(store: ObjectStore, experiment: Experiment, side_by_side: ParallelMap) -> Experiment:
+    """Apply the entries that come after `experiment`; where there is none, check the last one."""
+    number = experiment.number
+    for entry, digest in _entries(store, experiment.key, number, side_by_side):
+        experiment = apply(experiment, entry, digest)
+    if number and experiment.number == number:
+        path = experiment.key.entry_path(number)
+        last = read_if_there(store, path)
+        if last is None or digest_of(last) != experiment.digest:
+            raise JournalCorrupt(f"{path}: missing, or not the entry that the snapshot was made of")
+    return experiment
+
+
+def as_of(
+    store: ObjectStore, journal: JournalKey, number: int | None, *, side_by_side: ParallelMap
+) -> tuple[Experiment, Sequence[Entry]]:
+    """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
+
+    Raises:
+        InvalidInput: there is no such entry.
+        JournalCorrupt, Superseded: as `load`.
+    """
+    state, entries = nothing_yet(journal), list[Entry]()
+    with _unless_deleted(store, journal):
+        for entry, digest in _entries(store, journal, 0, side_by_side):
+            state = apply(state, entry, digest)
+            entries.append(entry)
+            if number == entry.number:
+                break
+    wanted = state.number if number is None else number
+    if not wanted or state.number != wanted:
+        raise InvalidInput(f"{journal}: expected an entry from 1 to {state.number}, found {wanted}")
+    return state, entries
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
@@ -287,9 +271,14 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
         require_not_deleted(store, experiment.key)
         raise StoreUnavailable(f"{path}: it exists, and cannot be read; try again") from exists
     entry = decode_entry(data, path)
-    if entry.writer != "guest" or (entry.previous, entry.term) != (experiment.digest, experiment.term):
-        raise _superseded(experiment, entry) from exists
-    return apply(experiment, entry, digest_of(data))
+    if entry.writer == "guest" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
+        return apply(experiment, entry, digest_of(data))
+    opened = next((event.owner for event in entry.events if isinstance(event, Opened)), None)
+    how = f"owner {entry.term}, {opened}, took over" if opened else f"another process wrote as owner {entry.term}"
+    raise Superseded(
+        f"{experiment.key}: this process is owner {experiment.term}, and {how} at {entry.at}. "
+        "Stop here: it continues there, and every committed checkpoint is kept"
+    ) from exists
 
 
 def require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
@@ -343,59 +332,35 @@ def take_over(
     lost: Superseded | None = None
     for _ in range(_RACES):
         found = _catch_up(store, known, side_by_side) if known else load(store, journal, side_by_side=side_by_side)
+        if found.opened_at:
+            opening = next_entry(store, journal, found.opened_at - 1)
+            if opening is not None and opening.write_id == stamp.write_id:
+                return found  # an earlier attempt of this same call succeeded, and its reply was lost
+        opened = Opened(
+            experiment=journal.experiment,
+            generation=journal.generation,
+            term=found.term + 1,
+            owner=owner,
+            at=stamp.at,
+        )
+        events = also(found)
+        if found.is_removed and Deletion() not in events:
+            raise ResumeFailed(f"{journal} is being deleted by {found.owner}: finish the deletion, or use another name")
         try:
-            return _open(store, found, owner, stamp, also)
+            return append(store, found, [opened, *events], stamp)
         except Superseded as race:
             require_not_deleted(store, journal)  # that is no race
             lost, known = race, None
     raise Superseded(f"{journal}: lost {_RACES} races to open it") from lost
 
 
-def _open(
-    store: ObjectStore,
-    found: Experiment,
-    owner: Owner,
-    stamp: Stamp,
-    also: Callable[[Experiment], Sequence[Event]],
-) -> Experiment:
-    if found.opened_at and _opened_by(store, found, stamp):
-        return found  # an earlier attempt of this same call succeeded, and its reply was lost
-    key = found.key
-    opened = Opened(
-        experiment=key.experiment,
-        generation=key.generation,
-        term=found.term + 1,
-        owner=owner,
-        at=stamp.at,
-    )
-    events = also(found)
-    if found.is_removed and Deletion() not in events:
-        raise ResumeFailed(f"{key} is being deleted by {found.owner}: finish the deletion, or use another name")
-    return append(store, found, [opened, *events], stamp)
-
-
-def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
-    path = found.key.entry_path(found.opened_at)
-    return decode_entry(read_document(store, path, JournalCorrupt), path).write_id == stamp.write_id
-
-
 def _catch_up(store: ObjectStore, known: Experiment, side_by_side: ParallelMap) -> Experiment:
     """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
     if not known.number:
         return known  # if a first entry exists by now, writing ours fails, and the journal is read then
-    try:
+    with suppress(JournalCorrupt):
         return _follow(store, known, side_by_side)
-    except JournalCorrupt:
-        return load(store, known.key, side_by_side=side_by_side)
-
-
-def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
-    opened = next((event.owner for event in winner.events if isinstance(event, Opened)), None)
-    how = f"owner {winner.term}, {opened}, took over" if opened else f"another process wrote as owner {winner.term}"
-    return Superseded(
-        f"{experiment.key}: this process is owner {experiment.term}, and {how} at {winner.at}. "
-        "Stop here: it continues there, and every committed checkpoint is kept"
-    )
+    return load(store, known.key, side_by_side=side_by_side)
 
 
 # The owners of a journal's earlier terms.

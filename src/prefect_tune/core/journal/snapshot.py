@@ -66,13 +66,8 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
         return  # no reader would read it
     with suppress(StoreUnavailable, StoreRefused):
         store.put(key.snapshot_path(number), data)
-        delete_snapshots(store, key, [each for each in list_snapshots(store, key) if each < number])
-
-
-def delete_snapshots(store: ObjectStore, key: JournalKey, numbers: Sequence[int]) -> None:
-    """Delete snapshots that have a successor, or are unusable."""
-    if numbers:
-        store.delete([key.snapshot_path(number) for number in numbers])
+        if earlier := [key.snapshot_path(each) for each in list_snapshots(store, key) if each < number]:
+            store.delete(earlier)
 
 
 def list_snapshots(store: ObjectStore, key: JournalKey) -> Sequence[int]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import Finished, FinishKind, Outcome
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.usage_records import PhaseSeconds

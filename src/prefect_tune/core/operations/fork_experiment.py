@@ -20,8 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prefect_tune.core.checkpoints.commit import names_of, publish, require_stored
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.checkpoints.metadata import newest_metadata
+from prefect_tune.core.checkpoints.manifest import Manifest, newest_metadata
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -47,15 +46,11 @@ from prefect_tune.core.journal_events import (
     Quarantined,
     StopAsked,
     WarmStart,
-    Writer,
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp
-
-# A stop request that was not carried out by then was meant for the origin.
-_NOT_OF_THE_PAST = Opened | Configured | StopAsked | Deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +101,21 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, s
         raise InvalidInput(f"{experiment} is an incomplete fork: fork its origin, or complete it first")
     if not all(trial.of_search for trial in found.trials.values()):
         raise InvalidInput(f"{experiment} is not a search: only searches can be forked")
-    events = [event for entry in entries for event in entry.events]
-    warm_starts = [each for event in events if isinstance(event, Configured) for each in event.warm_starts]
-    past = [_in_a_fork(event, entry.writer) for entry in entries for event in entry.events if _is_of_the_past(event)]
-    return Past(found, past, found.settings, warm_starts)
-
-
-def _is_of_the_past(event: Event) -> bool:
-    """Return whether a fork copies the event of its origin, which may be a fork itself."""
-    return not isinstance(event, _NOT_OF_THE_PAST) and not (isinstance(event, Forked) and event.trials is None)
-
-
-def _in_a_fork(event: Event, writer: Writer) -> Event:
-    """Return the event as the owner of the fork writes it, without what it says of the origin's runs."""
-    if isinstance(event, Quarantined) and writer == "guest":
-        return event.model_copy(update={"by_guest": True})
-    return event.model_copy(update={"seen_at": None}) if isinstance(event, Adopted) else event
+    events, warm_starts = list[Event](), list[WarmStart]()
+    for entry in entries:
+        for event in entry.events:
+            match event:
+                case Configured():
+                    warm_starts += event.warm_starts
+                case Quarantined() if entry.writer == "guest":  # the owner of the fork writes it
+                    events.append(event.model_copy(update={"by_guest": True}))
+                case Adopted():
+                    events.append(event.model_copy(update={"seen_at": None}))  # that was a run of the origin
+                case Opened() | StopAsked() | Deletion() | Forked(trials=None):
+                    pass  # a stop request that was not carried out by then was meant for the origin
+                case _:
+                    events.append(event)
+    return Past(found, events, found.settings, warm_starts)
 
 
 def deleted_since(
@@ -217,7 +211,17 @@ def _copy_checkpoints(
     sources = [
         key for key in _used(past.experiment, _load_origin(store, past, into, side_by_side)) if key not in copied
     ]
-    manifests = {key: found for key, found in side_by_side(lambda key: (key, _read(store, key)), sources) if found}
+
+    def read(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
+        """Return the manifest of `key` with its newest metadata; None where that is deleted or damaged."""
+        try:
+            manifest, metadata = read_manifest(store, key), newest_metadata(store, key.metadata_folder)
+        except (CheckpointNotFound, CheckpointCorrupt):
+            return key, None
+        about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
+        return key, manifest.model_copy(update={"about": about})
+
+    manifests = {key: manifest for key, manifest in side_by_side(read, sources) if manifest}
     # Paths of blobs are relative to the folder of either experiment.
     sizes = {blob.path: blob.size_bytes for manifest in manifests.values() for blob in manifest.blobs}
     origin_folder, fork_folder = past.experiment.key.folder, into.key.folder
@@ -260,14 +264,3 @@ def _load_origin(store: ObjectStore, past: Past, into: Experiment, side_by_side:
         if not now.is_removed and now.number >= past.experiment.number:
             return now
     raise InvalidInput(f"{key} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")
-
-
-def _read(store: ObjectStore, key: CheckpointKey) -> Manifest | None:
-    """Return the manifest of `key` with its newest metadata; None where that is deleted or damaged."""
-    try:
-        manifest = read_manifest(store, key)
-        metadata = newest_metadata(store, key.metadata_folder)
-    except (CheckpointNotFound, CheckpointCorrupt):
-        return None
-    about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
-    return manifest.model_copy(update={"about": about})

@@ -61,8 +61,8 @@ def seal(value: Document) -> bytes:
     return _sealed(value)[1]
 
 
-def seal_and_read_back(value: _Sealed) -> tuple[bytes, _Sealed]:
-    """Return `seal(value)` and the value that `unseal` would read from it, in less time than both calls.
+def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
+    """Return `seal(value)` and the value that a reader will see, in less time than `seal` and `unseal`.
 
     Raises:
         InvalidInput: `value` cannot be written, or could not be read again.
@@ -134,16 +134,32 @@ def verified(model: type[Document], data: Buffer, where: str, error: type[Except
         UnknownVersion: as `unseal`.
     What else is wrong with it is raised as `error`.
     """
-    body = _object(data, where, error)
-    if (found := body.get("format", expected := model.model_fields["format"].default)) != expected:
-        raise error(f"{where}: expected a document of the format {expected!r}, found {found!r}")
-    _require_not_newer(model, body, where)
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError) as unreadable:
+        raise error(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
+    if not isinstance(body, dict):
+        raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
+    name, oldest, current = model.model_fields["format"].default, model.oldest_version, model.current_version
+    if (found := body.get("format", name)) != name:
+        raise error(f"{where}: expected a document of the format {name!r}, found {found!r}")
+    version = body.get("version")
+    known = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
+    other_version = f"{where}: {name} of version {version}; this prefect-tune reads {known}"
+    if isinstance(version, int) and version > current:
+        raise UnknownVersion(f"{other_version}. Written by a newer prefect-tune: upgrade prefect-tune")
     claimed = body.pop(_SEAL, None)
-    bare, sealed = _rewritten(body)
+    try:
+        bare, sealed = _written(body)
+    except (ValueError, RecursionError):
+        bare, sealed = b"", b""  # a NaN or endless nesting: `seal` writes neither
     if sealed != data:
         what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: torn or altered since it was written: {what}")
-    _require_not_older(model, body, where, error)
+    if type(version) is not int or version < 1:
+        raise error(f"{where}: version: expected a number from 1 to {current}, found {version!r}")
+    if version < oldest:
+        raise UnknownVersion(f"{other_version}. Read it with the older prefect-tune that wrote it")
     return body, bare
 
 
@@ -158,45 +174,6 @@ def upgraded(model: type[Document], body: dict[str, Any], where: str, error: typ
         except (LookupError, TypeError, ValueError, AttributeError) as unlike:
             said = f"{type(unlike).__name__}: {unlike}"
             raise error(f"{where}: cannot be upgraded from version {version} to {version + 1}: {said}") from unlike
-    return body
-
-
-def as_read_back(value: _Value) -> _Value:
-    """Return `value` as a reader will see it; writes nothing.
-
-    Raises:
-        InvalidInput: `value` cannot be written, or could not be read again.
-    """
-    return parse(type(value), _sealed(value)[0], InvalidInput, type(value).__name__)
-
-
-def _require_not_newer(model: type[Document], body: Mapping[str, object], where: str) -> None:
-    found = body.get("version")
-    if isinstance(found, int) and found > model.current_version:
-        raise UnknownVersion(f"{_unread(model, found, where)}. Written by a newer prefect-tune: upgrade prefect-tune")
-
-
-def _require_not_older(model: type[Document], body: Mapping[str, object], where: str, error: type[Exception]) -> None:
-    found = body.get("version")
-    if type(found) is not int or found < 1:
-        raise error(f"{where}: version: expected a number from 1 to {model.current_version}, found {found!r}")
-    if found < model.oldest_version:
-        raise UnknownVersion(f"{_unread(model, found, where)}. Read it with the older prefect-tune that wrote it")
-
-
-def _unread(model: type[Document], found: int, where: str) -> str:
-    name, oldest, current = model.model_fields["format"].default, model.oldest_version, model.current_version
-    known = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
-    return f"{where}: {name} of version {found}; this prefect-tune reads {known}"
-
-
-def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, object]:
-    try:
-        body = json.loads(bytes(data))
-    except (ValueError, RecursionError) as unreadable:
-        raise error(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
-    if not isinstance(body, dict):
-        raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
     return body
 
 
@@ -216,21 +193,14 @@ def _sealed(value: Value) -> tuple[bytes, bytes]:
 
 def _written(body: dict[str, object]) -> tuple[bytes, bytes]:
     """Return a document as canonical JSON twice: without its digest, and with it among the sorted keys."""
+
+    def joined(*parts: bytes) -> bytes:
+        return b"{" + b",".join(filter(None, parts)) + b"}"
+
     before = canonical_json({key: value for key, value in body.items() if key < _SEAL})[1:-1]
     after = canonical_json({key: value for key, value in body.items() if key > _SEAL})[1:-1]
-    bare = _joined(before, after)
-    return bare, _joined(before, f'"{_SEAL}":"{digest_of(bare)}"'.encode(), after)
-
-
-def _rewritten(body: dict[str, object]) -> tuple[bytes, bytes]:
-    try:
-        return _written(body)
-    except (ValueError, RecursionError):
-        return b"", b""  # a NaN or endless nesting: `seal` writes neither
-
-
-def _joined(*parts: bytes) -> bytes:
-    return b"{" + b",".join(filter(None, parts)) + b"}"
+    bare = joined(before, after)
+    return bare, joined(before, f'"{_SEAL}":"{digest_of(bare)}"'.encode(), after)
 
 
 # Sign settings and verify them: a valid signature proves that a holder of the key wrote them.

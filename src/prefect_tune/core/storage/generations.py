@@ -98,16 +98,12 @@ def current_journal(store: ObjectStore, experiment: str) -> JournalKey:
     """
     key = JournalKey(experiment=experiment, generation=current_generation(store, experiment))
     if key.generation == 1 and store.size(_first_entry_of_before(experiment)) is not None:
-        raise UnknownVersion(layout_of_before(experiment))
+        raise UnknownVersion(
+            f"experiment {experiment!r} was written by a development version of prefect-tune, before its first "
+            f"release, and is not read: finish it with that version, or delete its folder {experiment}/, or choose "
+            "another name"
+        )
     return key
-
-
-def layout_of_before(experiment: str) -> str:
-    """Return the message that an experiment is of a development version, and what to do."""
-    return (
-        f"experiment {experiment!r} was written by a development version of prefect-tune, before its first release, "
-        f"and is not read: finish it with that version, or delete its folder {experiment}/, or choose another name"
-    )
 
 
 def is_deleted(store: ObjectStore, journal: JournalKey) -> bool:
@@ -118,7 +114,10 @@ def is_deleted(store: ObjectStore, journal: JournalKey) -> bool:
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
     """Raise Superseded if the generation of the journal is over. One listing, and in that case a read."""
     if is_deleted(store, journal):
-        by = _deleted_by(store, journal)
+        by = ""
+        with suppress(TuneError):  # it is only told to people, and a later deletion may have deleted it
+            if marker := read_sealed(store, GenerationMarker, _marker_path(journal, 1), JournalCorrupt):
+                by = f" at {marker.at} by {marker.deleted_by}"
         raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: its name may be another one's now")
 
 
@@ -138,20 +137,14 @@ def require_not_of_before(store: ObjectStore, journal: JournalKey, writer: str) 
 def _writers_before(store: ObjectStore, journal: JournalKey) -> Sequence[str]:
     if journal.generation == 1:
         return ()
-    path = numbered(_markers(journal.experiment), journal.generation)
-    marker = read_sealed(store, GenerationMarker, path, JournalCorrupt)
+    marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
     return marker.writers if marker else ()  # without it the generation is over, too: its journal cannot be opened
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
     """Create the marker after the generation of the journal, unless the generation is over already.
 
-    Args:
-        store: where the experiment is.
-        journal: the experiment's, of the generation that ends.
-        at: the time.
-        by: the process that deletes it.
-        writers: the identities of the owners that it had.
+    `by` is the process that deletes it, and `writers` are the identities of the owners that it had.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again.
@@ -162,7 +155,7 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
     known = dict.fromkeys((*_writers_before(store, journal), *writers))
     marker = GenerationMarker(generation=journal.generation + 1, at=at, deleted_by=by, writers=tuple(known))
     with suppress(AlreadyExists):  # another deletion of the same generation
-        store.create(numbered(_markers(journal.experiment), marker.generation), seal(marker))
+        store.create(_marker_path(journal, 1), seal(marker))
 
 
 def objects_before(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[Listed]:
@@ -193,19 +186,15 @@ def _generation_of(path: str) -> Generation | None:
     return int(first) if rest and first.isascii() and first.isdecimal() and not first.startswith("0") else None
 
 
-def _deleted_by(store: ObjectStore, journal: JournalKey) -> str:
-    path = numbered(_markers(journal.experiment), journal.generation + 1)
-    with suppress(TuneError):  # it is only told to people
-        if marker := read_sealed(store, GenerationMarker, path, JournalCorrupt):
-            return f" at {marker.at} by {marker.deleted_by}"
-    return ""  # a later deletion has deleted it
-
-
 _MARKERS = "generations"
 
 
 def _markers(experiment: str) -> str:
     return f"{valid_name(experiment)}/{_MARKERS}"
+
+
+def _marker_path(journal: JournalKey, later: int = 0) -> str:
+    return numbered(_markers(journal.experiment), journal.generation + later)
 
 
 def _first_entry_of_before(experiment: str) -> str:
@@ -252,13 +241,8 @@ def names_with_dead_objects(paths: Iterable[str]) -> Sequence[str]:
     """Return the folders of a target with these objects that hold objects before their current generation."""
     listed = set(paths)
     current = _generations_among(listed)
-    found = {path.partition("/")[0] for path in listed if "/" in path and _is_dead(path, current)}
-    return sorted(found)
-
-
-def _is_dead(path: str, current: dict[str, Generation]) -> bool:
-    now = current[path.partition("/")[0]]
-    return (_generation_of(path) or now) < now
+    named = ((path.partition("/")[0], path) for path in listed if "/" in path)
+    return sorted({name for name, path in named if (_generation_of(path) or current[name]) < current[name]})
 
 
 def no_experiment(store: ObjectStore, name: str, uri: str) -> str:

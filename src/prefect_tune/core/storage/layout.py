@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator, Field
 
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
-from prefect_tune.core.values import Digest, Value, valid_name
+from prefect_tune.core.values import Digest, TrialId, Value, valid_name
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -54,11 +55,6 @@ Generation: TypeAlias = Annotated[int, Field(ge=1)]
 """Counts the experiments that had one name, from 1: each deletion ends a generation (see `generations`)."""
 
 
-def generation_folder(experiment: str, generation: Generation) -> str:
-    """Return the folder of all objects of one generation of an experiment."""
-    return f"{valid_name(experiment)}/{generation}"
-
-
 class JournalKey(Value):
     """Names the journal of an experiment on a target."""
 
@@ -74,7 +70,7 @@ class JournalKey(Value):
 
     @property
     def folder(self) -> str:
-        return generation_folder(self.experiment, self.generation)
+        return f"{valid_name(self.experiment)}/{self.generation}"
 
     @property
     def unnamed_call(self) -> str:
@@ -145,14 +141,52 @@ def delete_numbered(store: ObjectStore, before: str) -> None:
         store.delete(paths)
 
 
+NEVER_ARTIFACTS = (
+    "./checkpoint_-00001*",
+    "./checkpoint_tmp*",
+    "./save_to_object*",
+    "./rank_*",
+    "./.lazy_checkpoint_marker",
+)
+"""Files that trainables of older APIs leave at the top of their directory, and that were never artifacts."""
+
+
+def is_excluded(path: str, patterns: Sequence[str]) -> bool:
+    """Return whether the file at `path` of a trial's directory (relative, with slashes) matches one of the patterns.
+
+    A pattern is a shell pattern (`*`, `?`, `[...]`; `*` matches slashes too) for a file or folder; everything below
+    an excluded folder is excluded too:
+
+    - a pattern with a slash is matched with the path from the top of the directory (`logs/*.tmp`);
+      a leading `./` means the same: `./rank_*` matches at the top only;
+    - a pattern without a slash is matched with names at any depth (`*.tmp`, `__pycache__`).
+    """
+    names = path.split("/")
+    above = ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
+    whole = [each.removesuffix("/") for each in patterns]
+    return any(
+        fnmatchcase(found, pattern.removeprefix("./"))
+        for pattern in whole
+        for found in (above if "/" in pattern else names)
+    )
+
+
 def below(root_uri: str, folder: str) -> str:
     """Return the URI of a folder or file of a target; the query options of the target's URI are kept at the end."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
-class CheckpointName(Protocol):
-    """The step and the sequence that name a checkpoint within its trial."""
+class CheckpointOrigin(Value):
+    """The checkpoint of another trial of the experiment whose manifest and bytes a clone uses."""
+
+    trial: TrialId
+    step: int
+    sequence: int
+
+
+class CheckpointReference(Protocol):
+    """The step and the sequence that name a checkpoint within its trial; for a clone, also its origin."""
 
     @property
     def step(self) -> int: ...
@@ -160,19 +194,8 @@ class CheckpointName(Protocol):
     @property
     def sequence(self) -> int: ...
 
-
-class NameOfOrigin(CheckpointName, Protocol):
-    """The name of a checkpoint within its experiment."""
-
     @property
-    def trial(self) -> str: ...
-
-
-class CheckpointReference(CheckpointName, Protocol):
-    """The name of a checkpoint within its trial, and of the one whose manifest it uses, if it is a clone."""
-
-    @property
-    def origin(self) -> NameOfOrigin | None: ...
+    def origin(self) -> CheckpointOrigin | None: ...
 
 
 class TrialKey(Value):
@@ -184,7 +207,7 @@ class TrialKey(Value):
 
     @property
     def folder(self) -> str:
-        return f"{generation_folder(self.experiment, self.generation)}/trials/{valid_name(self.trial)}"
+        return f"{valid_name(self.experiment)}/{self.generation}/trials/{valid_name(self.trial)}"
 
     @property
     def of_experiment(self) -> JournalKey:
@@ -308,14 +331,12 @@ def blob_sequence(path: str) -> int:
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
 
 
-# Paths of an experiment's result files: Parquet, one for each kind of rows, named by the journal's last entry.
-#
-# They are derived from the journal, and can be made again. So the file with the highest number counts, and those
-# with lower numbers are deleted.
-
 Rows: TypeAlias = Literal["trials", "reports"]
 
 
 def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
-    """Return the path of the results after entry `number` of the journal."""
+    """Return the path of the Parquet file with the results after entry `number` of the journal.
+
+    It can be made again from the journal. So the file with the highest number counts; lower ones are deleted.
+    """
     return numbered(f"{experiment.folder}/results/{rows}", number, "parquet")

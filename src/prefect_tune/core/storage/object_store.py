@@ -165,17 +165,14 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
     try:
         store.create(path, data)
     except (AlreadyExists, CommitUnknown) as outcome:
-        if _is_there(store, path, data, outcome) != data:
+        try:
+            found = bytes(store.read(path, length=len(data) + 1))
+        except ObjectNotFound as absent:
+            raise CommitUnknown(f"{path}: {outcome}; there is no object, but the write may still arrive") from absent
+        except (StoreUnavailable, StoreRefused) as unreadable:
+            raise CommitUnknown(f"{path}: {outcome}; and it could not be read back: {unreadable}") from unreadable
+        if found != data:
             raise AlreadyExists(f"{path}: another writer has created it with other bytes") from outcome
-
-
-def _is_there(store: ObjectStore, path: str, data: bytes, outcome: Exception) -> Buffer:
-    try:
-        return bytes(store.read(path, length=len(data) + 1))
-    except ObjectNotFound as absent:
-        raise CommitUnknown(f"{path}: {outcome}; there is no object yet, but the write may still arrive") from absent
-    except (StoreUnavailable, StoreRefused) as unreadable:
-        raise CommitUnknown(f"{path}: {outcome}; and it could not be read back: {unreadable}") from unreadable
 
 
 def require_conditional_create(store: ObjectStore, where: object) -> None:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, cast
 
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import AttemptEnded, Finished
 from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrialEnded

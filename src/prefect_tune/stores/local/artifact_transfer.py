@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS, is_excluded
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable, UnknownVersion
 from prefect_tune.core.shown_text import is_unicode
+from prefect_tune.core.storage.layout import NEVER_ARTIFACTS, is_excluded
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, ChunkRef, FileRef, Manifest
-from prefect_tune.core.checkpoints.metadata import newest_metadata
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, ChunkRef, FileRef, Manifest, newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document

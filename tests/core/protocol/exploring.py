@@ -1,4 +1,7 @@
-"""Several processes on one store, one operation at a time, in every order or in a random one."""
+"""Explore what may happen to processes on one store: every order, random orders, every failure, every late write.
+
+A scene is a store and the processes that use it. It is copied for each try; afterwards its promises are checked.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,179 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Protocol, Self, TypeVar
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.slow_store import SlowStore
 
 _Result = TypeVar("_Result")
+
+
+class Scene(Protocol):
+    """A store, and the processes that use it."""
+
+    @property
+    def store(self) -> ObjectStore: ...
+
+    def again(self) -> Self:
+        """Return a copy on a separate store."""
+        ...
+
+    def on(self, store: ObjectStore) -> Self:
+        """Return the same processes with the same fields, on another store."""
+        ...
+
+    def broken(self, *, tidy: bool = True) -> list[str]:
+        """Return the broken promises, once every process has ended. `tidy`: no write arrived late."""
+        ...
+
+
+_Scene = TypeVar("_Scene", bound=Scene)
+Act = Callable[[_Scene], None]
+"""What one process does."""
+
+
+@dataclass
+class Explored:
+    """The number of tries, and the promises that they broke."""
+
+    points: int = 0
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, other: Explored) -> None:
+        """Add the results of another exploration."""
+        self.points += other.points
+        self.broken += other.broken
+
+    def record(self, record_property: Callable[[str, object], None], what: str) -> None:
+        """Record the figures for the end of the test output and for the reliability page."""
+        record_property(f"figure: {what}", self.points)
+        record_property("figure: promises broken", len(self.broken))
+
+
+def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Explored:
+    """Try them all, each with a name; end early once `enough` broken promises were found."""
+    explored = Explored()
+    for name, attempt in tries:
+        explored.points += 1
+        explored.broken += [f"{name}: {each}" for each in attempt()]
+        if enough is not None and len(explored.broken) >= enough:
+            break
+    return explored
+
+
+def meet(scene: _Scene, acts: Sequence[Act[_Scene]], choose: Choice, is_point: IsPoint) -> list[str]:
+    """Let the acts run one operation at a time; return the broken promises."""
+
+    def process(act: Act[_Scene]) -> Process:
+        return lambda store: act(scene.on(store))
+
+    died = in_turns(scene.store, [process(act) for act in acts], choose, is_point)
+    return [*died, *scene.broken()]
+
+
+def meet_in_every_order(
+    scene: _Scene, acts: Sequence[Act[_Scene]], is_point: IsPoint, *, limit: int, enough: int | None = None
+) -> Explored:
+    """Run the acts in every order of their points."""
+    explored = Explored()
+
+    def run(choose: Choice) -> None:
+        if enough is None or len(explored.broken) < enough:
+            explored.broken += meet(scene.again(), acts, choose, is_point)
+
+    explored.points = every_order(run, limit)
+    return explored
+
+
+def meet_at_random(
+    scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int], *, enough: int | None = None
+) -> Explored:
+    """Run the acts in random orders of all their operations."""
+
+    def attempt(seed: int) -> list[str]:
+        return meet(scene.again(), acts, drawn(seed), everywhere)
+
+    return explore(((f"seed {seed}", partial(attempt, seed)) for seed in seeds), enough)
+
+
+def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int]) -> Explored:
+    """The same, and each act may fail at a random operation in a random way."""
+
+    def dying(act: Act[_Scene], nth: int, way: Way) -> Act[_Scene]:
+        def act_or_die(view: _Scene) -> None:
+            with suppress(Crash):
+                act(view.on(DyingStore(view.store, nth, way)))
+
+        return act_or_die
+
+    def attempt(seed: int) -> list[str]:
+        rng = random.Random(seed)
+        failing = [dying(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
+        return meet(scene.again(), failing, drawn(seed), everywhere)
+
+    return explore((f"seed {seed}", partial(attempt, seed)) for seed in seeds)
+
+
+def die_everywhere(
+    scene: _Scene,
+    act: Act[_Scene],
+    ways: Iterable[Way] = tuple(Way),
+    *,
+    only: frozenset[str] | None = None,
+    enough: int | None = None,
+) -> Explored:
+    """Fail the act at each of its operations (or at those in `only`) in each way, and recover."""
+    twin = scene.again()
+    counting = DyingStore(twin.store, 0, only=only)
+    act(twin.on(counting))
+
+    def attempt(nth: int, way: Way) -> Iterator[str]:
+        twin = scene.again()
+        yield from failure_of(lambda: act(twin.on(DyingStore(twin.store, nth, way, only=only))))
+        yield from twin.broken()
+
+    points = product(range(1, counting.total + 1), tuple(ways))
+    return explore(((f"#{nth} {way.name}", partial(attempt, nth, way)) for nth, way in points), enough)
+
+
+def failure_of(act: Callable[[], None]) -> list[str]:
+    """Return how a process failed that may only die: a fault that a retry mends ends no process."""
+    try:
+        act()
+    except Crash:
+        return []
+    except TuneError as error:
+        return [f"a fault that a retry mends ended it: {type(error).__name__}: {error}"]
+    return []
+
+
+def late_writes(
+    scene: _Scene, act: Act[_Scene], delays: Iterable[int | None], *, enough: int | None = None
+) -> Explored:
+    """Lose the reply to each write of the act, let the write arrive late or never, and recover meanwhile."""
+    twin = scene.again()
+    counting = SlowStore(twin.store, 0, None)
+    act(twin.on(counting))
+
+    def attempt(nth: int, delay: int | None) -> Iterator[str]:
+        twin = scene.again()
+        slow = twin.on(SlowStore(twin.store, nth, delay))
+        yield from failure_of(lambda: act(slow))
+        yield from slow.broken(tidy=False)
+
+    points = product(range(1, counting.writes + 1), tuple(delays))
+    return explore(
+        ((f"write {nth}, {delay} operations late", partial(attempt, nth, delay)) for nth, delay in points), enough
+    )
+
+
+# One operation at a time, in every order or in a random one.
 
 Process = Callable[[ObjectStore], None]
 IsPoint = Callable[[str, str], bool]
