@@ -148,13 +148,16 @@ class CommitHarness:
     def _runs(state: Experiment) -> bool:
         return TRIAL.trial in state.trials and state.trial(TRIAL.trial).phase is Phase.RUNNING
 
-    def save(self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"") -> Path:
+    def save(
+        self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"", finish_reason: str | None = None
+    ) -> Path:
         directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
         directory.mkdir()
         (directory / "weights").write_bytes(os.urandom(100))
         if backbone:
             (directory / "backbone").write_bytes(backbone)
-        save_step(commit_worker, StepDone(report=report(step), checkpoint=str(directory)), self.committed.append)
+        done = StepDone(report=report(step), checkpoint=str(directory), finish_reason=finish_reason)
+        save_step(commit_worker, done, self.committed.append)
         return directory
 
     def state(self) -> Trial:
@@ -231,19 +234,15 @@ def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(harness: CommitHarness) -> None:
+def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_commit(harness: CommitHarness) -> None:
     commit_worker = harness.attempt()
     before = len(harness.entries())
-    directory = harness.folder / "last"
-    directory.mkdir()
-    (directory / "weights").write_bytes(b"1")
-    done = StepDone(report=report(1), checkpoint=str(directory), finish_reason="enough")
-    save_step(commit_worker, done, harness.committed.append)
+    harness.save(commit_worker, 1, finish_reason="enough")
     commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
     assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
-    assert [type(event) for event in harness.entries()[-1].events] == [Reported, Committed, Finished]
-    assert len(harness.entries()) == before + 1
+    events = [[type(event) for event in entry.events] for entry in harness.entries()[before:]]
+    assert events == [[Reported, Committed], [Finished]]
 
 
 def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(harness: CommitHarness) -> None:
@@ -355,6 +354,22 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     assert damaged(harness) == []
     assert harness.reported() == [1, 2, 3, 4, 5, 6]
     assert harness.manifests() == 2, "checkpoints that did not count are deleted"
+
+
+def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finished(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    for step in (1, 2):
+        harness.save(commit_worker, step, backbone=b"frozen")
+    until(lambda: harness.committed == [1, 2])
+    harness.rot_oldest_blob()
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        quarantine(store, TRIAL.of_experiment, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+    harness.save(commit_worker, 3, backbone=b"frozen", finish_reason="enough")
+    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
+    commit_worker.close()
+    assert (harness.state().phase, harness.committed) == (Phase.FINISHED, [1, 2, 3])
+    assert harness.live()[-1].step == 3
+    assert 3 not in damaged(harness)
 
 
 # ------------------------------------------------------------------------------------------------- deletions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.trial import Phase
 from prefect_tune.core.journal_events import Finished, Started
 from prefect_tune.core.messages.target_messages import StopRequest
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.journal_access import read_experiment
+from tests.fakes.checkpoints import committed, write
 from tests.fakes.searches import planned_search
 from tests.fakes.searches.planned_search import PlannedSearch
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
@@ -27,16 +29,27 @@ def target(tmp_path: Path) -> LocalTarget:
     return LocalTarget(path=str(tmp_path))
 
 
-def test_a_search_resumes_if_a_post_of_an_attempt_that_has_outlived_it_is_damaged(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, survives_search=True)
+@pytest.mark.parametrize("damaged", [1, 2], ids=["its begin", "its save"])
+def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_no_whole_checkpoint(
+    target: LocalTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
+    first = PostingExecutor(lambda _: None, survives_search=True)
     run_killed(target, first, sync={"sync_period_seconds": 0})
-    first.attempts[0].saves(1)
-    path = Path(target.path, KEY.trial_key("00000").outbox_path(1, 2))
+    attempt = first.attempts[0]
+    attempt.starts()
+    for step in (1, 2):
+        saved = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=attempt.outbox.trial.next_sequence)
+        with target.open(timeout=timedelta(minutes=1)) as store:
+            committed(store, write(tmp_path / f"staged-{step}", {"weights": bytes([step])}), saved)
+        attempt.saves(step)
+    path = Path(target.path, KEY.trial_key("00000").outbox_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
     executor = PostingExecutor(trains, survives_search=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.attempt) == (Phase.FINISHED, 2)
+    assert [(each.step, each.sequence) for each in trial.checkpoints[:1]] == [(2, saved.sequence)]
+    assert str(path.relative_to(target.path)) in caplog.text
 
 
 def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: LocalTarget) -> None:

@@ -350,19 +350,20 @@ class CommitWorker:
         self._logged_at, self._unlogged = now, 0
 
     def _committed(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time another one of the trial is quarantined meanwhile.
+        """Save the checkpoint, again each time another one of the trial is quarantined meanwhile; then the end counts.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """
-        overtaken: list[CheckpointKey] = []
+        overtaken, name = list[CheckpointKey](), self._spec.trial.trial
         while True:
-            began, name = time.monotonic(), self._spec.trial.trial
+            began = time.monotonic()
             if is_overtaken(self._journal.trial, self._journal.trial.next_sequence):
                 self._write([Retired(trial=name, retires=())], up_to=0)
             saved = self._saved(done.report, directory, nodes)
             doomed = self._commit(saved, done, time.monotonic() - began)
-            trial = self._journal.trial
-            if trial.phase is not Phase.RUNNING or not is_quarantined(trial, saved.manifest.key):
+            if not is_quarantined(self._journal.trial, saved.manifest.key):
+                if done.finish_reason is not None:
+                    self._write([Finished(trial=name, reason=done.finish_reason, use=self._use())], up_to=0)
                 return saved, [*overtaken, *doomed]
             reason = "step %d was saved while a checkpoint was quarantined, and may share its damage: it is saved again"
             self.log.warning(reason, saved.manifest.step)
@@ -385,15 +386,12 @@ class CommitWorker:
 
     def _commit(self, save: Save, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
-        trial, policy = self._spec.trial.trial, self._spec.retention
         committed, quarantined, retired = commit_entry(
-            self._spec.target, self._journal.trial, save, policy, upload_seconds, self.log
+            self._spec.target, self._journal.trial, save, self._spec.retention, upload_seconds, self.log
         )
         if self.meter is not None:
             committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
-        reason = done.finish_reason
-        ends = [] if reason is None else [Finished(trial=trial, reason=reason, use=self._use())]
-        self._write((committed, *quarantined, *ends), up_to=save.manifest.step)
+        self._write((committed, *quarantined), up_to=save.manifest.step)
         self._commit_count += 1
         log_damage(save, quarantined, self.log)
         return retired

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.attempt.attempt import CurveReader, last_report
+from prefect_tune.attempt.attempt import CurveReader, last_report, next_start
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited
 from prefect_tune.attempt.trial_journal import EventsSubmitted
@@ -387,6 +387,8 @@ class Driver:
             self._log.error("trial %s: %s. What was posted after it counts no more", name, closed.damage)
         if self._state.trial(name).outbox is not None:  # it has not posted its end
             self._put(OutboxClosed(trial=name))
+        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # its begin is damaged: see `_settle`
+            self._put(next_start(self._state.trial(name)))
 
     def _is_queued(self, name: str) -> bool:
         """Whether an earlier search has launched an attempt that has not begun, and will be found again."""
@@ -395,7 +397,10 @@ class Driver:
         return self._executor.survives_search and is_open and trial.phase is Phase.PENDING
 
     def _settle(self, name: str) -> None:
-        """End an attempt that died without journaling its end, and adopt what it had saved."""
+        """End an attempt that died without journaling its end, and adopt what it had saved.
+
+        That is also how the commits are found that an attempt has posted after a post that is damaged.
+        """
         if not self._is_queued(name):
             self._close_outbox(name)
         trial = self._state.trial(name)
