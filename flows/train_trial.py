@@ -15,7 +15,7 @@ from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.outcomes import state_of_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.executors.remote_link import StoreLink, request_from
+from prefect_tune.executors.remote_executor import StoreLink, request_from
 from prefect_tune.executors.trial_executor import attempt_of
 from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.concurrency_slots import ending_waits
@@ -40,7 +40,7 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
     train = partial(interruptible, grace=spec.grace, request_period=spec.sync.request_period)
     with own_context(), TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
-        link = StoreLink(spec.target, spec.trial, attempt).trained_in(pool)
+        link = StoreLink(spec.target, spec.trial, attempt, pool=pool)
         if node:
             log, tasks = get_run_logger(), TasksOfAttempt(spec)
             return state_of_node(train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log)))

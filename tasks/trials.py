@@ -20,7 +20,7 @@ from prefect_tune.attempt.outcomes import log_failure, state_of, state_of_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink
-from prefect_tune.attempt.trial_journal import WrittenEntries
+from prefect_tune.attempt.search_link import WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save

@@ -17,7 +17,7 @@ from prefect_tune.attempt import commit_worker as module
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.group_saves import GroupSave
-from prefect_tune.attempt.trial_journal import Outbox, WrittenEntries
+from prefect_tune.attempt.search_link import Outbox, WrittenEntries
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import Outbox
+from prefect_tune.attempt.search_link import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
@@ -43,7 +43,7 @@ REPORT = StepReport(step=1, metrics={"loss": 1.0})
 @pytest.fixture
 def executor(target: LocalTarget) -> RemoteExecutor:
     """An executor with one running attempt, whose milestone is step 2."""
-    executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
+    executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
     executor.start(plan_at(target), attempt_request(milestone=2))
     return executor
 
@@ -164,7 +164,7 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
 ) -> None:
     """On an object store each takes a round trip: one after the other, 64 trials would wait for one another."""
     trials = ["00000", "00001", "00002", "00003"]
-    executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
+    executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
     for trial in trials:
         executor.start(plan_at(target, trial), attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)

@@ -21,8 +21,8 @@ from prefect_tune.core.messages.target_messages import UNASKED, answer
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors import remote_link
-from prefect_tune.executors.remote_link import PoolSharing, StoreLink
+from prefect_tune.executors import remote_executor
+from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.outcomes import make_leave
@@ -52,7 +52,7 @@ class Ends:
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(remote_link, "_UNASKED_SECONDS", 0.02)
+    monkeypatch.setattr(remote_executor, "_UNASKED_SECONDS", 0.02)
     made = Ends(LocalTarget(path=str(tmp_path)))
     yield made
     made.link.close()
@@ -110,11 +110,11 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
         pools.append(search)
         yield SimpleNamespace(process=lambda *_: nullcontext())
 
-    monkeypatch.setattr(remote_link, "worker_pool", worker_pool)
+    monkeypatch.setattr(remote_executor, "worker_pool", worker_pool)
     start, log = cast("Start", None), logging.getLogger("a run")
     for generation, trial in ((1, "00000"), (1, "00001"), (2, "00000")):
         key = TrialKey(experiment="e", generation=generation, trial=trial)
-        link = StoreLink(LocalTarget(path=str(tmp_path)), key, 1, sharing=PoolSharing(search_term=1))
+        link = StoreLink(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
         with link.process(start, log, {}):
             link.close()
     assert pools[0] == pools[1] != pools[2]

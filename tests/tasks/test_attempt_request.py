@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.attempt import Attempt, AttemptResult
-from prefect_tune.attempt.trial_journal import TrialJournal, WrittenEntries
+from prefect_tune.attempt.search_link import TrialJournal, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import Superseded
@@ -35,7 +35,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.journal_access import (
     JournalWriter,
     Opening,

@@ -62,7 +62,7 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
         attempt.starts()
 
     def again(attempt: RemoteAttempt) -> None:
-        attempt.outbox._trial = attempt.request.trial  # a fault: it posts its start twice
+        attempt.outbox.trial = attempt.request.trial  # a fault: it posts its start twice
         attempt.starts()
 
     class Faulty(PostingExecutor):

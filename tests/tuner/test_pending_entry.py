@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import (

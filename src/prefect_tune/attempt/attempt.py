@@ -3,7 +3,7 @@
     restored ──► Started ──► process ══ reports, checkpoints ══► outcome ──► its events journaled
                                 └─ supervisor (this thread)  └─ commit worker (its own thread)
 
-The request has the trial's state; what the attempt adds to it is in the journal (`trial_journal`).
+The request has the trial's state; what the attempt adds to it is in the journal (`search_link`).
 Never: a process that trains before `Started` is durable; an end that is journaled before the saves handed over before
 it; a trial that starts from nothing while it has checkpoints that cannot be used.
 """
@@ -28,7 +28,7 @@ from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
-from prefect_tune.attempt.trial_journal import TrialJournal
+from prefect_tune.attempt.search_link import TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget

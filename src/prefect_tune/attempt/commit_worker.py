@@ -1,6 +1,6 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-`attempt/trial_journal.py` says how the entries are written. Where reports wait for the next one, that is written every
+`attempt/search_link.py` says how the entries are written. Where reports wait for the next one, that is written every
 `sync_period_seconds`, and at once for a report that asks for a decision. The training loop waits for no entry: in
 `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
 """
@@ -21,7 +21,7 @@ from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remov
 from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
-from prefect_tune.attempt.trial_journal import TrialJournal
+from prefect_tune.attempt.search_link import TrialJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget

@@ -32,7 +32,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
-from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
+from prefect_tune.executors.remote_executor import StoreLink, request_as_parameters, spec_as_parameters
 from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_of, error_in, node_task
 from prefect_tune.prefect_api.api_client import is_temporary
 

@@ -1,4 +1,12 @@
-"""Executor of attempts on other machines: reads their outboxes, and answers them through the target."""
+"""Attempts on other machines, which share only the target with their search.
+
+    search     RemoteExecutor: reads their outboxes, and stores answers on the target
+    attempt    StoreLink: posts to its outbox, and polls the target for answers
+
+A report that needs an answer is posted at once. The owner of the experiment, which may have changed since the attempt
+was started, creates the answer as an object. A post that cannot be read ends its attempt: the driver closes the outbox,
+and adopts what the attempt had saved.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +14,217 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from prefect_tune.attempt.search_link import AnswerAwaited
+from pydantic import TypeAdapter
+
+from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
+from prefect_tune.attempt.search_link import Answer, AnswerAwaited, Outbox, SearchLink, TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, TuneError, UnknownVersion
+from prefect_tune.blocks import StorageTarget, target_reference
+from prefect_tune.core.errors import (
+    InvalidInput,
+    JournalCorrupt,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+    TuneError,
+    UnknownVersion,
+)
 from prefect_tune.core.experiment.trial import Phase
 from prefect_tune.core.journal.outbox import Post, read_posts
-from prefect_tune.core.journal_events import Reported, Started
-from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.messages.target_messages import UNASKED, answer, take_back
+from prefect_tune.core.journal_events import Owner, Reported, Started
+from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
+from prefect_tune.core.messages.target_messages import UNASKED, answer, read_answer, take_back
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.executors.remote_link import PoolSharing, StoreLink
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived, RemoteAttemptStarted
-from prefect_tune.journal_access import experiment_id
+from prefect_tune.journal_access import current_owner, experiment_id
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 
-_REQUEST = timedelta(seconds=60)
+_SEARCH_TIMEOUT = timedelta(seconds=60)
+_ATTEMPT_TIMEOUT = timedelta(seconds=30)
 _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+_UNASKED_SECONDS = 2.0
+
+# The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
+
+_specs: TypeAdapter[TrialSpec] = TypeAdapter(TrialSpec)
+_requests: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
+_AS_TEXT = "json"
 
 
-_Reply: TypeAlias = tuple[TrialKey, int, int, Proceed | Leave | StopAndSave]
-"""To a trial, to its attempt, at its step."""
+def spec_as_parameters(spec: TrialSpec) -> dict[str, Any]:
+    """Return `spec` as a parameter, as `train_trial` takes it: without secrets, and valid in any process.
+
+    Raises:
+        InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
+    """
+    if ":" not in spec.trainable:
+        raise InvalidInput(
+            "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
+        )
+    if spec.isolation != "process":
+        raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
+    plain = _specs.dump_python(spec, mode="json", exclude={"target", "sync"})
+    return {**plain, "target": target_reference(spec.target), "sync": spec.sync.parameters()}
+
+
+def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
+    """Return `request` as a parameter: one JSON text, which Prefect does not interpret.
+
+    It holds configurations and answers from a target. In an object, Prefect would load blocks that it refers to
+    (`$ref`), and render templates (`__prefect_kind`).
+    """
+    return {_AS_TEXT: _requests.dump_json(request).decode()}
+
+
+def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
+    """Return the request from `request_as_parameters`."""
+    return _requests.validate_json(parameter[_AS_TEXT])
+
+
+class StoreLink(SearchLink):
+    """A link through the target. It can be pickled and sent to another machine until it is connected.
+
+    Args:
+        search_term: the run of the search that starts it: its attempts in one process share a pool of processes.
+        reuse: how that pool shares the import of the trainable's module.
+        pool: the pool to train in, instead of that one; it is not pickled.
+    """
+
+    asks_by_report = True
+
+    def __init__(
+        self,
+        target: StorageTarget,
+        trial: TrialKey,
+        attempt: int,
+        search_term: int = 0,
+        reuse: Reuse = "never",
+        *,
+        pool: TrialProcessPool | None = None,
+    ) -> None:
+        super().__init__()
+        self._target, self._trial, self._attempt = target, trial, attempt
+        self._search_term, self._reuse, self._pool = search_term, reuse, pool
+        self._asked: int | None = None
+        self._asks = threading.Event()
+        self._closed = threading.Event()
+        self._was_answered = False
+        self._logged_error: type[TuneError] | None = None
+        self._watching: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
+        return StoreLink, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
+
+    def stopped_by(self, stop: threading.Event) -> StoreLink:
+        """Let this event of the local process stop the trial too."""
+        self.stop = stop
+        return self
+
+    @contextmanager
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
+        self.watch()  # a request to stop may arrive while the process waits for its import
+        search = self._target.uri, self._trial.of_experiment, self._search_term
+        opened = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._reuse)
+        with opened as pool, pool.process(start, log, environment, self.stop) as channel:
+            yield channel
+
+    def connect(self, on_answer: Callable[[Answer], None]) -> None:
+        super().connect(on_answer)
+        self.watch()
+
+    @property
+    def supervisor(self) -> Owner:
+        return current_owner()
+
+    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+        """Return the outbox of the attempt, after checking that the experiment which requested it still exists.
+
+        Raises:
+            Superseded: there is no such experiment any more.
+        """
+        if request.experiment_id and experiment_id(self._target, spec.trial.of_experiment) != request.experiment_id:
+            raise Superseded(
+                f"experiment {spec.trial.experiment!r} at {self._target.uri} no longer exists: the one that requested "
+                f"attempt {self._attempt} of trial {spec.trial.trial!r} was deleted. Nothing was trained or written"
+            )
+        return Outbox(self._target, spec.trial, request.trial)
+
+    def ask(self, report: StepReport) -> None:
+        self._asked = report.step
+        self._asks.set()
+
+    def close(self) -> None:
+        """Stop polling for answers."""
+        self._closed.set()
+        self._asks.set()
+
+    def watch(self) -> None:
+        """Start the thread that polls the target for answers."""
+        if self._watching is None:
+            run = copy_context().run
+            self._watching = threading.Thread(target=run, args=(self._poll,), name="answers", daemon=True)
+            self._watching.start()
+
+    def _poll(self) -> None:
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while not self._closed.is_set():
+            self._asks.wait(_UNASKED_SECONDS)
+            if self._deliver_answer():
+                pause_seconds = _FIRST_PAUSE_SECONDS
+            elif self._asked is not None:
+                self._closed.wait(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _deliver_answer(self) -> bool:
+        """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
+
+        An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
+        has other answers.
+        """
+        unasked, step = None, self._asked
+        try:
+            with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
+                if not self.stop.is_set() and not self._was_answered:
+                    unasked = read_answer(store, self._trial, self._attempt, UNASKED)
+                found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
+        except StoreUnavailable:
+            return False
+        except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
+            if type(error) is not self._logged_error:
+                self._logged_error, log = type(error), logging.getLogger("prefect_tune")
+                kind = type(error).__name__
+                log.warning("trial %s cannot read its answers on the target: %s: %s", self._trial.trial, kind, error)
+            if isinstance(error, JournalCorrupt | UnknownVersion):
+                self.stop.set()
+            return False
+        if isinstance(unasked, StopAndSave):
+            self.stop.set()
+        elif unasked is not None:
+            self._was_answered = True
+            self.answer(unasked)
+        if found is None or isinstance(found, StopAndSave):
+            return False
+        self._asked = None
+        self._asks.clear()
+        self.answer(found)
+        return True
 
 
 class AttemptLauncher(Protocol):
@@ -55,6 +242,10 @@ class AttemptLauncher(Protocol):
     def withdraw(self) -> None:
         """Cancel attempts that have not begun, where the launcher can; return without waiting."""
         ...
+
+
+_Reply: TypeAlias = tuple[TrialKey, int, int, Proceed | Leave | StopAndSave]
+"""To a trial, to its attempt, at its step."""
 
 
 @dataclass
@@ -90,10 +281,8 @@ class RemoteExecutor:
 
     is_remote = True
 
-    def __init__(self, target: StorageTarget, elsewhere: AttemptLauncher, look_every: timedelta) -> None:
-        self._target = target
-        self._elsewhere = elsewhere
-        self._look_every = look_every
+    def __init__(self, target: StorageTarget, launch: AttemptLauncher, poll_interval: timedelta) -> None:
+        self._target, self._launch, self._poll_interval = target, launch, poll_interval
         self._ends: queue.SimpleQueue[tuple[_RemoteAttempt, AttemptExited]] = queue.SimpleQueue()
         self._attempts: dict[str, _RemoteAttempt] = {}
         self._experiment_id: str | None = None
@@ -104,7 +293,7 @@ class RemoteExecutor:
 
     @property
     def survives_search(self) -> bool:
-        return self._elsewhere.survives_search
+        return self._launch.survives_search
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -117,12 +306,23 @@ class RemoteExecutor:
         number = trial.attempt + (trial.phase is not Phase.RUNNING)
         if trial.outbox is None:
             raise ValueError(f"trial {trial.trial!r} has no outbox")
-        on_target(self._target, lambda store: take_back(store, spec.trial, number), _REQUEST)
-        link = StoreLink(self._target, spec.trial, number, PoolSharing(request.search_term, spec.reuse))
-        wait = self._elsewhere(spec, replace(request, experiment_id=self._id_of(spec)), link, number)
+        on_target(self._target, lambda store: take_back(store, spec.trial, number), _SEARCH_TIMEOUT)
+        if self._experiment_id is None:  # by it, an attempt that starts late finds that its experiment was deleted
+            self._experiment_id = experiment_id(self._target, spec.trial.of_experiment)
+        link = StoreLink(self._target, spec.trial, number, request.search_term, spec.reuse)
+        wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), link, number)
         attempt = _RemoteAttempt(spec, number, request.milestone, trial.outbox, trial.post)
         self._attempts[trial.trial] = attempt
-        threading.Thread(target=copy_context().run, args=(self._await, attempt, wait), daemon=True).start()
+
+        def wait_for_end() -> None:
+            error: BaseException | None = None
+            try:
+                wait()
+            except BaseException as raised:  # noqa: BLE001  the driver handles any error of an attempt
+                error = raised
+            self._ends.put((attempt, AttemptExited(trial.trial, error)))
+
+        threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         """Write an answer for the trial to the target, with the next `poll`; do nothing if its attempt has ended."""
@@ -136,7 +336,7 @@ class RemoteExecutor:
     def stop(self) -> None:
         """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
         if not self._stopped:
-            self._elsewhere.withdraw()
+            self._launch.withdraw()
             self._send_queued()
             self._send([attempt.reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
             self._stopped = True
@@ -144,15 +344,20 @@ class RemoteExecutor:
     def poll(self, patience: timedelta) -> list[Message]:
         """Send the answers; return the new messages, and wait up to `patience` for the first.
 
-        The end of an attempt is returned after all its posts; while its outbox cannot be read, later.
+        The end of an attempt is returned after all its posts; while its outbox cannot be read, later, or after 10
+        minutes.
         """
         self._send_queued()
         end = time.monotonic() + patience.total_seconds()
         while True:
-            self._wait_for_ends(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
+            timeout = min(self._poll_interval.total_seconds(), max(0.0, end - time.monotonic()))
+            with suppress(queue.Empty):
+                self._end(*self._ends.get(timeout=timeout))
+                while True:
+                    self._end(*self._ends.get_nowait())
             messages = self._read_outboxes()
-            over = [each for each in self._over if not self._attempts[each.trial].is_unread(time.monotonic())]
-            self._over = [each for each in self._over if each not in over]
+            over = [exited for exited in self._over if not self._attempts[exited.trial].is_unread(time.monotonic())]
+            self._over = [exited for exited in self._over if exited not in over]
             if messages or over or time.monotonic() >= end:
                 return [*messages, *over]
 
@@ -163,28 +368,6 @@ class RemoteExecutor:
     def refuse(self) -> None:
         """Do nothing: remote attempts submit nothing."""
 
-    def _id_of(self, spec: TrialSpec) -> str:
-        """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
-        if self._experiment_id is None:
-            self._experiment_id = experiment_id(self._target, spec.trial.of_experiment)
-        return self._experiment_id or ""
-
-    def _await(self, attempt: _RemoteAttempt, wait: Callable[[], object]) -> None:
-        trial = attempt.spec.trial.trial
-        try:
-            wait()
-        except BaseException as error:  # noqa: BLE001  the driver handles any error of an attempt
-            self._ends.put((attempt, AttemptExited(trial, error)))
-        else:
-            self._ends.put((attempt, AttemptExited(trial)))
-
-    def _wait_for_ends(self, patience: timedelta) -> None:
-        """Take over the attempts that have ended; wait up to `patience` for the first."""
-        with suppress(queue.Empty):
-            self._end(*self._ends.get(timeout=patience.total_seconds()))
-            while True:
-                self._end(*self._ends.get_nowait())
-
     def _end(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
         """Note that an attempt is over, once: its outbox may have been found damaged before."""
         if self._attempts.get(exited.trial) is attempt and not attempt.is_over:
@@ -192,36 +375,35 @@ class RemoteExecutor:
             self._over.append(exited)
 
     def _read_outboxes(self) -> list[Message]:
-        """Return the messages of new posts in all outboxes. If the target fails, a later call reads the rest."""
-        read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
-        failed: list[StoreUnavailable | StoreRefused] = []
+        """Return the messages of new posts in all outboxes. If the target fails, a later call reads the rest.
+
+        Raises:
+            StoreUnavailable, StoreRefused: no outbox could be read for 10 minutes.
+        """
         attempts, now = [*self._attempts.values()], time.monotonic()
-        for each in attempts:
-            each.unread_since = each.unread_since or now  # until it is read
-        with _noted(failed), self._target.open(timeout=_REQUEST) as store, transfer_pool() as transfers:
+        failed: list[StoreUnavailable | StoreRefused] = []
+        read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
+        for attempt in attempts:
+            attempt.unread_since = attempt.unread_since or now  # until it is read
+        with _collecting(failed), self._target.open(timeout=_SEARCH_TIMEOUT) as store, transfer_pool() as transfers:
             read += zip(attempts, transfers(partial(_read_new_posts, store, failed), attempts), strict=True)
         for attempt in attempts:
             if attempt.damage is not None:
                 self._end(attempt, AttemptExited(attempt.spec.trial.trial, attempt.damage))
-        target_works = len(failed) < len(read)  # at least one read succeeded
-        self._note_unread(() if target_works else failed)
+        if not failed or len(failed) < len(read):  # at least one read succeeded
+            self._unread_since = None
+        else:
+            if self._unread_since is None:
+                logging.getLogger("prefect_tune").warning("the outboxes of remote trials are read later: %s", failed[0])
+                self._unread_since = time.monotonic()
+            if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
+                raise failed[0]
         return [
             message
             for attempt, posts in read
             for number, post in enumerate(posts, attempt.read - len(posts) + 1)
             for message in self._messages_of(number, post, attempt)
         ]
-
-    def _note_unread(self, failed: Sequence[StoreUnavailable | StoreRefused]) -> None:
-        """Take note of the errors of the reads just made. Raises the first one after reads failed for `_UNREAD`."""
-        if not failed:
-            self._unread_since = None
-            return
-        if self._unread_since is None:
-            logging.getLogger("prefect_tune").warning("the outboxes of remote trials are read later: %s", failed[0])
-            self._unread_since = time.monotonic()
-        if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
-            raise failed[0]
 
     def _messages_of(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.spec.trial.trial
@@ -252,11 +434,11 @@ class RemoteExecutor:
                     pass
 
         if replies:
-            on_target(self._target, send, _REQUEST)
+            on_target(self._target, send, _SEARCH_TIMEOUT)
 
 
 @contextmanager
-def _noted(failed: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
+def _collecting(failed: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
     """Add an error of the target to `failed` instead of raising it."""
     try:
         yield
@@ -269,7 +451,7 @@ def _read_new_posts(
 ) -> Sequence[Post]:
     """Read the posts of an attempt that were not read yet, or note that one is damaged."""
     posts: Sequence[Post] = ()
-    with _noted(failed):
+    with _collecting(failed):
         try:
             if attempt.damage is None:
                 posts = read_posts(store, attempt.spec.trial, attempt.outbox, attempt.read)

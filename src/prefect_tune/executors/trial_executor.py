@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink, TrialMessage
-from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, TrialFailed
 from prefect_tune.core.journal_events import AttemptEvent

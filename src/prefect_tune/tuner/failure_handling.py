@@ -8,7 +8,7 @@ from typing import assert_never
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.snapshot import snapshot_is_due

@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks
 from tests.flows.forked_programs import in_own_session
@@ -54,7 +54,7 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
     request = AttemptRequest(search_term=1, trial=trial, secret=secret)
     attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
-        link = StoreLink(spec.target, spec.trial, attempt).stopped_by(threading.Event()).trained_in(pool)
+        link = StoreLink(spec.target, spec.trial, attempt, pool=pool).stopped_by(threading.Event())
         try:
             if node:
                 return train_node(spec, request, node, link, DirectTasks(spec), log)

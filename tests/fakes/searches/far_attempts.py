@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.trial_journal import Outbox
+from prefect_tune.attempt.search_link import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -17,7 +17,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndS
 from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.journal_access import (
     Opening,
     current_owner,

@@ -70,7 +70,7 @@ class FarSearch:
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         if executor is None:
-            executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
+            executor = RemoteExecutor(target, self.machines, poll_interval=timedelta(seconds=0.01))
         limits = limits or limits_of(2)
         plan, log = plan_at(target), getLogger(__name__)
         if period is not None:

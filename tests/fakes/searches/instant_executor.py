@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.trial_journal import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.experiment.trial_transitions import Trial, after, newest_checkpoint
 from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Finished, Reported

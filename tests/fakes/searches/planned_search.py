@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.trial_journal import Outbox
+from prefect_tune.attempt.search_link import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment

@@ -34,7 +34,7 @@ from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.executors.trial_executor import AttemptCancelledError
 from tests.fakes.searches.far_attempts import plan_at
 
