@@ -16,7 +16,7 @@ from prefect_tune.attempt.outcomes import state_of_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.executors.remote_executor import StoreLink, request_from
-from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.executors.trial_executor import attempt_task
 from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.concurrency_slots import ending_waits
 from prefect_tune.tasks.trials import TasksOfAttempt
@@ -51,4 +51,4 @@ def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, nod
 
 def _train(spec: TrialSpec, request: AttemptRequest, link: StoreLink, stop: threading.Event) -> State[Any]:
     with ending_waits(stop):
-        return attempt_of(spec)(spec, request, link.stopped_by(stop))
+        return attempt_task(spec.tags)(spec, request, link.stopped_by(stop))

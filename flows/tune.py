@@ -9,7 +9,6 @@ from pydantic import Field
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.values import AS_WHOLE, ExperimentName, Number, Whole
-from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
@@ -30,12 +29,23 @@ from prefect_tune.parameters.forms import (
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from prefect.task_runners import TaskRunner
+
     from prefect_tune.results import Results
 
 __all__ = ["tune"]
 
 
-@flow_with_server(name="tune", persist_result=False, call_context=search_output, prestart=prestart_search)
+def _prestart(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> AbstractContextManager[object]:
+    from prefect_tune.executors.trial_executor import prestart_search  # only a call needs it
+
+    return prestart_search(arguments, runner)
+
+
+@flow_with_server(name="tune", persist_result=False, call_context=search_output, prestart=_prestart)
 def tune(
     trainable: TrainableField,
     space: ConfigField = None,

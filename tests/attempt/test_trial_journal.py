@@ -15,8 +15,7 @@ import pytest
 from prefect_tune import storage_retries
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import SearchLink
-from prefect_tune.attempt.search_link import EventsSubmitted, SubmittedEvents
+from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink, SubmittedEvents
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded

@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.attempt import machine_limits
 from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in, processes_here
-from prefect_tune.executors.trial_slots import machine_here
+from prefect_tune.executors.trial_executor import machine_here
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.search_link import Outbox
+from prefect_tune.attempt.search_link import AnswerAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError

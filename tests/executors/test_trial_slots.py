@@ -21,8 +21,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
-from prefect_tune.executors import trial_slots
-from prefect_tune.executors.trial_slots import slots_here
+from prefect_tune.executors import trial_executor
+from prefect_tune.executors.trial_executor import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.driver import until
 from tests.long_cases import long_after
@@ -95,8 +95,8 @@ def test_trials_that_request_no_resources_share_the_processors(
     cpu_count: int, options: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: cpu_count)
-    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: cpu_count)
+    monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
     slots = slots_here(plan)
     assert slots.count == options.get("max_concurrent_trials", cpu_count)
@@ -123,7 +123,7 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", options.get("gpus", "0,1,2,3"))
-    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 8)
+    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: 8)
     options = {name: each for name, each in options.items() if name != "gpus"}
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **{"processes_per_trial": (1, 3), **options})
     found = [{**each} for each in slots_here(plan).environments]
@@ -137,8 +137,8 @@ def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 6)
-    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: 6)
+    monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     results = tenants(tmp_path, max_concurrent_trials=2, config={"share": 2})
     assert set(values_of(results, "threads")) == {"3"}
 

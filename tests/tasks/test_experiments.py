@@ -10,8 +10,7 @@ from typing import cast
 import pytest
 
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.search_link import SearchLink
-from prefect_tune.attempt.search_link import WrittenEntries
+from prefect_tune.attempt.search_link import SearchLink, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment

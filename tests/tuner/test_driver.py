@@ -13,8 +13,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import SearchLink
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded

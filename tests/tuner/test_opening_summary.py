@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal_events import Event, Finished, FinishKind, Opened, Owner, Started, StopAsked, TrialAdded
-from prefect_tune.executors.trial_slots import Slots
+from prefect_tune.executors.trial_executor import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
 from tests.fakes.checkpoints import first_generation

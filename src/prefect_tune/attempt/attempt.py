@@ -25,10 +25,9 @@ from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank_group
-from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.search_link import SearchLink, TrialJournal
 from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
-from prefect_tune.attempt.search_link import TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget

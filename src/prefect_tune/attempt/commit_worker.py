@@ -20,8 +20,8 @@ from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remove_directory
 from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.search_link import TrialJournal
+from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget

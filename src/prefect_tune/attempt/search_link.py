@@ -226,8 +226,8 @@ class SearchLink(ABC):
     def ask(self, report: StepReport) -> None:
         """Say that the trial waits for an answer to the report of this step. Never blocks."""
 
-    def watch(self) -> None:
-        """Begin to look for a request to stop, before there is a process. Within one process that sets `stop`."""
+    def watch(self) -> None:  # noqa: B027 - within one process the request sets `stop`
+        """Begin to look for a request to stop, before there is a process."""
 
     def connect(self, on_answer: Callable[[Answer], None]) -> None:
         """Deliver answers with `on_answer`, including those that arrived before."""
@@ -244,7 +244,7 @@ class SearchLink(ABC):
             else:
                 self._on_answer(answer)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - within one process there is nothing to release
         """Release the link: the attempt is over."""
 
 

@@ -33,7 +33,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
 from prefect_tune.executors.remote_executor import StoreLink, request_as_parameters, spec_as_parameters
-from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_of, error_in, node_task
+from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_task, error_in, node_task
 from prefect_tune.prefect_api.api_client import is_temporary
 
 _Answer = TypeVar("_Answer")
@@ -76,30 +76,26 @@ class TaskRunnerLauncher:
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
-        if spec.nodes_per_trial > 1:
-            return self._on_nodes(spec, replace(request, secret=secrets.token_hex(16)), link)
-        with self._reserving():
-            future = attempt_of(spec).submit(spec, request, link)
-        return partial(_wait_for, future)
-
-    def _on_nodes(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink) -> Callable[[], object]:
-        places = _PlacementGroup(spec.nodes_per_trial, self._resources) if self._is_ray else None
+        several = spec.nodes_per_trial > 1
+        places = _PlacementGroup(spec.nodes_per_trial, self._resources) if several and self._is_ray else None
+        request = replace(request, secret=secrets.token_hex(16)) if several else request
         futures: list[PrefectFuture[Any]] = []
         for node in range(spec.nodes_per_trial):
             with self._reserving() if places is None else places.at(node):
-                futures.append(
-                    node_task().submit(spec, request, node, link)
-                    if node
-                    else attempt_of(spec).submit(spec, request, link)
-                )
+                if node:
+                    futures.append(node_task().submit(spec, request, node, link))
+                else:
+                    futures.append(attempt_task(spec.tags).submit(spec, request, link))
 
         def wait() -> None:
             try:
-                _wait_for(futures[0])
+                futures[0].wait()
+                if (error := error_in(futures[0].state)) is not None:
+                    raise error
             finally:
                 if places is not None:
-                    for each in futures[1:]:
-                        each.wait(_NODES_END_SECONDS)
+                    for future in futures[1:]:
+                        future.wait(_NODES_END_SECONDS)
                     places.remove()
 
         return wait
@@ -131,13 +127,6 @@ class _PlacementGroup:
         self._ray.remove_placement_group(self._group)
 
 
-def _wait_for(future: PrefectFuture[Any]) -> None:
-    """Wait for an attempt's task. Raises what the task raised."""
-    future.wait()
-    if (error := error_in(future.state)) is not None:
-        raise error
-
-
 def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
     kind = type(runner).__name__
     if resources is None:
@@ -164,7 +153,7 @@ class DeploymentLauncher:
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment
         self._job_variables = dict(job_variables) if job_variables else None
-        self._begun: Counter[str] = Counter()
+        self._key_counts: Counter[str] = Counter()
         self._withdrawn = threading.Event()
         self._poll = threading.Lock()  # of the three below
         self._polled_at = -math.inf
@@ -192,7 +181,9 @@ class DeploymentLauncher:
             raise InvalidInput(
                 f"trial_deployment: there is no deployment {self._deployment!r}; create it: " + _DEPLOY
             ) from missing
-        if unknown := _unknown_to(deployment.parameter_openapi_schema or {}, parameters):
+        schema = (deployment.parameter_openapi_schema or {}).get("definitions", {}).get(TrialSpec.__name__, {})
+        known = schema.get("properties")
+        if known is not None and (unknown := sorted(parameters.keys() - known.keys())):
             raise InvalidInput(
                 f"trial_deployment: {self._deployment!r} was deployed by another version of prefect-tune, which does "
                 f"not know {', '.join(unknown)}; deploy it again: {_DEPLOY}"
@@ -221,12 +212,14 @@ class DeploymentLauncher:
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        key, log = _key(spec, request), get_run_logger()
+        # It is unique among targets, and among later experiments of one name.
+        target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
+        key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._latest_run(spec, parameters, key)
         # Node 0 may have been started by an earlier run of the search: the others sign as it does.
         parameters = {**parameters, "orders": first.parameters.get("orders", parameters["orders"])}
         others = [
-            self._latest_run(spec, {**parameters, "node": node}, _of_node(key, node))
+            self._latest_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
             for node in range(1, spec.nodes_per_trial)
         ]
         if others:
@@ -234,7 +227,7 @@ class DeploymentLauncher:
                 self._others[first.id] = {each.id for each in others}
                 self._awaited |= self._others[first.id]  # to be withdrawn, if they have not begun then
         names = ", ".join(each.name for each in (first, *others))
-        log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
+        get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
 
     def withdraw(self) -> None:
@@ -246,34 +239,30 @@ class DeploymentLauncher:
         If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
         cancelled before it began, by an earlier owner's `withdraw`, is replaced by a new one.
         """
-        run = self._run(spec, parameters, self._took(key))
+        run = self._create_run(spec, parameters, self._next_key(key))
         while run.state is not None and run.state.is_final():
             if run.state.is_cancelled():
                 with get_client(sync_client=True) as client:
                     if _cancellation_of(client, run.id, run.state, self._deployment) is _Cancelled.BY_PERSON:
                         raise AttemptCancelledError(f"its flow run {run.name} was cancelled")
-                run = self._run(spec, parameters, self._took(key))
-            elif (later := self._waiting(spec, partial(_run_of, self._next(key)))) is not None:
-                self._took(key)
-                run = later
-            else:
+                run = self._create_run(spec, parameters, self._next_key(key))
+                continue
+            wanted = FlowRunFilterIdempotencyKey(any_=[self._next_key(key)])
+            with get_client(sync_client=True) as client:
+                read = partial(client.read_flow_runs, flow_run_filter=FlowRunFilter(idempotency_key=wanted), limit=1)
+                later = self._retry_while_unavailable(spec, read)
+            if not later:
+                self._key_counts[key] -= 1
                 break
+            run = later[0]
         return run
 
-    def _next(self, key: str) -> str:
-        """Return the key of the next run of an attempt: `key` first, then `key/2`, `key/3`, and so on."""
-        return f"{key}/{self._begun[key] + 1}" if self._begun[key] else key
+    def _next_key(self, key: str) -> str:
+        """Take the key of the next run of an attempt: `key` first, then `key/2`, `key/3`, and so on."""
+        self._key_counts[key] += 1
+        return f"{key}/{self._key_counts[key]}" if self._key_counts[key] > 1 else key
 
-    def _took(self, key: str) -> str:
-        taken = self._next(key)
-        self._begun[key] += 1
-        return taken
-
-    def _run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
-        """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
-        return self._waiting(spec, partial(self._asked_for, spec, parameters, key))
-
-    def _waiting(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
+    def _retry_while_unavailable(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
         """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
         pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
         while True:
@@ -281,23 +270,28 @@ class DeploymentLauncher:
                 return ask()
             except _AWAY as error:
                 is_given_up = self._withdrawn.is_set() or time.monotonic() + pause_seconds > until
-                if is_given_up or not _may_pass(error):
+                is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
+                if is_given_up or is_final:
                     raise
-                log = get_run_logger()
-                log.warning("trial %s: retrying its start in %g s: %s", spec.trial.trial, pause_seconds, error)
+                get_run_logger().warning(
+                    "trial %s: retrying its start in %g s: %s", spec.trial.trial, pause_seconds, error
+                )
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _asked_for(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+    def _create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+        """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
+        create = partial(
+            run_deployment,
+            self._deployment,
+            parameters=parameters,
+            timeout=0,
+            idempotency_key=key,
+            tags=spec.tags or None,
+            job_variables=self._job_variables,
+        )
         try:
-            run = run_deployment(
-                self._deployment,
-                parameters=parameters,
-                timeout=0,
-                idempotency_key=key,
-                tags=spec.tags or None,
-                job_variables=self._job_variables,
-            )
+            run = self._retry_while_unavailable(spec, create)
         except ObjectNotFound as missing:
             raise InvalidInput(
                 f"trial_deployment: deployment {self._deployment!r}, or the flow run of this search, was deleted on "
@@ -331,21 +325,16 @@ class DeploymentLauncher:
                         if state is None or state.is_final():
                             self._ended[run] = _cancellation_of(client, run, state, self._deployment)
                     self._mark_silent(client)
-                    if any(state is not None and _has_not_begun(state) for state in states.values()):
-                        self._log_reason_to_wait(client)
+                    has_waiting = any(state is not None and _has_not_begun(state) for state in states.values())
+                    if has_waiting and time.monotonic() - self._waiting_looked_at >= _WAITING_LOOK_SECONDS:
+                        self._waiting_looked_at = time.monotonic()
+                        reason = _reason_to_wait(client, self._deployment)
+                        if reason and reason != self._waits_for:
+                            get_run_logger().warning("trials wait: %s", reason)
+                        self._waits_for = reason
                 self._polled_at = time.monotonic()
                 self._awaited -= self._ended.keys()
             return flow_run in self._ended
-
-    def _log_reason_to_wait(self, client: SyncPrefectClient) -> None:
-        """Warn, once for each reason, why runs have not begun; a look takes two requests, every 10 s."""
-        if time.monotonic() - self._waiting_looked_at < _WAITING_LOOK_SECONDS:
-            return
-        self._waiting_looked_at = time.monotonic()
-        reason = _reason_to_wait(client, self._deployment)
-        if reason and reason != self._waits_for:
-            get_run_logger().warning("trials wait: %s", reason)
-        self._waits_for = reason
 
     def _mark_silent(self, client: SyncPrefectClient) -> None:
         """Mark the run of a node 0 as crashed where the other nodes have ended since it writes nothing any more.
@@ -367,33 +356,6 @@ class DeploymentLauncher:
 
 def _runs_with(ids: Collection[UUID]) -> FlowRunFilter:
     return FlowRunFilter(id=FlowRunFilterId(any_=list(ids)))
-
-
-def _key(spec: TrialSpec, request: AttemptRequest) -> str:
-    """Return the idempotency key of an attempt: unique among targets and among later experiments of one name."""
-    target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
-    return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
-
-
-def _unknown_to(schema: Mapping[str, Any], parameters: Mapping[str, object]) -> Sequence[str]:
-    """Return the fields of a specification that the schema of a deployment of `train_trial` does not have."""
-    known = schema.get("definitions", {}).get(TrialSpec.__name__, {}).get("properties")
-    return [] if known is None else sorted(parameters.keys() - known.keys())
-
-
-def _of_node(key: str, node: int) -> str:
-    return f"{key}/node {node}"
-
-
-def _run_of(key: str) -> FlowRun | None:
-    wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
-    with get_client(sync_client=True) as client:
-        return next(iter(client.read_flow_runs(flow_run_filter=wanted, limit=1)), None)
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the API error may be transient."""
-    return is_temporary(error) or not isinstance(error, httpx.HTTPStatusError | ObjectNotFound)
 
 
 def _reason_to_wait(client: SyncPrefectClient, name: str) -> str:

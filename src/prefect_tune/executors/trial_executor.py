@@ -1,13 +1,16 @@
-"""Trial executors: run attempts of trials, and return their messages from one queue."""
+"""Trial executors: run attempts of trials, in the slots of this machine or elsewhere, and return their messages."""
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextvars import copy_context
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -15,16 +18,21 @@ from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
 from prefect.client.schemas.objects import State
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from prefect_tune.attempt.machine_limits import PROCESSES, cpu_count_here, gpus_in
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import InProcessLink, SearchLink, TrialMessage
-from prefect_tune.attempt.search_link import EventsSubmitted
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.errors import CommitUnknown, TrialFailed
+from prefect_tune.attempt.search_link import EventsSubmitted, InProcessLink, SearchLink, TrialMessage
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed, TuneError
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.concurrency_slots import ending_waits
-from prefect_tune.prefect_api.task_runs import run_to_state
+from prefect_tune.prefect_api.task_runs import max_workers_of, run_to_state
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.trials import run_attempt, run_node
 
@@ -68,13 +76,9 @@ _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[An
 _NodeTask: TypeAlias = Task[[TrialSpec, AttemptRequest, int, SearchLink], State[Any]]
 
 
-def attempt_of(spec: TrialSpec) -> _AttemptTask:
-    """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
-    return _tagged(spec.tags)
-
-
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
-def _tagged(tags: tuple[str, ...]) -> _AttemptTask:
+def attempt_task(tags: tuple[str, ...]) -> _AttemptTask:
+    """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
     return run_attempt.with_options(retries=0, tags=tags)
 
 
@@ -139,22 +143,16 @@ def have_ended(executor: TrialExecutor, grace: timedelta, journal: Callable[[Seq
     if executor.survives_search:
         return
     try:
-        _wait_for_ends(executor, grace, journal)
+        executor.stop()
+        until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
+        while len(executor) and time.monotonic() < until:
+            messages = executor.poll(_PATIENCE)
+            journal([message for message in messages if isinstance(message, EventsSubmitted)])
+            for message in messages:
+                if isinstance(message, AttemptExited):
+                    executor.forget(message.trial)
     finally:
         executor.refuse()
-
-
-def _wait_for_ends(
-    executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]
-) -> None:
-    executor.stop()
-    until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
-    while len(executor) and time.monotonic() < until:
-        messages = executor.poll(_PATIENCE)
-        journal([message for message in messages if isinstance(message, EventsSubmitted)])
-        for message in messages:
-            if isinstance(message, AttemptExited):
-                executor.forget(message.trial)
 
 
 Ended: TypeAlias = Callable[[BaseException | None], None]
@@ -167,7 +165,7 @@ def attempts_on(threads: Executor) -> Launch:
     """Return a launch that runs each attempt's task in one of `threads`."""
 
     def launch(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        threads.submit(copy_context().run, _call, attempt_of(spec), spec, request, link, ended)
+        threads.submit(copy_context().run, _call, attempt_task(spec.tags), spec, request, link, ended)
 
     return launch
 
@@ -228,11 +226,13 @@ class LocalExecutor:
 
     def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
-        link = InProcessLink(trial, self._receive, self._pool)
-        self._links[trial] = link
-        self._launch(
-            spec, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
-        )
+        link = self._links[trial] = InProcessLink(trial, self._receive, self._pool)
+        if self._environments:  # the lowest free slot: a process that was kept there uses the same devices
+            taken = self._places.values()
+            place = next(place for place in range(len(self._environments)) if place not in taken)
+            self._places[trial] = place
+            request = replace(request, environment={**request.environment, **self._environments[place]})
+        self._launch(spec, request, link, lambda error: self._inbox.put(AttemptExited(trial, error)))
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         del step  # the connection belongs to the attempt that asked
@@ -275,10 +275,166 @@ class LocalExecutor:
             if not submitted.written.done():
                 submitted.written.set_exception(CommitUnknown("the search has ended: nothing more is journaled"))
 
-    def _placed(self, trial: str, request: AttemptRequest) -> AttemptRequest:
-        """Take the lowest free slot: a kept process of that slot uses the same devices."""
-        if not self._environments:
-            return request
-        taken = self._places.values()
-        self._places[trial] = next(place for place in range(len(self._environments)) if place not in taken)
-        return replace(request, environment={**request.environment, **self._environments[self._places[trial]]})
+
+# Slots: how many trials train at once, and the resources of each.
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots in which trials train."""
+
+    count: int
+    environments: Sequence[Mapping[str, str]] = ()
+    """The environment variables of each slot, such as its GPUs; empty if trials inherit those of this process."""
+    cpu_count: int | None = None
+    """The processors that all slots share; None if that is not known here."""
+
+
+def slots_elsewhere(plan: SearchPlan) -> Slots:
+    """Return the slots of attempts whose resources a task runner or a work pool assigns."""
+    return Slots(plan.max_concurrent_trials or os.cpu_count() or 1)
+
+
+def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
+    """Return the slots of this machine.
+
+    Without `resources_per_trial` there is one for each CPU, or as many as the limits allow; the trials that train at a
+    time share the CPUs: those of all slots, or of the whole search if they are fewer.
+
+    Args:
+        plan: the plan, which may limit their number.
+        max_workers: the limit of the flow's task runner; None if it has none.
+
+    Raises:
+        InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
+    """
+    bound = min((each for each in (plan.max_concurrent_trials, max_workers) if each is not None), default=None)
+    cpu_count, needed, is_thread = cpu_count_here(), plan.resources, plan.isolation == "thread"
+    if needed is None:
+        count = bound or max(1, cpu_count // processes_on(plan.processes_per_trial, 1))
+        trial_count = None if plan.samples_per_run else plan.trial_count  # with it only the journal knows the total
+        share = max(1, cpu_count // min(count, trial_count or count))
+        has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
+        gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(gpus_in(os.environ)) // count
+        environments = [] if has_all or is_thread else [_variables(plan, share, gpu_count)] * count
+        return Slots(count, environments, cpu_count)
+    if needed.gpu and is_thread:
+        raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
+    slots = slots_on(machine_here(plan.resources_total), needed, bound)
+    environments = [
+        {**_variables(plan, needed.cpu, len(gpus)), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+        for gpus in slots
+    ]
+    return Slots(len(slots), [] if is_thread else environments, cpu_count)
+
+
+def machine_here(total: Mapping[str, float] | None = None) -> Machine:
+    """Return the processors that this process may use, and the GPUs that it sees; `total` overrides their numbers."""
+    found = Machine(cpu_count=cpu_count_here(), gpus=gpus_in(os.environ))
+    if total is None:
+        return found
+    resources_of(total, "resources_total")
+    if any(amount != int(amount) for amount in total.values()):
+        raise InvalidInput(f"resources_total: expected whole numbers, found {dict(total)}")
+    gpu_count = int(total.get("gpu", len(found.gpus)))
+    beyond = tuple(str(number) for number in range(len(found.gpus), gpu_count))
+    return Machine(int(total.get("cpu", found.cpu_count)), (found.gpus + beyond)[:gpu_count])
+
+
+def _variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[str, str]:
+    """Return the variables of a slot: the number of its processes, and the threads of their numeric libraries.
+
+    The default of such a library is all CPUs of the machine. Threads of several trials that outnumber the CPUs take
+    twice the CPU time: they wait for each other actively.
+    """
+    processes = processes_on(plan.processes_per_trial, gpu_count or int(cpu_count))
+    variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES: str(processes)}
+    if cpu_count and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, int(cpu_count / processes)))
+    return variables
+
+
+# The trainable of a search is imported once while the Prefect server of its script starts. Never: an error here that
+# ends the flow, which reports what is wrong itself; a pool that serves two searches.
+
+_LATER = {"target": ".", "experiment": "prestart", "sync": None, "callbacks": None}
+"""Placeholders of parameters that the processes do not depend on: the real ones may be blocks on the server."""
+
+
+class _LateLog(logging.LoggerAdapter[logging.Logger]):
+    """A log that keeps its messages until the flow run has one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger(__name__))
+        self._run_log: Log | None = None
+        self._early: list[tuple[int, object, tuple[object, ...], Mapping[str, Any]]] = []
+        self._guard = threading.Lock()
+
+    def forward_to(self, log: Log) -> None:
+        with self._guard:
+            self._run_log = log
+            for level, message, arguments, options in self._early:
+                log.log(level, message, *arguments, **options)
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with self._guard:
+            if self._run_log is None:
+                self._early.append((level, msg, args, kwargs))
+            else:
+                self._run_log.log(level, msg, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Prestarted:
+    pool: TrialProcessPool
+    serves: tuple[int, Reuse]
+    log: _LateLog
+    is_taken: bool = False
+
+
+_prestarted: ContextVar[_Prestarted | None] = ContextVar("prestarted", default=None)
+
+
+@contextmanager
+def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> Iterator[None]:
+    """Begin to import the trainable of `pt.tune` with these arguments, if its trials train here."""
+    with ExitStack() as started:
+        with suppress(TuneError, OSError):
+            plan = SearchPlan(**{**arguments, **_LATER})
+            is_here = (plan.isolation, plan.trials) == ("process", "tasks")
+            if is_here and isinstance(runner, ThreadPoolTaskRunner):
+                slots = slots_here(plan, max_workers_of(runner))
+                trainable = pickled_or_path(plan.trainable)
+                environment = next(iter(slots.environments), {})
+                started.enter_context(prestarting(trainable, slots.count, plan.reuse, environment))
+        yield
+
+
+@contextmanager
+def prestarting(
+    trainable: str, slots: int, reuse: Reuse, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Begin to import `trainable` (as in `Start`) in a pool, which the first `process_pool` in the block may return."""
+    log = _LateLog()
+    with TrialProcessPool(slots=slots, reuse=reuse) as pool:
+        pool.prepare(trainable, log, environment or {})
+        before = _prestarted.set(_Prestarted(pool, (slots, reuse), log))
+        try:
+            yield
+        finally:
+            _prestarted.reset(before)
+
+
+def process_pool(log: Log, *, slots: int, reuse: Reuse) -> TrialProcessPool:
+    """Return the pool that was started before, if it has these slots and this `reuse`, else a new one.
+
+    `log` receives what the import has printed so far; for the others see `TrialProcessPool`.
+    """
+    begun = _prestarted.get()
+    if begun is not None and not begun.is_taken:
+        begun.is_taken = True
+        if begun.serves == (slots, reuse):
+            begun.log.forward_to(log)
+            return begun.pool
+        begun.pool.close()
+    return TrialProcessPool(slots=slots, reuse=reuse)

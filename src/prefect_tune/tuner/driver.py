@@ -13,8 +13,7 @@ from typing import assert_never
 
 from prefect_tune.attempt.attempt import CurveReader, last_report, next_start
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import (
     IllegalTransition,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (

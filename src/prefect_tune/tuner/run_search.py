@@ -29,10 +29,16 @@ from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.core.shown_text import plural, visible
 from prefect_tune.core.values import leaves, metric_in
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
-from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
-from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
+from prefect_tune.executors.trial_executor import (
+    LocalExecutor,
+    Slots,
+    TrialExecutor,
+    attempts_on,
+    process_pool,
+    slots_elsewhere,
+    slots_here,
+)
 from prefect_tune.journal_access import JournalWriter, read_known, write_directly
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events

@@ -16,8 +16,8 @@ import pytest
 from prefect_tune.attempt.processes import fork_servers, process_output, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.core.reasons import ProcessEnd
-from prefect_tune.executors.prestart import _LateLog, prestarting
-from prefect_tune.executors.prestart import process_pool as take_pool
+from prefect_tune.executors.trial_executor import _LateLog, prestarting
+from prefect_tune.executors.trial_executor import process_pool as take_pool
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.terminal.live_display import NOTICE
 from tests.attempt.processes.modules import Module

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.experiment.trial_transitions import Trial, after, newest_checkpoint
 from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Finished, Reported

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import AnswerAwaited
-from prefect_tune.attempt.search_link import Outbox
+from prefect_tune.attempt.search_link import AnswerAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.journal.outbox import read_posts
 from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Reported
