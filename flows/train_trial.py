@@ -10,9 +10,9 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
+from prefect_tune.attempt.attempt import state_of_node
 from prefect_tune.attempt.graceful_stop import interruptible
-from prefect_tune.attempt.nodes.other_node import train_node
-from prefect_tune.attempt.outcomes import state_of_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.executors.remote_executor import StoreLink, request_from

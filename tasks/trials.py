@@ -13,14 +13,19 @@ from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from prefect_tune.attempt.attempt import Attempt, CurveReader, has_had_enough
+from prefect_tune.attempt.attempt import (
+    Attempt,
+    CurveReader,
+    has_had_enough,
+    log_failure,
+    state_of,
+    state_of_node,
+)
 from prefect_tune.attempt.graceful_stop import interruptible
-from prefect_tune.attempt.nodes.other_node import train_node
-from prefect_tune.attempt.outcomes import log_failure, state_of, state_of_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import InProcessLink, SearchLink
-from prefect_tune.attempt.search_link import WrittenEntries
+from prefect_tune.attempt.search_link import InProcessLink, SearchLink, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save

@@ -41,7 +41,7 @@ _IMPORTED_FIRST = {
         "pyarrow.fs",
         "obstore.store",
         "prefect_tune.stores.checkpoint_filesystem",
-        "prefect_tune.attempt.group_saves",
+        "prefect_tune.attempt.commit_worker",
     ),
     "FsspecWriter": ("s3fs", "aiobotocore.session"),
     "S3StorageWriter": ("s3torchconnectorclient",),
@@ -161,7 +161,7 @@ def _rank_main(asked: _Act, rank: int) -> None:
             commit()
 
     def commit() -> None:
-        merge: Any = import_module("prefect_tune.attempt.group_saves").merge
+        merge: Any = import_module("prefect_tune.attempt.commit_worker").merge
         merge(asked.part(0), {other: asked.part(other) for other in range(1, _RANKS)})
         client_act("ours", "save", asked.endpoint, asked.part(0), asked.step)()
 

@@ -18,7 +18,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.artifact_sync import Syncer, SyncTimedOut, TargetSyncer
-from prefect_tune.attempt.trial_artifacts import syncer_for
+from prefect_tune.attempt.commit_worker import syncer_for
 from prefect_tune.blocks import LocalTarget, SyncConfig
 from prefect_tune.core.errors import (
     CheckpointCorrupt,

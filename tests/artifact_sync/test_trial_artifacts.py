@@ -13,8 +13,8 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.artifact_sync import Syncer, TargetSyncer
-from prefect_tune.attempt import trial_artifacts
-from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt import commit_worker
+from prefect_tune.attempt.commit_worker import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
@@ -40,7 +40,7 @@ class Unreadable(Bucket):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_artifacts, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(commit_worker, "_BACKOFF_SECONDS", 0.0)
 
 
 def spec_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialSpec:

@@ -15,8 +15,7 @@ import pytest
 
 from prefect_tune.attempt import commit_worker as module
 from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.commit_worker import CommitWorker
-from prefect_tune.attempt.group_saves import GroupSave
+from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
 from prefect_tune.attempt.search_link import Outbox, WrittenEntries
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
@@ -211,7 +210,7 @@ def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> I
 
 def save_step(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
     commit_worker.note(done.report)
-    commit_worker.save(GroupSave(done, {}), committed)
+    commit_worker.save(GroupSave(done, {}), committed, lambda _: None)
 
 
 def ended(cause: Cause, message: str) -> AttemptEnded:

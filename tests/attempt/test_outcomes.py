@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from prefect_tune.attempt.outcomes import log_failure, state_of
+from prefect_tune.attempt.attempt import log_failure, state_of
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind, Outcome, Paused

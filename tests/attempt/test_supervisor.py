@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
@@ -20,15 +18,13 @@ import pytest
 
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
-from prefect_tune.attempt.commit_worker import CommitWorker
-from prefect_tune.attempt.group_saves import GroupMetrics, GroupSave, GroupSaves
-from prefect_tune.attempt.machine_limits import MemoryLimit
-from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
+from prefect_tune.attempt.processes.process_channel import OWN, RankEnded, RankGroup, TrialChannel, _JoinedRank
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup, _JoinedRank, _Watch
 from prefect_tune.attempt.search_link import InProcessLink
+from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import UsageMeter
+from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind, Outcome
@@ -345,25 +341,6 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
         found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
     assert isinstance(found, AttemptEnded)
     assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
-
-
-def test_connections_are_watched_as_they_come_and_go() -> None:
-    watch = _Watch()
-    (near, far), (other, its) = Pipe(), Pipe()
-    assert watch.ready([near], timedelta(0)) == []
-    far.send(1)
-    assert watch.ready([near, other], timedelta(0)) == [near]
-    its.send(1)
-    assert watch.ready([other], timedelta(0)) == [other]
-    far.close()
-    assert watch.ready([near, other], timedelta(0)) == [near, other]
-    number = near.fileno()
-    near.close()
-    if (again := socket.socketpair()[0].detach()) != number:
-        os.dup2(again, number)  # another connection has the number
-        os.close(again)
-    with Connection(number) as reused:
-        assert watch.ready([reused, other], timedelta(seconds=-1)) == [reused, other], "its other side is closed"
 
 
 @pytest.mark.parametrize("received", range(4))

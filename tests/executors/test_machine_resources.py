@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt import machine_limits
-from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in, processes_here
+from prefect_tune.attempt import usage_meter
+from prefect_tune.attempt.usage_meter import cpu_count_here, gpus_in, processes_here
 from prefect_tune.executors.trial_executor import machine_here
 
 
@@ -108,5 +108,5 @@ def test_a_container_has_the_processors_of_its_quota(
 def test_of_a_range_an_attempt_takes_as_many_processes_as_there_are_devices(
     wanted: Any, environment: Mapping[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_limits, "cpu_count_here", lambda: 5)
+    monkeypatch.setattr(usage_meter, "cpu_count_here", lambda: 5)
     assert processes_here(wanted, environment) == expected

@@ -14,24 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, assert_never
 
+from prefect import states
+from prefect.client.schemas.objects import State
 from prefect.runtime import task_run
 
-from prefect_tune.attempt.attempt_tasks import AttemptTasks
-from prefect_tune.attempt.commit_worker import CommitWorker
-from prefect_tune.attempt.machine_limits import processes_here
-from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
+from prefect_tune.attempt.commit_worker import AttemptTasks, CommitWorker, TrialArtifacts
+from prefect_tune.attempt.nodes import NodesMissing, OtherNodes
+from prefect_tune.attempt.processes.process_channel import (
+    Placement,
+    RankGroup,
+    TrialChannel,
+    rank_group,
+    trial_in_place,
+)
 from prefect_tune.attempt.processes.process_output import Log, rank_log
-from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank_group
 from prefect_tune.attempt.search_link import SearchLink, TrialJournal
 from prefect_tune.attempt.supervisor import supervise
-from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
-from prefect_tune.attempt.usage_meter import UsageMeter
+from prefect_tune.attempt.usage_meter import UsageMeter, processes_here
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint, newest_key
@@ -48,12 +54,13 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.messages.process_messages import Start
-from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.shown_text import plural, visible
+from prefect_tune.core.reasons import Reason, format_error, make_reason
+from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.formatting import with_last_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +117,25 @@ class Attempt:
             _log_lost_steps(journal.trial, log)
             start = self._begin(journal, scratch, restored)
             artifacts.begin(start.attempt)
-            nodes, term = self._other_nodes(start, journal.trial), self.request.search_term
-            with CommitWorker(spec, term, journal, artifacts, self.tasks, log, nodes) as commit_worker:
-                commit_worker.meter, self.meter.environment = self.meter, self.request.environment
+            self.meter.environment = self.request.environment
+            nodes, term = None, self.request.search_term
+            if spec.nodes_per_trial > 1:
+                newest = newest_key(spec.trial, journal.trial)
+                nodes = OtherNodes(spec, start, term, newest, self.request.secret, log)
+            open_parts = nodes.parts if nodes is not None else None
+            with CommitWorker(spec, term, journal, artifacts, self.tasks, log, self.meter, open_parts) as commit_worker:
                 try:
                     with self._ranks(start, nodes) as group:
                         self.meter.last_output = group.last_output
                         outcome = supervise(group, commit_worker, spec, link, self.meter)
-                        self._end(outcome, group, commit_worker)
+                        if isinstance(outcome, Finished):  # the process exits by itself while its end is journaled
+                            commit_worker.end(outcome)
+                            group.end_all()
+                        else:
+                            group.end_all()
+                            commit_worker.end(outcome)
+                        # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
+                        commit_worker.close()
                 except NodesMissing as missing:
                     cause = Cause.PREEMPTED if missing.is_stopped else Cause.MACHINE
                     reason = make_reason("nodes-missing", error=str(missing))
@@ -125,23 +143,11 @@ class Attempt:
                     commit_worker.end(outcome)
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
-        return self._as_journaled(AttemptResult(outcome, journal.trial))
-
-    def _end(self, outcome: Outcome, group: RankGroup, commit_worker: CommitWorker) -> None:
-        if isinstance(outcome, Finished):  # the process exits by itself while its end is journaled
-            commit_worker.end(outcome)
-            group.end_all()
-        else:
-            group.end_all()
-            commit_worker.end(outcome)
-        # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
-        commit_worker.close()
-
-    def _other_nodes(self, start: Start, trial: Trial) -> OtherNodes | None:
-        if self.spec.nodes_per_trial == 1:
-            return None
-        restored = newest_key(self.spec.trial, trial)
-        return OtherNodes(self.spec, start, self.request.search_term, restored, self.request.secret, self.log)
+        if isinstance(outcome, AttemptEnded) and (ended := self._ended(journal.trial)) is not None:
+            why = visible(outcome.reason)  # such as an exception in `cleanup`
+            log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
+            return ended
+        return AttemptResult(outcome, journal.trial)
 
     @contextmanager
     def _ranks(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
@@ -150,32 +156,22 @@ class Attempt:
             processes = processes_here(self.spec.processes_per_trial, self.request.environment)
             if processes != self.spec.processes_per_trial:
                 self.log.info("this attempt trains with %s", plural(processes, "process", "processes"))
-            with rank_group(start, Placement(processes), self._process) as group:
+            with rank_group(start, Placement(processes), self._open_process) as group:
                 yield group
             return
         with nodes:
             self.link.watch()
             elsewhere = nodes.begin(self.link.stop)
-            with rank_group(start, nodes.placement, self._process, elsewhere) as group:
+            with rank_group(start, nodes.placement, self._open_process, elsewhere) as group:
                 yield group
 
-    def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:
+    def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
         """Open the process of one rank; the lines of other ranks than the first name it."""
         if self.spec.isolation == "thread":
             return trial_in_place(start, self.log)
         rank = start.rank.rank
         log = rank_log(self.log, rank) if rank else self.log
         return self.link.process(start, log, self.request.environment)
-
-    def _as_journaled(self, result: AttemptResult) -> AttemptResult:
-        """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
-        if not isinstance(result.outcome, AttemptEnded) or (ended := self._ended(result.trial)) is None:
-            return result
-        why = visible(result.outcome.reason)
-        self.log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
-        return ended
-
-    # ------------------------------------------------------------------------------------------- the journal
 
     def _ended(self, trial: Trial) -> AttemptResult | None:
         """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
@@ -185,8 +181,6 @@ class Attempt:
         if trial.phase is Phase.PAUSED:
             return AttemptResult(Paused(trial=self._name, reason=trial.end_reason), trial)
         return None
-
-    # --------------------------------------------------------------------------------------- the checkpoint
 
     def _restore_newest(self, journal: TrialJournal, destination: Path) -> Path | None:
         """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
@@ -316,3 +310,57 @@ def meets(trial: Trial, stopper: Stopper, curve: Callable[[], Sequence[StepRepor
         return True
     reports = curve() if stopper.looks_back else [last_report(trial)]
     return bool(reports) and stopper.why_stop(reports) is not None
+
+
+# How an attempt is shown to have ended: the state of its task run, and the log of a failure.
+
+FIRST_NODE_SILENT = "FirstNodeSilent"
+"""The name of the state of a node's run that ended since node 0 of its attempt writes nothing any more."""
+
+
+def state_of(outcome: Outcome) -> State[Any]:
+    """Return the final state of an attempt: Completed, Pruned, Paused, Interrupted or Failed.
+
+    Its message is the reason in one line; a Failed one holds a `TrialFailed` as its result.
+    """
+    message = first_line(outcome.reason)
+    match outcome:
+        case Finished(kind=FinishKind.PRUNED):
+            return states.Completed(name="Pruned", message=message)
+        case Finished(kind=FinishKind.STOPPED):
+            return states.Cancelled(name="Interrupted", message=message)
+        case Finished():
+            return states.Completed(message=message)
+        case Paused():
+            return states.Completed(name="Paused", message=message)
+        case AttemptEnded(cause=Cause.PREEMPTED):
+            return states.Cancelled(name="Interrupted", message=message)
+        case AttemptEnded():
+            return states.Failed(message=message, data=TrialFailed(f"trial {outcome.trial}: {message}"))
+        case _:
+            assert_never(outcome)
+
+
+def state_of_node(reason: Reason) -> State[Any]:
+    """Return the final state of the run of another node than the first, which was over for this reason."""
+    return states.Completed(name=FIRST_NODE_SILENT if reason.code == "node-silent" else None, message=str(reason))
+
+
+def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
+    """Log a failure with its traceback and the last output; elsewhere only its first line is shown.
+
+    An error that this process has logged for another trial, in the same run of the search, is logged in one line.
+    """
+    shown = with_last_output(failure.reason, failure.use.output if failure.use else "")
+    if failure.cause is Cause.PREEMPTED or "\n" not in shown:
+        return
+    key = failure.reason.model_dump_json() if isinstance(failure.reason, Reason) else failure.reason
+    first = _logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(key, failure.trial)
+    same = f"{format_error(failure.reason)}, the same error as that of trial {first}"
+    log.error("attempt %d failed: %s", attempt, shown if first == failure.trial else same)
+
+
+@lru_cache(maxsize=8)
+def _logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
+    """Return the errors that one run of a search has logged here with a traceback, and their trials."""
+    return {}

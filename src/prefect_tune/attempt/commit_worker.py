@@ -3,31 +3,39 @@
 `attempt/search_link.py` says how the entries are written. Where reports wait for the next one, that is written every
 `sync_period_seconds`, and at once for a report that asks for a decision. The training loop waits for no entry: in
 `runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
+
+A trial whose last step has a checkpoint has finished with the entry after its commit: only then it is known that no
+checkpoint was quarantined meanwhile, with which the last one may share its damage. Never: two files of one checkpoint
+with one name and other bytes; an end that is journaled before a save that was handed over before it.
 """
 
 from __future__ import annotations
 
+import copy
+import filecmp
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, TypeAlias
 
-from prefect_tune.attempt.attempt_tasks import AttemptTasks
-from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remove_directory
-from prefect_tune.attempt.nodes.first_node import OtherNodes
+from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import TrialJournal
-from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
-from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import Reverification, Save
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
+    CheckpointNotFound,
     CommitUnknown,
     InvalidInput,
     PartMissing,
@@ -51,16 +59,16 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.operations.trial_gc import leftover
-from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.restore import checkpoints_with
 from prefect_tune.core.shown_text import plural, shown_size, visible
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.usage_records import AttemptUse
 from prefect_tune.core.values import Stamp, StepReport, flat
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
-from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.local.staging import naming_unreadable, transfer_pool
+from prefect_tune.stores.posix_files import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
 # The journal entry of a saved checkpoint: the commit, what it retires, and earlier checkpoints that share damage.
@@ -103,7 +111,7 @@ def commit_entry(
         size_bytes=save.manifest.size_bytes,
     )
     ending = retired_by_commit(trial, new, policy)
-    retires = tuple(each.sequence for each in ending)
+    retires = tuple(ref.sequence for ref in ending)
     committed = Committed(
         trial=trial.trial,
         checkpoint=new,
@@ -111,29 +119,20 @@ def commit_entry(
         sent_bytes=save.sent_bytes,
         upload_seconds=round(upload_seconds, 3),
     )
-    stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in retires]
-    doomed = [key.trial.checkpoint_key(each) for each in ending if each.origin is None]
-    return committed, _sharing_damage(target, save, stay, log), doomed
+    doomed = [key.trial.checkpoint_key(ref) for ref in ending if ref.origin is None]
+    live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in retires]
 
-
-def _sharing_damage(
-    target: StorageTarget, save: Save, live: Sequence[CheckpointKey], log: Log
-) -> Sequence[Quarantined]:
-    """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
-    if not save.damaged:
-        return []
-
-    def look(store: ObjectStore) -> Mapping[CheckpointKey, str]:
+    def find_sharing(store: ObjectStore) -> Mapping[CheckpointKey, str]:
         with transfer_pool() as transfers:
             return checkpoints_with(store, live, save.damaged, side_by_side=transfers)
 
     try:
-        found = on_target(target, look)
-    except TuneError as error:  # the new checkpoint is whole, and is committed
+        sharing = on_target(target, find_sharing) if save.damaged else {}
+    except TuneError as error:
         log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
-        return []
-    trial = save.manifest.trial
-    return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+        sharing = {}
+    quarantined = [Quarantined(trial=trial.trial, sequence=at.sequence, reason=why) for at, why in sharing.items()]
+    return committed, quarantined, doomed
 
 
 def log_damage(save: Save, quarantined: Sequence[Quarantined], log: Log) -> None:
@@ -181,9 +180,126 @@ def delete_retired(delete: Callable[[], object], log: Log) -> None:
         log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 
 
+# The files of a checkpoint of several ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSave:
+    """A checkpoint with all its parts."""
+
+    done: StepDone
+    """The report of rank 0, with its directory."""
+    parts: Mapping[int, Path]
+    """The directories of other ranks, by rank."""
+    nodes: tuple[int, ...] = ()
+    """The other nodes that hold files of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A checkpoint that is not committed, since ranks did not add their part in time."""
+
+    done: StepDone
+    """The report of rank 0."""
+    reason: Reason
+    ranks: Sequence[int] = ()
+    """Those that did not, where that is known."""
+
+    @property
+    def step(self) -> int:
+        return self.done.report.step
+
+
+def remove_directory(directory: str | Path | None) -> None:
+    """Remove a directory of this machine, if there is one."""
+    if directory is not None:
+        remove_tree(directory)
+
+
+def merge(directory: Path, parts: Mapping[int, Path]) -> None:
+    """Move the files of all `parts` into the directory of rank 0; ranks may have written into one directory.
+
+    Raises:
+        InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder; or a
+            file cannot be read.
+        StagedFilesChanged: a part is not there any more.
+    """
+
+    def on_error(error: OSError) -> None:
+        raise StagedFilesChanged(f"the part of a rank cannot be read: {error}") from error
+
+    owners: dict[str, int] = {}
+    with naming_unreadable(directory):
+        for rank, part in parts.items():
+            if directory.exists() and part.exists() and part.samefile(directory):
+                continue
+            for parent, folders, files in os.walk(part, onerror=on_error):
+                for name in (*folders, *files):
+                    source = Path(parent, name)
+                    path = str(source.relative_to(part))
+                    _move(source, directory / path, path, (owners.get(path, 0), rank))
+                    owners.setdefault(path, rank)
+                folders[:] = [name for name in folders if Path(parent, name).exists()]  # a link to a folder was moved
+            remove_directory(part)
+
+
+def _move(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
+    """Move a file or a link, unless it is there already; make a folder, whose files follow."""
+    is_folder = source.is_dir() and not source.is_symlink()
+    if is_folder and (target.is_dir() or not os.path.lexists(target)):
+        target.mkdir(exist_ok=True)
+    elif not os.path.lexists(target):
+        source.rename(target)
+    elif source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
+        first, second = ranks
+        raise InvalidInput(
+            f"{path}: ranks {first} and {second} saved different files of this name: save it on one rank, or put "
+            "pt.get_trial().rank into the name"
+        )
+
+
+# The worker.
+
 _LOG_PERIOD = timedelta(seconds=10)
 # Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
+OpenParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[PartsOfSave]]
+"""Has other nodes send their parts of a checkpoint of a trial in this state, and deletes the parts in the end."""
+
+
+class AttemptTasks(Protocol):
+    """What an attempt does through the tasks of `tasks/`, each with retries, a timeout and a task run to look at.
+
+    Each raises `StoreUnavailable` or `CommitUnknown` once its retries have failed.
+    """
+
+    def save(
+        self,
+        key: CheckpointKey,
+        directory: Path,
+        about: About,
+        before: Trial,
+        reverification: Reverification,
+        parts: PartsOfSave | None = None,
+    ) -> Save:
+        """Publish `directory` as the checkpoint `key`; `before` is the trial's state, whose blobs can be reused.
+
+        Raises:
+            PartMissing: a node did not add its part, of those that `parts` names.
+        """
+        ...
+
+    def restore(self, key: CheckpointKey, destination: Path) -> Path:
+        """Download a checkpoint into the new directory `destination`, and verify every byte.
+
+        Raises:
+            CheckpointNotFound, CheckpointCorrupt: it cannot be restored.
+        """
+        ...
+
+    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
+        """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retired them."""
+        ...
 
 
 class CommitWorker:
@@ -202,15 +318,17 @@ class CommitWorker:
         artifacts: TrialArtifacts,
         tasks: AttemptTasks,
         log: Log,
-        nodes: OtherNodes | None = None,
+        meter: UsageMeter | None = None,
+        open_parts: OpenParts | None = None,
     ) -> None:
         self._spec = spec
         self._term = term
-        self._tasks = tasks
         self._journal = journal
         self._artifacts = artifacts
-        self._nodes = nodes
+        self._tasks = tasks
         self.log = log
+        self._meter = meter or UsageMeter()
+        self._open_parts = open_parts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
         self.outcome: Outcome | None = None
@@ -220,13 +338,10 @@ class CommitWorker:
         self._unlogged = 0
         self.code = ""
         """The digest of the trainable's source; empty until the trial has sent it."""
-        self.meter: UsageMeter | None = None
-        """Measures the attempt; None for one that is not measured."""
         self.asks_at: int | None = None
         """The step at which the trial waits for an answer to its journaled report."""
         self.error: BaseException | None = None
         """The error that ended the worker thread; nothing is written after it."""
-        self._work.put(self._delete_leftovers)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
         self._thread.start()
 
@@ -241,9 +356,7 @@ class CommitWorker:
         trial = self._spec.trial.trial
         self._journal.report(Reported(trial=trial, report=report, asks=report.step == self.asks_at))
 
-    def save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None] | None = None
-    ) -> None:
+    def save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
         """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.
 
         If a node did not add its part, the worker thread calls `failed` instead.
@@ -291,11 +404,13 @@ class CommitWorker:
 
     def _write_end(self) -> None:
         if self._journal.trial.phase is Phase.RUNNING and self.outcome is not None:
-            self.outcome = self.outcome.model_copy(update={"use": self._use()})
+            self.outcome = self.outcome.model_copy(update={"use": self._meter.use()})
             self._write([self.outcome])
 
     def _run(self) -> None:
         try:
+            if self._journal.deletes_retired:  # what an earlier attempt retired and did not delete
+                self._delete(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
             while (work := self._next()) is not None:
                 work()
         except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
@@ -304,10 +419,9 @@ class CommitWorker:
     def _next(self) -> Callable[[], None] | None:
         """Return the next queued work; a sync of the reports if none arrives in time."""
         elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
+        timeout = (self._journal.flush_period(self._spec.sync) - elapsed).total_seconds()
         try:
-            return self._work.get(
-                timeout=max(0.0, (self._journal.flush_period(self._spec.sync) - elapsed).total_seconds())
-            )
+            return self._work.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return self._sync
 
@@ -320,36 +434,28 @@ class CommitWorker:
             self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
-    def _save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None] | None
-    ) -> None:
-        done = save.done
-        directory = Path(done.checkpoint or "")
+    def _save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
+        done, directory = save.done, Path(save.done.checkpoint or "")
         merge(directory, save.parts)
         try:
-            saved, doomed = self._committed(done, directory, save.nodes)
+            saved, doomed = self._commit(done, directory, save.nodes)
         except PartMissing as missing:
-            if failed is None:
-                raise
             failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
             remove_directory(directory if done.moved else None)
             return
         committed(done.report.step)
-        self._log_commit(saved)
+        # The first commit is logged, and then one in ten seconds: a trainable may save at each of many short steps.
+        now = time.monotonic()
+        if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
+            self._unlogged += 1
+        else:
+            log_commit(saved, self.log, self._unlogged)
+            self._logged_at, self._unlogged = now, 0
         self._artifacts.after_commit()
         remove_directory(directory if done.moved else None)
         self._delete(doomed)
 
-    def _log_commit(self, save: Save) -> None:
-        """Log the first commit, and then one in ten seconds: a trainable may save at each of many short steps."""
-        now = time.monotonic()
-        if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
-            self._unlogged += 1
-            return
-        log_commit(save, self.log, self._unlogged)
-        self._logged_at, self._unlogged = now, 0
-
-    def _committed(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
+    def _commit(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
         """Save the checkpoint, again each time another one of the trial is quarantined meanwhile; then the end counts.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
@@ -359,19 +465,26 @@ class CommitWorker:
             began = time.monotonic()
             if is_overtaken(self._journal.trial, self._journal.trial.next_sequence):
                 self._write([Retired(trial=name, retires=())], up_to=0)
-            saved = self._saved(done.report, directory, nodes)
-            doomed = self._commit(saved, done, time.monotonic() - began)
+            saved = self._publish(done.report, directory, nodes)
+            seconds = time.monotonic() - began
+            event, quarantined, retired = commit_entry(
+                self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
+            )
+            event = event.model_copy(update={"seconds": self._meter.seconds_at(done)})
+            self._write((event, *quarantined), up_to=done.report.step)
+            self._commit_count += 1
+            log_damage(saved, quarantined, self.log)
             if not is_quarantined(self._journal.trial, saved.manifest.key):
                 if done.finish_reason is not None:
-                    self._write([Finished(trial=name, reason=done.finish_reason, use=self._use())], up_to=0)
-                return saved, [*overtaken, *doomed]
+                    self._write([Finished(trial=name, reason=done.finish_reason, use=self._meter.use())], up_to=0)
+                return saved, [*overtaken, *retired]
             reason = "step %d was saved while a checkpoint was quarantined, and may share its damage: it is saved again"
             self.log.warning(reason, saved.manifest.step)
             # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
             self._write([Retired(trial=name, retires=(saved.manifest.sequence,))], up_to=0)
-            overtaken.append(saved.manifest.key)
+            overtaken.append(saved.manifest.key)  # it has retired nothing
 
-    def _saved(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
+    def _publish(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
         trial = self._journal.trial
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
         reports = self._journal.unjournaled(report.step)
@@ -379,37 +492,141 @@ class CommitWorker:
         if self.code:
             about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.code}})
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
-        if self._nodes is None or not nodes:
-            return self._tasks.save(key, directory, about, trial, reverification)
-        with self._nodes.parts(key, trial, nodes) as parts:
+        opened = self._open_parts(key, trial, nodes) if self._open_parts is not None and nodes else nullcontext()
+        with opened as parts:
             return self._tasks.save(key, directory, about, trial, reverification, parts)
-
-    def _commit(self, save: Save, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
-        """Write the commit's entry, and return the checkpoints that it retires."""
-        committed, quarantined, retired = commit_entry(
-            self._spec.target, self._journal.trial, save, self._spec.retention, upload_seconds, self.log
-        )
-        if self.meter is not None:
-            committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
-        self._write((committed, *quarantined), up_to=save.manifest.step)
-        self._commit_count += 1
-        log_damage(save, quarantined, self.log)
-        return retired
-
-    def _use(self) -> AttemptUse | None:
-        return self.meter.use() if self.meter is not None else None
 
     def _write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
         self._journal.write(events, up_to=up_to)
         self._synced_at = time.monotonic()
 
-    def _delete_leftovers(self) -> None:
-        """Delete what an earlier attempt retired and did not delete."""
-        if self._journal.deletes_retired:
-            self._delete(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
-
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
         if doomed and self._journal.deletes_retired:
             delete_retired(lambda: self._tasks.delete(self._journal.trial, doomed), self.log)
+
+
+# The trial's own files, such as logs and plots. A resume does not depend on them: errors are logged as warnings.
+
+_RETRIES = 2
+_BACKOFF_SECONDS = 1.0
+
+
+class TrialArtifacts:
+    """Syncs the artifact directory of one attempt; does nothing if the specification has no syncer.
+
+    Raises:
+        InvalidInput: its syncer or upload target is invalid.
+    """
+
+    def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:
+        self._sync, self._directory, self._log = spec.sync, str(directory), log
+        target = resolve_target(spec.sync.upload_dir or spec.target)
+        self._syncer = syncer_for(spec.sync, target) if spec.sync.sync_artifacts else None
+        # The default syncer has the target already; a user's syncer needs a whole URI.
+        self._uri = None if spec.sync.syncer == "auto" else target.uri
+        self._folder = spec.trial.artifacts
+        self._remote = self._remote_of(self._folder)
+        self._excludes = list(spec.sync.excludes)
+        self._had_files = False
+        if isinstance(self._syncer, TargetSyncer):
+            self._syncer.warn_with(log.warning)
+
+    def begin(self, attempt: int) -> None:
+        """Download the files of earlier attempts, so that logs are continued.
+
+        If that fails, this attempt uses a folder of its own: its files would replace those of the same names.
+        """
+        if attempt == 1:
+            if isinstance(self._syncer, TargetSyncer) and self._sync.upload_dir is not None:
+                # What an experiment of this name on another target has left there.
+                self._try(lambda syncer: syncer.delete(self._remote))
+        elif not self._try(self._fetch):
+            self._remote = self._remote_of(f"{self._folder}-{attempt}")
+            self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
+
+    def after_commit(self) -> None:
+        """Begin a sync; training does not wait for it."""
+        if self._sync.sync_on_checkpoint:
+            self._try(self._send)
+
+    def after_report(self) -> None:
+        """Begin a sync if the last one is `sync_period` ago."""
+        self._try(lambda syncer: self._send(syncer, only_if_needed=True))
+
+    def close(self) -> None:
+        """Sync the files a last time, and wait for it."""
+        self._try(self._send)
+        self._try(lambda syncer: syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS))
+
+    def settle(self) -> None:
+        """Wait for running syncs, before the directory is removed: a half-removed one must not be uploaded."""
+        self._try(lambda syncer: syncer.close())
+
+    def _remote_of(self, folder: str) -> str:
+        return folder if self._uri is None else below(self._uri, folder)
+
+    def _fetch(self, syncer: Syncer) -> None:
+        with suppress(CheckpointNotFound):  # no earlier attempt has synced any
+            syncer.sync_down(self._remote, self._directory, self._excludes)
+            syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS)
+
+    def _send(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
+        """Begin a sync; with the default syncer not before there is a first file, since most trials have none."""
+        if isinstance(syncer, TargetSyncer) and not self._had_files:
+            self._had_files = any(Path(self._directory).iterdir())
+            if not self._had_files:
+                return
+        sync_up = syncer.sync_up_if_needed if only_if_needed else syncer.sync_up
+        sync_up(self._directory, self._remote, self._excludes)
+
+    def _try(self, act: Callable[[Syncer], object]) -> bool:
+        """Call `act` if there is a syncer; on an error log a warning and return False."""
+        try:
+            if self._syncer is not None:
+                act(self._syncer)
+        except Exception as error:  # noqa: BLE001 - a user's syncer may raise anything, and stops no training
+            self._log.warning("the trial's artifacts are not synced: %s: %s", type(error).__name__, error)
+            return False
+        return True
+
+
+def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
+    """Return the syncer of artifacts for one attempt, which must close it; None if `config.syncer` is None.
+
+    Several attempts may run at once, and each closes its own syncer: one that the user has made is copied. The config's
+    periods are passed only to a class that has the constructor of `Syncer`.
+
+    Raises:
+        InvalidInput: `config.syncer` is not a syncer, cannot be imported, or cannot be copied.
+    """
+    syncer = config.syncer
+    if syncer is None:
+        return None
+    if syncer == "auto":
+        return TargetSyncer(target, sync_period=config.sync_period, sync_timeout=config.sync_timeout)
+    if isinstance(syncer, str):
+        name = syncer
+        module, _, attribute = name.partition(":")
+        try:
+            syncer = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as missing:
+            raise InvalidInput(f"syncer {name!r}: cannot be imported: {missing}") from missing
+        if isinstance(syncer, type) and issubclass(syncer, Syncer):
+            periods = (config.sync_period, config.sync_timeout) if syncer.__init__ is Syncer.__init__ else ()
+            try:
+                return syncer(*periods)
+            except TypeError as error:
+                raise InvalidInput(f"syncer {name!r}: cannot be constructed without arguments: {error}") from error
+    if not isinstance(syncer, Syncer):
+        expected = "'auto', 'package.module:Name' of a pt.Syncer or a class of them, a pt.Syncer or None"
+        raise InvalidInput(f"syncer {config.syncer!r}: expected {expected}, found {syncer!r}")
+    try:
+        return copy.deepcopy(syncer)
+    except Exception as error:
+        kind = type(syncer).__name__
+        raise InvalidInput(
+            f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({error}). Name the class, "
+            f"syncer='package.module:{kind}', create what cannot be copied inside its methods, or define __deepcopy__"
+        ) from error

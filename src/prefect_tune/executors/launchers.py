@@ -27,7 +27,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Crashed
 
-from prefect_tune.attempt.outcomes import FIRST_NODE_SILENT
+from prefect_tune.attempt.attempt import FIRST_NODE_SILENT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources

@@ -20,11 +20,11 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from prefect_tune.attempt.machine_limits import PROCESSES, cpu_count_here, gpus_in
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import EventsSubmitted, InProcessLink, SearchLink, TrialMessage
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
+from prefect_tune.attempt.usage_meter import PROCESSES, cpu_count_here, gpus_in
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed, TuneError
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed

@@ -10,8 +10,8 @@ from typing import Any
 
 from prefect.logging import get_run_logger
 
+from prefect_tune.attempt.commit_worker import TrialArtifacts
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment

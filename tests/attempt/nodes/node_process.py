@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
+from prefect_tune.attempt import nodes
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.nodes import first_node, node_connection, other_node
-from prefect_tune.attempt.nodes.other_node import train_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
 from prefect_tune.blocks import LocalTarget
@@ -65,7 +65,7 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
 
 def _fail_once(fault: str) -> None:
     """Let the first part of this node meet a target that hangs, refuses it, or loses the reply to its last request."""
-    send, faults = other_node._send, [fault]
+    send, faults = nodes._send, [fault]
 
     def failing(*arguments: Any) -> None:
         match faults.pop() if faults else "none":
@@ -79,7 +79,7 @@ def _fail_once(fault: str) -> None:
                 raise StoreUnavailable("the connection was reset")
         send(*arguments)
 
-    vars(other_node)["_send"] = failing
+    nodes._send = failing
 
 
 def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
@@ -90,11 +90,11 @@ def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     silence = timedelta(seconds=options.pop("silence", 60))
-    node_connection.SILENCE_TIMEOUT = vars(other_node)["SILENCE_TIMEOUT"] = silence
-    node_connection.ALIVE_INTERVAL = timedelta(seconds=1)
-    first_node._FEWER_AFTER = timedelta(seconds=2)
+    nodes.SILENCE_TIMEOUT = silence
+    nodes.ALIVE_INTERVAL = timedelta(seconds=1)
+    nodes._FEWER_AFTER = timedelta(seconds=2)
     if fault := options.pop("fault", None):
-        vars(first_node)["PARTS_WITHIN"] = timedelta(seconds=6)
+        vars(nodes)["PARTS_WITHIN"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
             _fail_once(fault)
     reason = run_node(folder, node, trial, options)

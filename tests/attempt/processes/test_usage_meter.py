@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.attempt import usage_meter
-from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import UsageMeter
+from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.messages.process_messages import StepDone

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
+from prefect_tune.attempt.commit_worker import merge
+from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
 from prefect_tune.core.reasons import make_reason

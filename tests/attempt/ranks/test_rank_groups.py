@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt import machine_limits
-from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves
+from prefect_tune.attempt import usage_meter
+from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
@@ -106,8 +106,8 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = iter([before, after])
-    monkeypatch.setattr(machine_limits, "cpu_count_here", lambda: next(devices))
-    monkeypatch.setattr(machine_limits, "gpus_in", lambda _: ())
+    monkeypatch.setattr(usage_meter, "cpu_count_here", lambda: next(devices))
+    monkeypatch.setattr(usage_meter, "gpus_in", lambda _: ())
     with caplog.at_level(logging.INFO):
         result = trained(tmp_path, elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)

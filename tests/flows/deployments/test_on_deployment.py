@@ -26,7 +26,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Pending, Running, Scheduled
 
-from prefect_tune.attempt.outcomes import state_of_node
+from prefect_tune.attempt.attempt import state_of_node
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput

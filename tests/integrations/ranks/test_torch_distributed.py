@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.group_saves import merge
+from prefect_tune.attempt.commit_worker import merge
 from tests.integrations.states import flat
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]

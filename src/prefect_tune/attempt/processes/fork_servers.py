@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from prefect_tune.attempt.processes.process_channel import (
-    added_to_this,
     command_of_trials,
     fixed_by_this,
     of_interpreter,
@@ -63,7 +62,7 @@ class ProcessKey:
     @property
     def whole_environment(self) -> Mapping[str, str]:
         """The variables of this process, and those of the trial added to them or replacing them."""
-        return added_to_this(dict(self.environment))
+        return {**os.environ, **dict(self.environment)}
 
     def __str__(self) -> str:
         return f"trainable {self.trainable!r}" if ":" in self.trainable else "the trainable"
