@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt import outcomes
+from prefect_tune.attempt import attempt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
@@ -76,7 +76,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
     spec: Any = SimpleNamespace(
         target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", generation=1, trial="t")
     )
-    outcomes.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
+    attempt.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
     ends: tuple[Outcome, ...] = (
         Finished(trial="t", reason=HOSTILE),
@@ -84,7 +84,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
         Paused(trial="t", reason=HOSTILE),
         failed,
     )
-    for shown in (logged, *(str(outcomes.state_of(each).message) for each in ends)):
+    for shown in (logged, *(str(attempt.state_of(each).message) for each in ends)):
         require_visible(shown)
         assert "\\u202e" in shown
 

@@ -375,7 +375,7 @@ class _Supervisor:
             return self._failure(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
         if (failure := self._check_saves() or self._check_joins() or self._check_metrics()) is not None:
             return failure
-        if self._ends_until is not None:
+        if self._failures:  # one was added just now
             return None
         if self._link.stop.is_set():
             return self._check_grace()
@@ -431,7 +431,7 @@ class _Supervisor:
 
     def _check_metrics(self) -> Outcome | None:
         """Return the failure of ranks whose metrics rank 0 waits for, and that have ended or are late."""
-        if not self._metrics.missing or self._ends_until is not None:
+        if not self._metrics.missing or self._failures:
             return None
         if (reason := self._metrics.without(self._ended_ranks)) is not None:
             self._add_failure(self._failure(Cause.USER, reason), _ENDED_EARLY)

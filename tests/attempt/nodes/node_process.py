@@ -79,7 +79,7 @@ def _fail_once(fault: str) -> None:
                 raise StoreUnavailable("the connection was reset")
         send(*arguments)
 
-    nodes._send = failing
+    vars(nodes)["_send"] = failing
 
 
 def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
