@@ -154,7 +154,7 @@ def _main() -> None:
     parser.add_argument("--divide", type=int, default=1, help="make every file this many times smaller")
     asked = parser.parse_args()
     rows: list[list[str]] = []
-    with S3SinkProcess(prefault_bytes=(5 << 28) // asked.divide) as sink:
+    with S3SinkProcess() as sink:
         for case in (case for case in CASES if case.name in asked.only):
             with memory_room() as room:
                 fill(room / "source", case.file_count, case.file_bytes // asked.divide)

@@ -47,12 +47,10 @@ from prefect_tune.stores.open_location import (
     ambient_http,
     fsspec_store,
 )
-from prefect_tune.stores.posix_store import Sweeps, open_folder
+from prefect_tune.stores.posix_store import open_folder
 from prefect_tune.stores.subprocess_store import IsolatedStore
 
 __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"]
-
-_sweeps = Sweeps()
 
 
 class LocalTarget(StorageTarget):
@@ -119,7 +117,7 @@ class LocalTarget(StorageTarget):
             with IsolatedStore(factory, deadline=deadline) as store:
                 yield store
         else:
-            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline, sweeps=_sweeps)
+            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline)
 
 
 def _expanded(path: str) -> Path:

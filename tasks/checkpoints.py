@@ -63,8 +63,13 @@ from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, 
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING, RETRYING_REFUSALS, is_away, run_log
-from prefect_tune.stores.local.download import fetch_committed, manifest_of_copy, metadata_of_copy
-from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
+from prefect_tune.stores.local.staging import (
+    StagedFiles,
+    fetch_committed,
+    manifest_of_copy,
+    metadata_of_copy,
+    transfer_pool,
+)
 from prefect_tune.task_values import (
     CommittedCheckpoint,
     DeleteArguments,

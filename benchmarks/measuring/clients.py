@@ -18,9 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.measuring.resident import resident_bytes
@@ -68,8 +70,8 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.core.restore import read_manifest, restore
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
-    from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
-    from prefect_tune.stores.obstore_store import ObstoreStore, client_times
+    from prefect_tune.stores.local.staging import StagedFiles, restored_directory, transfer_pool
+    from prefect_tune.stores.obstore_store import ObstoreStore, connected
 
     trial = TrialKey(experiment="experiment", generation=1, trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)
@@ -78,18 +80,18 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
 
     @contextmanager
     def opened() -> Iterator[ObstoreStore]:
-        def connect(limit: timedelta) -> S3Store:
-            times = client_times(limit)
-            return S3Store(
-                BUCKET,
-                endpoint=endpoint,
-                region="us-east-1",
-                access_key_id=KEYS[0],
-                secret_access_key=KEYS[1],
-                unsigned_payload=True,  # as over TLS, and as Ray's client does
-                client_options={**times["client_options"], "allow_http": True},
-                retry_config=times["retry_config"],
-            )
+        made: Any = partial(
+            S3Store,
+            BUCKET,
+            endpoint=endpoint,
+            region="us-east-1",
+            access_key_id=KEYS[0],
+            secret_access_key=KEYS[1],
+            unsigned_payload=True,  # as over TLS, and as Ray's client does
+        )
+
+        def connect(limit: timedelta) -> Any:
+            return connected(made, limit, {"allow_http": True})
 
         store = ObstoreStore(connect, deadline=Deadline.after(_TIMEOUT))
         yield store
@@ -105,7 +107,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     def fetch() -> None:
         with opened() as store, transfer_pool() as transfers:
             manifest = read_manifest(store, key)
-            with DirectorySink(manifest, directory) as sink:
+            with restored_directory(manifest, directory) as sink:
                 restore(store, manifest, sink, side_by_side=transfers)
 
     return save if act == "save" else fetch

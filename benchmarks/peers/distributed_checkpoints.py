@@ -223,7 +223,7 @@ _HEAD = ["S3 at", "act", "writer", "s", "CPU s", "requests", "MiB sent", "MiB re
 
 def _rows(latency: timedelta, rounds: int, mib: int) -> Iterator[list[str]]:
     found: dict[tuple[str, str], list[tuple[_Cost, dict[str, int]]]] = {}
-    with S3SinkProcess(prefault_bytes=mib << 22) as sink:
+    with S3SinkProcess() as sink:
         sink.set_latency(latency)
         for at in range(rounds):
             for number, writer in enumerate(_WRITERS):

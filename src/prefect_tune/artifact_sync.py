@@ -1,6 +1,12 @@
-"""Upload and download of a trial's artifacts: `pt.Syncer`, which users may subclass, and the built-in syncer.
+"""Artifacts of a trial: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
-The built-in one syncs directories with any target in the background, one command after the other.
+The built-in one mirrors a directory in the background: one plain object for each file, only changed ones are sent.
+
+    <directory>/logs/events.out   ──►   <remote>/logs/events.out
+
+A later upload replaces the object. Nothing else on the target depends on artifacts: a reader may see some files of one
+sync and others of the one before, and an attempt that was taken for dead may replace a file of its successor.
+Never: an object outside the remote folder; a local file outside the directory, whatever a key or a link says.
 """
 
 from __future__ import annotations
@@ -9,17 +15,19 @@ import logging
 import math
 import os
 import random
+import re
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target, validate_target
@@ -29,17 +37,18 @@ from prefect_tune.core.errors import (
     DeadlineExceeded,
     InvalidInput,
     StoreRefused,
+    StoreUnavailable,
     TuneError,
-    UnknownVersion,
 )
-from prefect_tune.core.storage.layout import NEVER_ARTIFACTS
-from prefect_tune.core.storage.object_store import is_inside
+from prefect_tune.core.shown_text import is_unicode
+from prefect_tune.core.storage.layout import NEVER_ARTIFACTS, is_excluded
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, is_inside
 from prefect_tune.storage_retries import may_pass
-from prefect_tune.stores.local.artifact_transfer import ArtifactMirror, delete_everything
+from prefect_tune.stores.local.staging import plain_tree, transfer_pool
 from prefect_tune.stores.open_location import read_uri
 
 _LONGEST_PAUSE_SECONDS = 60.0
-HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
+HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -121,7 +130,7 @@ class Syncer(ABC):
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` is negative.
-            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion: a retry cannot help.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt: a retry cannot help.
             TuneError: every try failed; its cause is the last error.
         """
         if max_retries < 1 or not backoff_s >= 0:
@@ -129,7 +138,8 @@ class Syncer(ABC):
         last: Exception | None = None
         for attempt in range(max_retries + 1):
             if last is not None:
-                self._pause(backoff_s * 2 ** (attempt - 1))
+                pause_seconds = min(backoff_s * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
+                self._sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311  it spreads retries, it keeps no secret
                 self.retry()
             try:
                 return self.wait()
@@ -139,10 +149,6 @@ class Syncer(ABC):
             if isinstance(last, HOPELESS) and not may_pass(last):
                 raise last
         raise TuneError(f"sync failed, and {max_retries} retries too: {last}") from last
-
-    def _pause(self, seconds: float) -> None:
-        spread = random.uniform(0.5, 1.0)  # noqa: S311  it spreads retries, it keeps no secret
-        self._sleep(min(seconds, _LONGEST_PAUSE_SECONDS) * spread)
 
     def sync_up_if_needed(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool | None:
         """Call `sync_up`, unless one began less than `sync_period` ago: then return None.
@@ -200,6 +206,7 @@ def _time(name: str, value: timedelta | float) -> timedelta:
 
 
 _MAX_NAMED = 5
+_MAX_SHOWN_CHARACTERS = 200
 _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0
 
@@ -232,12 +239,10 @@ class TargetSyncer(Syncer):
     directory is not queued twice, since a sync copies the files that exist when it begins. Each command is ended
     after `sync_timeout`, and the next one begins only after it has ended.
 
-    Each file is one object of its name below `remote_dir`. A sync up sends the files whose size or modification time
-    differs from what this syncer sent or received last, and deletes those that it has sent or received and that are
-    deleted locally; a sync down deletes nothing locally. A reader of the target may see some files of one sync and
-    others of the one before. For `exclude`, see `prefect_tune.core.storage.layout`. What else a sync leaves out
-    (links that lead out of the directory, sockets, names that are not UTF-8 or have control characters, files that
-    match `NEVER_ARTIFACTS`) is logged once.
+    A sync up sends the files whose size or modification time differs from what this syncer sent or received last, and
+    deletes those that it has sent or received and that are deleted locally; a sync down deletes nothing locally. For
+    `exclude`, see `prefect_tune.core.storage.layout`. What else a sync leaves out (`ArtifactMirror.send`) is
+    logged once.
 
     `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.
@@ -267,11 +272,19 @@ class TargetSyncer(Syncer):
         self._not_before_seconds = 0.0
         self._is_closed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._state:
+            failed = dict.fromkeys([*self._failed, *([self._running] if self._running else []), *self._queue])
+        kept = ("sync_period", "sync_timeout", "_target", "_last")
+        return {**{name: self.__dict__[name] for name in kept}, "_failed": failed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
     def warn_with(self, warn: Callable[[str], None]) -> None:
         """Report with `warn` what a sync up leaves out; a pickled copy logs it, as by default."""
         self._warn = warn
-
-    # -------------------------------------------------------------------------------------------------- commands
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a sync of the changed files of `local_dir`, and return True.
@@ -330,7 +343,12 @@ class TargetSyncer(Syncer):
             for command, error in list(self._failed.items()):
                 if command.act is Act.DOWN and isinstance(error, HOPELESS):
                     del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
-                raise _error_of(command, error)
+                if error is None:
+                    raise TuneError(f"{command}: was under way when this syncer was copied, and may not be done")
+                if isinstance(error, TuneError):
+                    kind = SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error)
+                    raise kind(f"{command}: {error}") from error
+                raise TuneError(f"{command}: {error!r}") from error
 
     def close(self) -> None:
         """Refuse further commands, and wait for the queued ones. Idempotent."""
@@ -355,8 +373,6 @@ class TargetSyncer(Syncer):
 
     def _note_begun(self, act: Act, at_seconds: float) -> None:
         """Do nothing: a sync counts once it has succeeded."""
-
-    # ------------------------------------------------------------------------------------------------- execution
 
     def _enqueue(self, command: _Command) -> bool:
         self._place(command.remote)
@@ -385,7 +401,17 @@ class TargetSyncer(Syncer):
     def _run(self, command: _Command) -> None:
         error: Exception | None = TuneError("its thread was ended")
         try:
-            self._carry_out(command)
+            mirror = self._mirrors.setdefault((command.local, command.remote), ArtifactMirror(Path(command.local)))
+            target, folder = self._place(command.remote)
+            with target.open(timeout=self.sync_timeout) as store:
+                match command.act:
+                    case Act.UP:
+                        self._report_left_out(command.local, mirror.send(store, folder, command.excludes))
+                    case Act.DOWN:
+                        mirror.receive(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
+                    case Act.DELETE:
+                        self._mirrors.clear()
+                        _delete_everything(store, folder)
             error = None
         except Exception as failure:  # noqa: BLE001  it is stored, and raised by `wait`
             error = failure
@@ -397,30 +423,15 @@ class TargetSyncer(Syncer):
                 self._state.notify_all()
 
     def _note(self, command: _Command, error: Exception | None) -> None:
-        if error is not None:
-            superfluous = any(waiting.replaces(command) for waiting in self._queue)
-            if not superfluous:
-                self._failed[command] = error
-            self._failures += 1
-            pause = min(_FIRST_PAUSE_SECONDS * 2**self._failures, self.sync_period.total_seconds())
-            self._not_before_seconds = self._clock() + pause
+        if error is None:
+            self._failures, self._not_before_seconds = 0, 0.0
+            super()._note_begun(command.act, self._began_seconds)
             return
-        self._failures = 0
-        self._not_before_seconds = 0.0
-        super()._note_begun(command.act, self._began_seconds)
-
-    def _carry_out(self, command: _Command) -> None:
-        mirror = self._mirrors.setdefault((command.local, command.remote), ArtifactMirror(Path(command.local)))
-        target, folder = self._place(command.remote)
-        with target.open(timeout=self.sync_timeout) as store:
-            match command.act:
-                case Act.UP:
-                    self._report_left_out(command.local, mirror.send(store, folder, command.excludes))
-                case Act.DOWN:
-                    mirror.receive(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
-                case Act.DELETE:
-                    self._mirrors.clear()
-                    delete_everything(store, folder)
+        if not any(waiting.replaces(command) for waiting in self._queue):
+            self._failed[command] = error
+        self._failures += 1
+        pause_seconds = min(_FIRST_PAUSE_SECONDS * 2**self._failures, self.sync_period.total_seconds())
+        self._not_before_seconds = self._clock() + pause_seconds
 
     def _report_left_out(self, directory: str, left_out: Mapping[str, str]) -> None:
         """Report each path once."""
@@ -428,15 +439,23 @@ class TargetSyncer(Syncer):
         if not new:
             return
         self._named.update(f"{directory}/{path}" for path in new)
-        shown = ((path if len(path) <= 200 else f"{path[:100]}…{path[-100:]}", reason) for path, reason in new.items())
+        half = _MAX_SHOWN_CHARACTERS // 2
+        shown = (
+            (path if len(path) <= _MAX_SHOWN_CHARACTERS else f"{path[:half]}…{path[-half:]}", reason)
+            for path, reason in new.items()
+        )
         named = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED))
         more = f", and {len(new) - _MAX_NAMED:,} more" if len(new) > _MAX_NAMED else ""
         self._warn(f"left out of the sync of artifacts: {named}{more}")
 
     def _place(self, remote: str) -> tuple[StorageTarget, str]:
-        """Return the target and the folder on it that `remote` names."""
+        """Return the target and the folder on it that `remote` names; without a target of its own, the parent's."""
         if self._target is None:
-            return _found(remote)
+            if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
+                return resolve_target(remote), ""  # a block's slug
+            location = read_uri(remote)
+            above, _, folder = location.path.rpartition("/")
+            return resolve_target(location.at(above).uri), folder
         folder = remote
         if "://" in remote:
             (root, _, options), (place, _, given) = (uri.partition("?") for uri in (self._target.uri, remote))
@@ -447,27 +466,6 @@ class TargetSyncer(Syncer):
         if not is_inside(folder):
             raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
         return self._target, folder
-
-    # ------------------------------------------------------------------------------------------------- pickling
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._state:
-            failed = dict.fromkeys([*self._failed, *([self._running] if self._running else []), *self._queue])
-        kept = ("sync_period", "sync_timeout", "_target", "_last")
-        return {**{name: self.__dict__[name] for name in kept}, "_failed": failed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
-
-
-def _found(remote: str) -> tuple[StorageTarget, str]:
-    """Return the parent of a URI or path as target, and its last folder; for a block's slug, the block and ""."""
-    if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
-        return resolve_target(remote), ""
-    location = read_uri(remote)
-    above, _, folder = location.path.rpartition("/")
-    return resolve_target(location.at(above).uri), folder
 
 
 def _absolute(local_dir: str) -> str:
@@ -480,12 +478,198 @@ def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
     return tuple(pattern for pattern in exclude or () if pattern not in NEVER_ARTIFACTS)
 
 
-def _error_of(command: _Command, error: Exception | None) -> TuneError:
-    """Return the exception for a failed command: its message names the command, its class is that of the cause."""
-    if error is None:
-        return TuneError(f"{command}: was under way when this syncer was copied, and may not be done: retry it")
-    found = TuneError(f"{command}: {error!r}")
-    if isinstance(error, TuneError):
-        found = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")
-    found.__cause__ = error
-    return found
+def _delete_everything(store: ObjectStore, folder: str) -> None:
+    if not folder:
+        raise InvalidInput("delete: expected a folder of the target, found the whole target, which is never deleted")
+    while listed := store.list(folder):
+        store.delete([each.path for each in listed])
+
+
+_PIECE_BYTES = 8 * 1024 * 1024
+_TICK_NS = 50_000_000  # the clock of a file system on Linux ticks every 10 ms or faster
+_MAX_KEY_BYTES = 900  # S3, Google and Azure take 1,024; the rest is for the prefix of the target
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # not in every listing, which is XML
+_HALF_RECEIVED = re.compile(r"\.[0-9a-f]{32}\.part")
+
+_Stamp: TypeAlias = tuple[int, int, int]
+"""Size, modification time in ns and inode of a file; a later write changes it."""
+
+
+class ArtifactMirror:
+    """A directory and its mirror below a folder of a target. One thread at a time may use it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mirrored: dict[str, _Stamp | None] = {}
+        """By path: the stamp of the local file when it was sent or received; None if the copy may be another one."""
+
+    def send(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
+        """Send new and changed files, delete those that are gone, and return by path why the others are left out.
+
+        Only what this mirror has sent or received is deleted. Left out are excluded files and empty folders, files that
+        vanish before they are read, and what the result names: links that lead out of the directory or to folders,
+        entries that are neither a file nor a folder or cannot be read, names that not every target takes, and
+        `NEVER_ARTIFACTS`.
+
+        Raises:
+            InvalidInput: the directory does not exist.
+            StoreUnavailable, StoreRefused: not all files were sent; the next call sends the others.
+        """
+        if not self._directory.is_dir():
+            raise InvalidInput(f"{self._directory}: expected a directory to sync, found nothing of the kind")
+        left_out: dict[str, str] = {}
+        settled_ns = time.time_ns() - _TICK_NS
+        local = dict(_scan(self._directory, folder, excludes, left_out))
+        mirrored = self._mirrored
+        if deleted := sorted(mirrored.keys() - local.keys()):
+            store.delete([_key(folder, path) for path in deleted])  # before a file takes the name of a folder
+            for path in deleted:
+                del mirrored[path]
+
+        def send_file(path: str) -> None:
+            try:
+                file = (self._directory / path).open("rb", buffering=0)
+            except FileNotFoundError:
+                return  # deleted since it was listed
+            except OSError as error:
+                left_out[path] = f"it cannot be read: {error.strerror}"
+                return
+            mirrored[path] = None
+            try:
+                with file:
+                    store.replace(_key(folder, path), _Pieces(file.fileno()))
+            except InvalidInput as unsendable:  # lost by the disk, or of a name that the store reserves
+                left_out[path] = str(unsendable)
+                del mirrored[path]
+                return
+            if local[path][1] < settled_ns:  # else the next write may come within the same tick of the clock
+                mirrored[path] = local[path]
+
+        with transfer_pool() as transfers:
+            for _ in transfers(send_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
+                pass
+        return left_out
+
+    def receive(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> None:
+        """Download the files below `folder`, in place of local ones of the same names; all others stay.
+
+        Raises:
+            CheckpointNotFound: the target has no files there; a `FileNotFoundError` too.
+            CheckpointCorrupt: a key would lead out of the directory. Nothing is downloaded.
+            InvalidInput: a local link or file has the name of a folder, or a folder that of a file.
+        """
+        self._mirrored.clear()
+        files = [file for file in plain_tree(store, folder).files if not is_excluded(file.path, excludes)]
+
+        def receive_file(file: Listed) -> None:
+            local = self._place_of(file.path)
+            fresh = local.with_name(f".{uuid.uuid4().hex}.part")
+            try:
+                with fresh.open("xb") as writing:
+                    writing.writelines(_read_pieces(store, _key(folder, file.path), file.size_bytes))
+                fresh.replace(local)
+            except BaseException:
+                fresh.unlink(missing_ok=True)
+                raise
+            self._mirrored[file.path] = _stamp(local.stat())
+
+        with transfer_pool() as transfers:
+            for _ in transfers(receive_file, files):
+                pass
+
+    def _place_of(self, path: str) -> Path:
+        """Return the local path of `path`, making its folder; refuse links that lead out of the directory."""
+        local = self._directory / path
+        if not local.parent.resolve().is_relative_to(self._directory.resolve()):
+            raise InvalidInput(f"{local}: a local link leads out of {self._directory}: remove it")
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as in_the_way:
+            raise InvalidInput(f"{local}: expected a local folder, found a file: remove it") from in_the_way
+        if local.is_dir():
+            raise InvalidInput(f"{local}: expected a local file, found a folder: remove it")
+        return local
+
+
+def _key(folder: str, path: str) -> str:
+    return f"{folder}/{path}" if folder else path  # the folder may be the root of a target
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class _Pieces:
+    """The bytes of an open file, up to its size when it was opened; a store may read them again."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._size_bytes = os.fstat(file).st_size
+
+    def __iter__(self) -> Iterator[bytes]:
+        for offset in range(0, self._size_bytes, _PIECE_BYTES):
+            try:
+                piece = os.pread(self._file, min(_PIECE_BYTES, self._size_bytes - offset), offset)
+            except OSError as error:  # of this disk, not of the target
+                raise InvalidInput(f"it cannot be read: {error.strerror}") from error
+            yield piece
+
+
+def _read_pieces(store: ObjectStore, key: str, size_bytes: int) -> Iterator[Buffer]:
+    for offset in range(0, size_bytes, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, size_bytes - offset)
+        data = store.read(key, offset=offset, length=length)
+        if len(data) != length:
+            raise StoreUnavailable(f"{key} at {offset}: expected {length} bytes, found {len(data)}; try again")
+        yield data
+
+
+def _scan(
+    directory: Path, folder: str, excludes: Sequence[str], left_out: dict[str, str]
+) -> Iterator[tuple[str, _Stamp]]:
+    """Yield the files to send, and note in `left_out` why others are not."""
+    below = [""]
+    while below:
+        above = below.pop()
+        try:
+            entries = list(os.scandir(directory / above))
+        except FileNotFoundError:
+            continue  # deleted since its parent was read
+        except OSError as error:
+            left_out[above] = f"it cannot be read: {error.strerror}"
+            continue
+        for entry in entries:
+            path = f"{above}/{entry.name}" if above else entry.name
+            if is_excluded(path, excludes) or _HALF_RECEIVED.fullmatch(entry.name):
+                continue
+            try:
+                if (reason := _unsendable_reason(directory, path, folder, entry)) is not None:
+                    left_out[path] = reason
+                elif entry.is_dir(follow_symlinks=False):
+                    below.append(path)
+                else:
+                    yield path, _stamp(entry.stat())
+            except FileNotFoundError:
+                continue  # deleted since the folder was read
+            except OSError as error:
+                left_out[path] = f"it cannot be read: {error.strerror}"
+
+
+def _unsendable_reason(directory: Path, path: str, folder: str, entry: os.DirEntry[str]) -> str | None:
+    if not is_unicode(path):
+        return "its name is not UTF-8"
+    if "\\" in path:
+        return "its name has a backslash"
+    if _NO_KEY.search(path):
+        return "its name has control characters"
+    if len(_key(folder, path).encode()) > _MAX_KEY_BYTES:
+        return f"its path on the target is longer than {_MAX_KEY_BYTES} bytes"
+    if is_excluded(path, NEVER_ARTIFACTS):
+        return "files of this name are never artifacts"
+    if entry.is_symlink() and not (
+        entry.is_file() and (directory / path).resolve().is_relative_to(directory.resolve())
+    ):
+        return "a link to a folder, to nothing, or out of the trial's directory"
+    if not entry.is_file() and not entry.is_dir():
+        return "neither a file nor a folder"
+    return None

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.artifact_sync import TargetSyncer
+from prefect_tune.artifact_sync import ArtifactMirror, TargetSyncer
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     InvalidInput,
     StoreUnavailable,
     TuneError,
-    UnknownVersion,
 )
-from prefect_tune.stores.local.artifact_transfer import ArtifactMirror
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
 from tests.fakes.checkpoints import files_in, write
@@ -345,20 +343,6 @@ def test_no_key_leads_out_of_the_directory(name: str, bucket: Bucket, tmp_path: 
     with pytest.raises(CheckpointCorrupt, match="leads out"):
         ArtifactMirror(tmp_path / "deep" / "back").receive(bucket, REMOTE, ())
     assert files_in(tmp_path) == {}
-
-
-@pytest.mark.parametrize("files", [{"files/x-0000000001/log.txt": b"line"}, {}])
-def test_the_layout_of_development_versions_is_refused(files: dict[str, bytes], bucket: Bucket, tmp_path: Path) -> None:
-    index = (
-        b'{"attempt":1,"digest_of_document":"x","files":[],"format":"prefect-tune/artifacts","number":1,"version":1}'
-    )
-    former = {"index/0000000001.json": index, **files}
-    bucket.objects = {f"{REMOTE}/{path}": data for path, data in former.items()}
-    with pytest.raises(UnknownVersion, match="a development version before the first release"):
-        ArtifactMirror(tmp_path / "back").receive(bucket, REMOTE, ())
-    assert files_in(tmp_path) == {}
-    bucket.objects[f"{REMOTE}/index/0000000001.json"] = b"[]"  # the user's own
-    assert fetched(bucket, tmp_path) == {"index/0000000001.json": b"[]", **files}
 
 
 def test_anybodys_folder_can_be_synced_down(bucket: Bucket, tmp_path: Path) -> None:

@@ -97,14 +97,14 @@ def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
         (tmp_path / name / "artifacts").mkdir(parents=True)
         (tmp_path / name / "artifacts" / "log").write_text(name)
     syncer = TargetSyncer()
-    carry_out = TargetSyncer._carry_out
+    run = TargetSyncer._run
 
-    def carry_out_elsewhere(self: TargetSyncer, command: Any) -> None:
+    def run_elsewhere(self: TargetSyncer, command: Any) -> None:
         os.chdir(tmp_path / "other")
-        carry_out(self, command)
+        run(self, command)
 
     monkeypatch.chdir(tmp_path / "meant")
-    monkeypatch.setattr(TargetSyncer, "_carry_out", carry_out_elsewhere)
+    monkeypatch.setattr(TargetSyncer, "_run", run_elsewhere)
     syncer.sync_up("artifacts", str(tmp_path / "remote"))
     syncer.wait()
     syncer.sync_down(str(tmp_path / "remote"), "back")  # now resolved in "other"

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from prefect_tune.artifact_sync import ArtifactMirror
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.local.artifact_transfer import ArtifactMirror
 from tests.fakes.checkpoints import files_in
 from tests.fakes.stores.memory_store import MemoryStore
 

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import Entry, Opened, Owner, Reported
 from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.results import Results
-from prefect_tune.stores.local.staging import DirectorySink
+from prefect_tune.stores.local.staging import restored_directory
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
@@ -116,7 +116,7 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
     try:
         with target.open(timeout=_PATIENCE) as store:
             manifest = read_manifest(store, key)
-            with DirectorySink(manifest, folder / "restored") as sink:
+            with restored_directory(manifest, folder / "restored") as sink:
                 restore(store, manifest, sink, side_by_side=map)
         return digest_of_directory(folder / "restored")
     finally:

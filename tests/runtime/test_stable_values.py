@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.runtime.stable_values import stable_digest
+from prefect_tune.runtime.load_named import stable_digest
 
 
 def function_of(data: object) -> Callable[[Mapping[str, Any]], None]:

@@ -21,7 +21,7 @@ from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.resources import Processes
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.runtime.load_named import pickled
+from prefect_tune.runtime.load_named import find_unpicklable, pickled
 from prefect_tune.runtime.trainable import Reuse
 
 
@@ -119,8 +119,6 @@ def pickled_or_path(thing: object) -> str:
     try:
         return pickled(thing)
     except Exception as error:
-        from prefect_tune.runtime.pickle_by_value import find_unpicklable
-
         name, part = find_unpicklable(thing)
         shown = getattr(thing, "__qualname__", None) or repr(thing)
         what = f"{shown}: it uses {name} of class {type(part).__name__}, which" if name else f"{shown}: it"

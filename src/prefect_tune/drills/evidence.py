@@ -24,7 +24,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.file_contents import compare_files
 from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.drills.values import MISSING, UNEXPECTED, FileDifference, compare_values, is_in_list, scalars_in
-from prefect_tune.stores.local.download import fetch_committed
+from prefect_tune.stores.local.staging import fetch_committed
 
 METRICS = ""
 """The file of a difference that is in the metrics."""

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.runtime.group_session import ON_JOIN, FollowingSession
+from prefect_tune.runtime.group_session import ON_JOIN
 from prefect_tune.runtime.load_named import load_trainable
-from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.session import FollowingSession, TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
 
 Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]

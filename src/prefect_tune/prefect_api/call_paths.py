@@ -19,7 +19,7 @@ from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.utilities.hashing import hash_objects
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.runtime.stable_values import stable_digest
+from prefect_tune.runtime.load_named import stable_digest
 
 # The context of a run of ours, apart from that of its caller.
 #

@@ -121,7 +121,7 @@ class Checkpoint(metaclass=_Advising):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
         """
-        from prefect_tune.stores.local.node_cache import fill_directory
+        from prefect_tune.stores.local.scratch import fill_directory
 
         deadline = Deadline.after(timeout)
         if path is None:
@@ -132,8 +132,7 @@ class Checkpoint(metaclass=_Advising):
         return str(destination)
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
-        from prefect_tune.stores.local.node_cache import DestinationInUse, fill_directory
-        from prefect_tune.stores.local.scratch import user_folder
+        from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, user_folder
 
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
         with self._place.now().open_content(self._token, deadline) as content:
@@ -220,7 +219,7 @@ class Checkpoint(metaclass=_Advising):
 
 # Hints for attributes of Ray's older checkpoint APIs: what replaces each, with an example to copy.
 
-_SAVE_A_VALUE = """\
+_SAVE = """\
 import json, tempfile
 import prefect_tune as pt
 
@@ -229,27 +228,13 @@ with tempfile.TemporaryDirectory() as directory:
         json.dump({"epoch": 3}, file)
     pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
 """
-_READ_A_VALUE = """\
+_READ = """\
 import json
 import prefect_tune as pt
 
 if checkpoint := pt.get_checkpoint():
     with checkpoint.as_directory() as directory, open(f"{directory}/state.json") as file:
         state = json.load(file)
-"""
-_SAVE_BYTES = """\
-import pathlib, tempfile
-import prefect_tune as pt
-
-with tempfile.TemporaryDirectory() as directory:
-    pathlib.Path(directory, "model.bin").write_bytes(data)
-    pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
-"""
-_READ_BYTES = """\
-import pathlib
-
-with checkpoint.as_directory() as directory:
-    data = pathlib.Path(directory, "model.bin").read_bytes()
 """
 _OPEN_A_URI = """\
 import prefect_tune as pt
@@ -258,33 +243,25 @@ checkpoint = pt.Checkpoint("s3://bucket/folder")
 with checkpoint.as_directory() as directory:
     ...
 """
-_SEND_TO_A_TARGET = """\
-import prefect_tune as pt
-
-pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))  # committed on the trial's target
-"""
 _SHOW_WHERE = """\
 print(checkpoint)  # Checkpoint(filesystem=s3, path=bucket/folder)
 checkpoint.path, checkpoint.filesystem
 """
-_SAY_A_PREPROCESSOR = """\
+_KEEP_A_PREPROCESSOR = """\
 checkpoint.set_metadata({"preprocessor": {"mean": 0.13, "deviation": 0.31}})
-"""
-_READ_A_PREPROCESSOR = """\
 preprocessor = checkpoint.get_metadata()["preprocessor"]
 """
+_IS_SAVED = ("a checkpoint is a directory: save what belongs to it as files in it", _SAVE)
+_IS_READ = ("a checkpoint is a directory, and nothing else: read files in it", _READ)
+_IS_METADATA = ("values that belong to a checkpoint beside its files are metadata", _KEEP_A_PREPROCESSOR)
 
 _INSTEAD: Mapping[str, tuple[str, str]] = {
-    "from_dict": ("a checkpoint is a directory: save the values as a file in it", _SAVE_A_VALUE),
-    "to_dict": ("a checkpoint is a directory: read the values from a file in it", _READ_A_VALUE),
-    "from_bytes": ("a checkpoint is a directory: save the bytes as a file in it", _SAVE_BYTES),
-    "to_bytes": ("a checkpoint is a directory: read the bytes from a file in it", _READ_BYTES),
-    "get_internal_representation": ("a checkpoint is a directory, and nothing else: open it", _READ_BYTES),
+    **dict.fromkeys(("from_dict", "from_bytes"), _IS_SAVED),
+    **dict.fromkeys(("to_dict", "to_bytes", "get_internal_representation"), _IS_READ),
     "from_uri": ("the constructor takes URIs", _OPEN_A_URI),
-    "to_uri": ("a reported checkpoint is uploaded to the target", _SEND_TO_A_TARGET),
+    "to_uri": ("a reported checkpoint is committed on the trial's target", _SAVE),
     "uri": ("its path and its file system name the location", _SHOW_WHERE),
-    "get_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _READ_A_PREPROCESSOR),
-    "set_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _SAY_A_PREPROCESSOR),
+    **dict.fromkeys(("get_preprocessor", "set_preprocessor"), _IS_METADATA),
 }
 
 

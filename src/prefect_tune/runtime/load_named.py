@@ -1,21 +1,39 @@
-"""Load an object by its name, `package.module:Name`; an error says which name the module has instead."""
+"""Objects in another process: by name (`package.module:Name`), by value (a pickle), and recognized by a digest."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import inspect
+import io
 import os
+import pickle
+import queue
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
+import typing
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from numbers import Number
 from operator import attrgetter
-from pathlib import Path
-from types import FunctionType, ModuleType
+from pathlib import Path, PurePath
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, new_class
+from typing import Any
+
+import cloudpickle
+from pydantic import BaseModel
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
+from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
 from prefect_tune.runtime.trainable import require_saves, require_trainable
 
@@ -79,18 +97,18 @@ def require_not_importing(flow: str) -> None:
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and what the script that defines it has defined, by name."""
-    from prefect_tune.runtime.pickle_by_value import load_by_value
-
+    """Return the object, and the functions and classes of the `__main__` in which it was pickled, by name."""
     process = os.getpid()
     try:
-        return load_by_value(bytes.fromhex(text))
+        thing, names = cloudpickle.loads(bytes.fromhex(text))
     except (Exception, SystemExit) as error:  # it imports modules, which may raise anything
         if os.getpid() != process:  # as in `load_named`
             raise
         is_of_import = isinstance(error, ImportError | AttributeError | SystemExit)
         why = import_advice(error) if is_of_import else f"{type(error).__name__}: {error}"
-        raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {_PYTHON}: {why}") from error
+        version = ".".join(map(str, sys.version_info[:3]))
+        raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {version}: {why}") from error
+    return thing, names
 
 
 def import_path_of(thing: object) -> str | None:
@@ -99,32 +117,21 @@ def import_path_of(thing: object) -> str | None:
     It has none if `__main__`, a notebook's cell or the body of a function defines it, if it is a lambda, if its name
     leads to another object, or if its module would be imported from another file.
     """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or module not in sys.modules:
+    module = getattr(thing, "__module__", None)
+    if not _is_importable(thing) or not isinstance(module, str) or not _is_found_again(module):
         return None
-    try:
-        is_found = attrgetter(name)(sys.modules[module]) is thing
-    except AttributeError:
-        return None
-    return f"{module}:{name}" if is_found and _is_importable(module) else None
+    return f"{module}:{_name_of(thing)}"
 
 
-def _is_importable(module: str) -> bool:
+def _is_found_again(module: str) -> bool:
     """Whether an import that does not use `sys.modules` finds the same file."""
     package = module.rpartition(".")[0]
-    if package and not (hasattr(sys.modules.get(package), "__path__") and _is_importable(package)):
+    if package and not (hasattr(sys.modules.get(package), "__path__") and _is_found_again(package)):
         return False
     path = sys.modules[package].__path__ if package else None
     specs = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     known, found = sys.modules[module].__spec__, next((each for each in specs if each is not None), None)
     return known is not None and found is not None and known.origin == found.origin
-
-
-def pickled(thing: object) -> str:
-    """Return `thing` as the hexadecimal text that `load_named` takes."""
-    from prefect_tune.runtime.pickle_by_value import pickle_by_value
-
-    return pickle_by_value(thing).hex()
 
 
 def load_trainable(name: str) -> object:
@@ -156,7 +163,6 @@ def _globals_of_script(trainable: object) -> dict[str, object]:
     return dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
 
 
-_PYTHON = ".".join(map(str, sys.version_info[:3]))
 _SPAWNED = "PREFECT_TUNE_TRAINABLE"
 _MOST_SPAWNED_CHARACTERS = 64 * 1024 * 1024  # what is larger costs more disk than `spawn` is worth
 
@@ -203,8 +209,10 @@ def require_loadable(config: Mapping[str, object]) -> None:
 
 
 def import_advice(error: BaseException) -> str:
-    """Return what an import raised, at which line of which module, and what to do about it."""
-    raised = f"{type(error).__name__}: {error}{_raised_at(error)}"
+    """Return what an import raised, at which line of a module's own code, and what to do about it."""
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    raised_at = f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
+    raised = f"{type(error).__name__}: {error}{raised_at}"
     if isinstance(error, SystemExit):
         return f"{raised}. Run what may end the program only under `if __name__ == '__main__':`"
     return f"{raised}. Make it importable where it runs (working directory {working_directory()})"
@@ -218,26 +226,291 @@ def working_directory() -> str:
         return "that has been removed"
 
 
-def _raised_at(error: BaseException) -> str:
-    """Return the innermost line of a module's own code, not of a function; empty if no module was run."""
-    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
-    return f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
-
-
 def _lacks(owner: object, name: str) -> str:
-    """Return that `owner` has no `name`, and what it has."""
+    """Return that `owner` has no `name`, and what it has: its own classes and functions before imported ones."""
     from prefect_tune.core.shown_text import did_you_mean_or_has, nearest
 
     public = [each for each in dir(owner) if not each.startswith("_")]
-    defined = [each for each in public if _is_defined_in(owner, each)]
+    found = {each: inspect.getattr_static(owner, each, None) for each in public}  # None: the module makes it on demand
+    own_name = getattr(owner, "__name__", None)
+    defined = [each for each, it in found.items() if callable(it) and getattr(it, "__module__", None) == own_name]
     near = nearest(name, defined) or nearest(name, public)
-    what = f"module {owner.__name__!r}" if inspect.ismodule(owner) else repr(owner)
+    what = f"module {own_name!r}" if inspect.ismodule(owner) else repr(owner)
     where = f" ({owner.__file__})" if inspect.ismodule(owner) and getattr(owner, "__file__", None) else ""
     hint = f"did you mean {near!r}?" if near else did_you_mean_or_has(name, defined)
     return f"{what}{where} has no {name!r}; {hint}"
 
 
-def _is_defined_in(owner: object, name: str) -> bool:
-    """Whether `name` is a class or function that the module itself defines, and not one that it imports."""
-    found = inspect.getattr_static(owner, name, None)  # None: the module makes it on demand
-    return callable(found) and getattr(found, "__module__", None) == getattr(owner, "__name__", None)
+# Pickle what a script or a notebook defines, by value: a trial's process cannot import its `__main__`.
+#
+# cloudpickle does so for functions and classes. Here are the other objects that `pickle` stores as a name to import
+# (cached functions, types of `typing`), and those that a script's functions often refer to and that hold nothing but
+# their process's own state (locks, weak dictionaries). What cannot be sent is an error that names it.
+
+_Cached = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
+_Lock, _RLock = type(threading.Lock()), type(threading.RLock())
+
+
+def pickled(thing: object) -> str:
+    """Return a pickle of `thing`, and of the names of what it uses of `__main__`, as the text that `load_named` takes.
+
+    Raises:
+        Exception: of any class, if it cannot be pickled; see `find_unpicklable`.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump((thing, pickler.names))  # the names are pickled last, when all of them are known
+    return file.getvalue().hex()
+
+
+def _name_of(thing: object) -> str:
+    return str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
+
+
+def _is_importable(thing: object) -> bool:
+    """Whether another process finds this very object by its name; not what `__main__` defines."""
+    module = getattr(thing, "__module__", None)
+    try:
+        return module != "__main__" and attrgetter(_name_of(thing))(sys.modules[str(module)]) is thing
+    except (AttributeError, KeyError):
+        return False
+
+
+def _reduce_code(code: CodeType) -> tuple[object, ...]:
+    """Keep the file of code, for tracebacks: cloudpickle 3.1.3 names none."""
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
+
+
+def _reduce_cached(cached: Any) -> object:
+    """Send a function with `functools.cache` or `lru_cache` with an empty cache."""
+    if _is_importable(cached):
+        return _name_of(cached)
+    if not any(referent is cached.__wrapped__ for referent in gc.get_referents(cached)):
+        raise pickle.PicklingError("functools.update_wrapper has replaced the function that it caches")
+    own = {name: value for name, value in vars(cached).items() if name not in ("__wrapped__", "cache_parameters")}
+    return _make_cached, (cached.__wrapped__, cached.cache_parameters()), own
+
+
+def _make_cached(function: Callable[..., object], parameters: Mapping[str, Any]) -> object:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_new_type(new_type: typing.NewType) -> object:
+    if _is_importable(new_type):
+        return _name_of(new_type)
+    return typing.NewType, (new_type.__name__, new_type.__supertype__), vars(new_type)
+
+
+def _reduce_parameter(parameter: Any) -> object:
+    """Send a `ParamSpec` or `TypeVarTuple`; no program reads more than its name."""
+    return _name_of(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
+
+
+def _reduce_typed_dict(kind: Any) -> object:
+    bases = [base for base in getattr(kind, "__orig_bases__", ()) if typing.get_origin(base) is typing.Generic]
+    annotations = {
+        "__annotations__": dict(kind.__annotations__),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    keys = {name: value for name, value in vars(kind).items() if name.endswith("_keys__")}
+    return _make_typed_dict, (kind.__name__, kind.__qualname__, bases, kind.__total__, annotations, keys)
+
+
+def _make_typed_dict(
+    name: str,
+    qualified_name: str,
+    bases: list[object],
+    total: bool,  # noqa: FBT001 - as TypedDict takes it
+    namespace: Mapping[str, object],
+    keys: Mapping[str, object],
+) -> object:
+    kind = new_class(name, (typing.TypedDict, *bases), {"total": total}, lambda body: body.update(namespace))
+    for attribute, value in {**keys, "__qualname__": qualified_name}.items():
+        setattr(kind, attribute, value)
+    return kind
+
+
+def _reduce_weak_dictionary(weak: Any) -> object:
+    return type(weak), (), None, None, iter([*weak.items()])
+
+
+_REDUCERS: Mapping[type, Callable[[Any], object]] = {
+    CodeType: _reduce_code,
+    _Cached: _reduce_cached,
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_parameter,
+    typing.TypeVarTuple: _reduce_parameter,
+    weakref.WeakKeyDictionary: _reduce_weak_dictionary,
+    weakref.WeakValueDictionary: _reduce_weak_dictionary,
+    _Lock: lambda _: (threading.Lock, ()),
+    _RLock: lambda _: (threading.RLock, ()),
+}
+_OF_THREADS = (
+    *(threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
+    *(queue.Queue, queue.SimpleQueue),
+)
+_NAMED = (type, FunctionType, _Cached, typing.NewType, typing.ParamSpec, typing.TypeVarTuple, typing.TypeVar)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    dispatch_table: Mapping[type, Any] = ChainMap({**_REDUCERS}, cloudpickle.Pickler.dispatch_table)
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: dict[str, object] = {}
+
+    def reducer_override(self, thing: Any) -> Any:
+        kind = type(thing)
+        if issubclass(kind, _NAMED) and thing.__module__ == "__main__":
+            name = _name_of(thing)
+            if getattr(sys.modules["__main__"], name, None) is thing:
+                self.names[name] = thing
+        if issubclass(kind, _OF_THREADS):
+            raise pickle.PicklingError("it is for the threads of one process, and each trial is another")
+        if thing is sys.modules["__main__"]:
+            raise pickle.PicklingError("another process has another __main__")
+        if issubclass(kind, type) and typing.is_typeddict(thing) and not _is_importable(thing):
+            return _reduce_typed_dict(thing)
+        own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
+        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # maybe to a name
+        if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
+            return super().reducer_override(thing)
+        if isinstance(reduced := thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(thing):
+            raise pickle.PicklingError(f"its pickle is the name {reduced!r} in {thing.__module__}")
+        return reduced
+
+
+def find_unpicklable(thing: object) -> tuple[str, object]:
+    """Return the innermost part of `thing` that cannot be pickled: its name, as `'lock' in 'data'`, and itself.
+
+    The name is empty if it is `thing` itself.
+    """
+    names: list[str] = []
+    seen: set[int] = set()
+    part: tuple[str, object] | None = ("", thing)
+    while part is not None:
+        thing = part[1]
+        seen.add(id(thing))
+        names += [repr(part[0])] if part[0] else []
+        part = next((each for each in _parts(thing) if id(each[1]) not in seen and not _is_picklable(each[1])), None)
+    return " in ".join(reversed(names)), thing
+
+
+def _is_picklable(thing: object) -> bool:
+    try:
+        pickled(thing)
+    except Exception:  # noqa: BLE001 - a user's `__reduce__` may raise anything
+        return False
+    return True
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, object]]:
+    """Yield the name and the value of each part of `thing` that a pickle of it contains."""
+    match thing:
+        case _ if isinstance(thing, _OF_THREADS):
+            return
+        case functools.partial():
+            yield from [(_name_of(thing.func), thing.func), *_numbered(thing.args), *thing.keywords.items()]
+        case MethodType():
+            yield from [(thing.__name__, thing.__func__), ("self", thing.__self__)]
+        case FunctionType():
+            yield from (
+                (name, thing.__globals__[name]) for name in _names_in(thing.__code__) & thing.__globals__.keys()
+            )
+            cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+            for name, cell in cells:
+                with suppress(ValueError):  # the variable has no value yet
+                    yield name, cell.cell_contents
+            yield from [*_numbered(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
+        case ModuleType():
+            pass
+        case staticmethod() | classmethod() | _Cached():
+            yield _name_of(thing), thing.__wrapped__
+        case property():
+            yield from ((_name_of(part), part) for part in (thing.fget, thing.fset, thing.fdel) if part is not None)
+        case dict():
+            yield from ((str(name), value) for name, value in thing.items())
+        case list() | tuple() | set() | frozenset():
+            yield from _numbered(thing)
+        case type():
+            yield from [*vars(thing).items(), *((base.__name__, base) for base in thing.__bases__)]
+        case _:
+            yield from getattr(thing, "__dict__", {}).items()
+            yield type(thing).__name__, type(thing)
+
+
+def _numbered(items: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return ((f"[{number}]", item) for number, item in enumerate(items))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that code uses, also in the functions that it defines."""
+    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+# What a value is in every process, as a digest: by it, a retry finds what an earlier try of its flow has called.
+#
+# Of an object that is no plain value only the type counts: its pickle may differ in each process.
+
+
+def stable_digest(value: object) -> str:
+    """Return a digest that is equal for an equal value in another process; different values may have one digest."""
+    return digest_of(_form(value, ()).encode())[:16]
+
+
+def _form(value: Any, within: tuple[object, ...]) -> str:
+    def together(*parts: object) -> str:
+        return f"({','.join(_form(part, (*within, value)) for part in parts)})"
+
+    if any(value is outer for outer in within):  # the class of a method, in a cell of it
+        return ""
+    match value:
+        case None | Number() | bytes():
+            return repr(value)
+        case str() | PurePath():
+            name, folder = str(value), f"{tempfile.gettempdir()}{os.sep}"
+            # Each start gets another folder for its temporary files.
+            return repr(name.removeprefix(folder).partition(os.sep)[2] if name.startswith(folder) else name)
+        case dict():
+            return f"{{{','.join(sorted(together(*item) for item in value.items()))}}}"
+        case set() | frozenset():
+            return f"{{{','.join(sorted(map(together, value)))}}}"
+        case list() | tuple():
+            return together(*value)
+        case _:
+            named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+            return str(named.__qualname__) + together(*_parts_that_count(value))
+
+
+def _parts_that_count(value: Any) -> Iterable[object]:
+    """Return what tells a value apart from others of its name or type."""
+    match value:
+        case functools.partial():
+            return [value.func, value.args, value.keywords]
+        case MethodType():
+            return [value.__self__, value.__func__]
+        case FunctionType() | type() if "<locals>" not in value.__qualname__:
+            return []  # its code may be edited before a retry
+        case FunctionType():
+            return [*_cells_of(value), value.__defaults__, value.__kwdefaults__]
+        case type():
+            held = {name: _cells_of(part) or part for name, part in vars(value).items() if _is_held(name, part)}
+            return [held, value.__bases__]
+        case Enum():
+            return [value.name]
+        case BaseModel():
+            return [vars(value)]
+        case _:
+            return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
+
+
+def _cells_of(function: object) -> list[object]:
+    """Return the values of the variables of outer functions that a function uses."""
+    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
+
+
+def _is_held(name: str, part: object) -> bool:
+    return bool(_cells_of(part)) if isinstance(part, FunctionType) else not name.startswith("_")

@@ -57,37 +57,13 @@ class MessageReader(Generic[_Message]):
         """
         ends = None if patience is None else time.monotonic() + patience.total_seconds()
         while missing := self._missing_bytes():
-            if not self._arrives(ends):
+            left_ms = None if ends is None else max(0.0, ends - time.monotonic()) * 1000
+            if not self._poll.poll(left_ms):
                 return None
             data = os.read(self._connection.fileno(), min(missing, _CHUNK_BYTES))
             if not data:
                 raise EOFError("the other side has closed the connection")
             self._received += data
-        return self._whole()
-
-    def _arrives(self, ends: float | None) -> bool:
-        """Wait for more bytes, or for the connection's end."""
-        left = None if ends is None else max(0.0, ends - time.monotonic()) * 1000
-        return bool(self._poll.poll(left))
-
-    def _missing_bytes(self) -> int:
-        """Return how many bytes the header, and then the message, still lack."""
-        start = _SHORT.size
-        if (missing := start - len(self._received)) > 0:
-            return missing
-        length = _number(_SHORT, self._received, 0)
-        if length == -1:
-            start += _LONG.size
-            if (missing := start - len(self._received)) > 0:
-                return missing
-            length = _number(_LONG, self._received, _SHORT.size)
-        if not 0 < length <= self._limit_bytes:
-            raise self._malformed(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
-        if not b"{".startswith(self._received[start : start + 1]):
-            raise self._malformed("expected a JSON object")
-        return start + length - len(self._received)
-
-    def _whole(self) -> _Message:
         start = _SHORT.size if self._received[:1] != b"\xff" else _SHORT.size + _LONG.size
         try:
             message = self._kind.validate_json(bytes(memoryview(self._received)[start:]))
@@ -97,14 +73,26 @@ class MessageReader(Generic[_Message]):
         self._received = bytearray()
         return message
 
+    def _missing_bytes(self) -> int:
+        """Return how many bytes the header, and then the message, still lack."""
+        start = _SHORT.size
+        if (missing := start - len(self._received)) > 0:
+            return missing
+        (length,) = _SHORT.unpack_from(self._received)
+        if length == -1:
+            start += _LONG.size
+            if (missing := start - len(self._received)) > 0:
+                return missing
+            (length,) = _LONG.unpack_from(self._received, _SHORT.size)
+        if not 0 < length <= self._limit_bytes:
+            raise self._malformed(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
+        if not b"{".startswith(self._received[start : start + 1]):
+            raise self._malformed("expected a JSON object")
+        return start + length - len(self._received)
+
     def _malformed(self, expected: str) -> MalformedMessage:
         shown = bytes(self._received[:_SHOWN_BYTES])
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
-
-
-def _number(form: struct.Struct, data: bytearray, start: int) -> int:
-    (number,) = form.unpack_from(data, start)
-    return int(number)
 
 
 # The trial's end of its connection to the supervisor; closed in processes that the trial forks or executes.
@@ -160,11 +148,4 @@ class SupervisorConnection:
 
 
 _open_connections: WeakSet[Connection] = WeakSet()
-
-
-def _close_in_a_forked_child() -> None:
-    for each in list(_open_connections):
-        each.close()
-
-
-os.register_at_fork(after_in_child=_close_in_a_forked_child)
+os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_open_connections)])

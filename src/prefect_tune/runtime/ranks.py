@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -64,13 +64,15 @@ def claim_process(start: Start, lead: Callable[[int], None]) -> None:
     Variables of ranks that it inherited are those of another training. `lead` is called before a copy is started,
     with the number of ranks: this process is rank 0 then.
     """
-    global _lead  # noqa: PLW0603 - of the trial that this process trains
+    global _lead, _refuses_copies  # noqa: PLW0603 - of the trial that this process trains; one hook per process
     _lead = lead
     os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
     for name in _OF_ANOTHER_TRAINING:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at, SCRIPT: "".join(sys.argv[:1])}
-    _refuse_copies()
+    if not _refuses_copies:  # only an audit hook sees all ways of starting a process; it cannot be removed
+        _refuses_copies = True
+        sys.addaudithook(_audit)
 
 
 def started_by() -> TrialProcess | None:
@@ -127,7 +129,7 @@ def _number(variable: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-# ---------------------------------------------------------------------------------------------------- second copies
+# Second copies.
 #
 # Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
 # program that serves one trial. With the variables of a rank it trains as that rank; without them it is refused.
@@ -148,47 +150,26 @@ def _ranks_in(environment: Mapping[Any, Any]) -> int:
     return int(size) if size.isdecimal() else 1
 
 
-def _refuse_copies() -> None:
-    """From now on refuse to start the program of this process again, unless it is for a rank.
-
-    Only an audit hook sees all ways of starting a process; it cannot be removed, so it is added once.
-    """
-    global _refuses_copies  # noqa: PLW0603 - one hook per process
-    if not _refuses_copies:
-        _refuses_copies = True
-        sys.addaudithook(_audit)
-
-
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
         command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
-        if not isinstance(command, list | tuple) or not _is_this_program(command):
+        if not isinstance(command, list | tuple) or not is_program_of_trials():
+            return
+        words = [os.fsdecode(each) for each in command if isinstance(each, str | bytes | os.PathLike)]
+        again = (
+            ["-m", _program_name(), *sys.argv[1:]],  # with the same arguments: a search inside a trial has others
+            [str(getattr(PROGRAM, "__file__", "")), *sys.argv[1:]],
+        )
+        if words != sys.orig_argv and words[1:] not in again:
             return
         ranks = _ranks_in(environment if isinstance(environment, Mapping) else os.environ)
         if ranks == 1 or _lead is None:
             raise InvalidInput(
-                f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
+                f"expected another program, found a second copy of the trial's process ({' '.join(words)[:200]}), as a "
                 f"launcher of ranks starts it. {START_RANKS}"
             )
         _lead(ranks)
 
 
-def _is_this_program(command: Sequence[object]) -> bool:
-    """Whether it runs this process's main module with the same arguments; a search inside a trial has others."""
-    words = _words(command)
-    again = [
-        [*program, *sys.argv[1:]] for program in (["-m", _program_name()], [str(getattr(PROGRAM, "__file__", ""))])
-    ]
-    return is_program_of_trials() and (words == sys.orig_argv or words[1:] in again)
-
-
 def _program_name() -> str:
     return str(getattr(getattr(PROGRAM, "__spec__", None), "name", ""))
-
-
-def _words(command: Sequence[object]) -> list[str]:
-    return [os.fsdecode(each) for each in command if isinstance(each, str | bytes | os.PathLike)]
-
-
-def _shown(command: Sequence[object]) -> str:
-    return " ".join(_words(command))[:200]

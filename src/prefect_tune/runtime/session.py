@@ -1,4 +1,15 @@
-"""The trial's side of an attempt: counts steps, sends reports and checkpoints, and waits for decisions."""
+"""The trial's side of an attempt: counts steps, sends reports and checkpoints, and waits for decisions.
+
+Of several processes that train a trial together, rank 0 decides, and the other ranks follow:
+
+    rank 0           report of step s ──► decides: save? end? ──► Directive(s) ─┐
+    supervisor                                                                  ├─► sends it to all other ranks
+    rank 1, 2, ...   report of step s ──► Part(s): its files ──► waits for ◄────┘
+
+So all ranks save, continue and end at the same step, whatever their clocks say. Rank 0 never waits for another rank,
+but for the commit of a checkpoint, to which each rank adds its part: that wait has a deadline (`attempt/supervisor.py`).
+Never: a rank that decides by itself whether it saves or ends; a checkpoint without the part of a rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper, why_over
@@ -22,14 +33,20 @@ from prefect_tune.core.journal_events import (
     Cause,
     Finished,
     FinishKind,
+    Outcome,
 )
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
+    Directive,
     FromTrial,
+    Join,
     Leave,
     MeanMetrics,
     MilestoneReached,
+    Part,
     Proceed,
+    Rank,
+    RankMetrics,
     SaveFailed,
     Start,
     StepDone,
@@ -42,7 +59,9 @@ from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
+from prefect_tune.runtime.load_named import working_directory
 from prefect_tune.runtime.message_stream import SupervisorConnection
+from prefect_tune.runtime.ranks import LEADS
 from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
 
 if TYPE_CHECKING:
@@ -61,29 +80,17 @@ def local_directory(checkpoint: object) -> Path:
         InvalidInput: it is not a directory of this machine.
     """
     path = getattr(checkpoint, "path", None)  # None if the caller passed a path instead of a checkpoint
-    if path is None or _kind_of(checkpoint) != "local" or not Path(str(path)).is_dir():
+    place = getattr(checkpoint, "_place", None)  # of `pt.Checkpoint`, without importing pyarrow
+    filesystem = getattr(checkpoint, "filesystem", None) if place is None else None
+    kind = getattr(filesystem, "type_name", "local") if place is None else place.kind
+    if path is None or kind != "local" or not Path(str(path)).is_dir():
+        is_relative = path is not None and not Path(str(path)).is_absolute()
+        below = f" in the working directory {working_directory()}" if is_relative else ""
         raise InvalidInput(
-            f"pt.report(checkpoint={checkpoint!r}): expected a local directory{_seen_from(path)}, as in "
+            f"pt.report(checkpoint={checkpoint!r}): expected a local directory{below}, as in "
             "pt.Checkpoint.from_directory(path); a checkpoint that is on a target already need not be reported"
         )
     return Path(os.path.realpath(str(path)))
-
-
-def _kind_of(checkpoint: object) -> object:
-    """Return the kind of file system of its path; "local" if it names none."""
-    place = getattr(checkpoint, "_place", None)
-    if place is not None:
-        return place.kind  # of `pt.Checkpoint`, without importing pyarrow
-    return getattr(getattr(checkpoint, "filesystem", None), "type_name", "local")
-
-
-def _seen_from(path: object) -> str:
-    if path is None or Path(str(path)).is_absolute():
-        return ""
-    try:
-        return f" in the working directory {Path.cwd()}"
-    except FileNotFoundError:
-        return " in the working directory, which has been removed"
 
 
 def require_written(returned: object, directory: Path, step: int) -> None:
@@ -99,8 +106,8 @@ def require_written(returned: object, directory: Path, step: int) -> None:
         found = f"a {type(returned).__name__}"
         raise InvalidInput(f"step {step}: save_checkpoint returned {found}; write files into checkpoint_dir instead")
     if is_empty:
-        said = "save_checkpoint wrote nothing into checkpoint_dir: a resume from there has no trained state"
-        warnings.warn(said, stacklevel=2)  # the same text at each step: Python shows it once
+        # The same text at each step: Python shows it once.
+        warnings.warn("save_checkpoint wrote nothing into checkpoint_dir: a resume has no trained state", stacklevel=2)
 
 
 def require_no_path(returned: object, directory: Path, step: int) -> None:
@@ -149,22 +156,19 @@ def _copy_file(source: Path, destination: Path) -> None:
     with source.open("rb") as reading, destination.open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0
-        while done < size and (sent := _copy_range(reading.fileno(), writing.fileno(), done, size - done)):
+        while done < size:
+            sent = 0
+            try:
+                sent = os.copy_file_range(reading.fileno(), writing.fileno(), size - done, done)
+            except OSError as error:
+                if error.errno not in _CANNOT_COPY_RANGES:
+                    raise
+            if not (sent := sent or os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
+                break
             done += sent
     if done != size:
         raise StagedFilesChanged(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
     shutil.copymode(source, destination)
-
-
-def _copy_range(source: int, destination: int, offset: int, count: int) -> int:
-    """Append bytes of `source` to `destination`; return how many. Not every file system can share them."""
-    try:
-        if copied := os.copy_file_range(source, destination, count, offset):
-            return copied
-    except OSError as error:
-        if error.errno not in _CANNOT_COPY_RANGES:
-            raise
-    return os.sendfile(destination, source, offset, count)
 
 
 _RETURN_WITHIN = timedelta(seconds=20)
@@ -172,8 +176,9 @@ _RETURN_WITHIN = timedelta(seconds=20)
 
 
 class TrialSession:
-    """The state of one attempt in the trial's process: its connection to the supervisor, and its reports.
+    """The state of one attempt in the process of rank 0: its connection to the supervisor, and its reports.
 
+    It decides when to save and to end, and directs the other ranks, if there are any.
     It belongs to the process and the thread that create it. Other threads of the process may report too: each call is
     complete before the next one begins. A forked child may only read it.
     """
@@ -203,6 +208,7 @@ class TrialSession:
         self._asking = False
         self._leave: Leave | None = None
         self._mean: MeanMetrics | None = None
+        self._directed_stop = False
         self.step = start.from_step
         self.asked_to_stop = False
 
@@ -220,8 +226,37 @@ class TrialSession:
             _session=self,
         )
 
+    @property
+    def _leads(self) -> bool:
+        return self.start.rank.rank == 0 and self.start.rank.world_size > 1
+
+    def lead(self, world_size: int) -> None:
+        """Be rank 0 of so many ranks from now on: a launcher in this process starts the others.
+
+        Raises:
+            InvalidInput: a step was reported already, which the others do not have.
+        """
+        with self._reporting("a launcher of ranks"):
+            if self._leads:
+                return
+            if self.step != self.start.from_step:
+                raise InvalidInput("expected the ranks to be launched before the first pt.report, found a step before")
+            rank = Rank(rank=0, world_size=world_size)
+            self._send(Join(rank=rank, pid=os.getpid()))
+            self.start = self.start.model_copy(update={"rank": rank})
+            os.environ[LEADS] = "1"
+
+    def _direct(self, *, saves: bool = False, over: Outcome | None = None) -> None:
+        """Tell the other ranks, if there are any, what to do at this step."""
+        if self._leads:
+            if not saves:
+                self._directed_stop = self.asked_to_stop
+            self._send(Directive(step=self.step, saves=saves, stop=self._directed_stop, over=over))
+
     def is_asked_to_stop(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
+        if self._leads:  # what all ranks know since the last report: else some would save a step before the others
+            return self._directed_stop
         if self._reports.acquire(blocking=False):  # else another thread reports, and reads the messages
             try:
                 self.listen()
@@ -240,14 +275,14 @@ class TrialSession:
             if directory is None:
                 self.tell(report)
             elif directory.parent == Path(os.path.realpath(self.start.staging)):
-                self.hand_over(report, directory, "moved")
+                self.hand_over(report, directory, moved=True)
             elif self.start.overlap or self.start.rank.world_size > 1:
                 self._wait_for_upload()
                 with self._saving():
                     copied = snapshot(directory, self.new_directory())
-                self.hand_over(report, copied, "moved")
+                self.hand_over(report, copied, moved=True)
             else:
-                self.hand_over(report, directory, "lent")
+                self.hand_over(report, directory, moved=False)
             self.heed_milestone()
             self.end_if_due(saved=directory is not None)
 
@@ -257,7 +292,8 @@ class TrialSession:
             report = self.count(metrics)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                self.hand_over(report, self._written_by(save), "moved", None if self._asking else self._finish_reason())
+                directory, reason = self._written_by(save), None if self._asking else self._finish_reason()
+                self.hand_over(report, directory, moved=True, finish_reason=reason)
             else:
                 self.tell(report)
             self.heed_milestone()
@@ -274,6 +310,8 @@ class TrialSession:
             if self._over is None and self.step > self._saved_step:
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 self.hand_over_state(self._curve[-1], self._written_by(save))
+            if self._over is None:
+                self._direct()
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Report the metrics that the function returned, if any, as the last step; return how the attempt ended."""
@@ -283,7 +321,8 @@ class TrialSession:
                 if returned is not None:
                     self.tell(self.count(returned))
                 self._wait_for_upload()
-                self._over = TrialOver(self._finished(make_reason("returned"), FinishKind.RETURNED))
+                reason = make_reason("returned")
+                self._over = TrialOver(Finished(trial=self.start.trial, reason=reason, kind=FinishKind.RETURNED))
             # Else `TrialOver` was raised in another thread, or a broad except has caught it.
             return TrialEnded(outcome=self._over.outcome)
 
@@ -336,6 +375,7 @@ class TrialSession:
         return wants or cadence.due(steps, elapsed) or (cadence.at_end and self._finish_reason() is not None)
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
+        self._direct(saves=True)
         with self._saving():
             directory = self.new_directory()
             returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
@@ -345,19 +385,25 @@ class TrialSession:
         return directory
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
-        """Make the report of the next step."""
-        where = f"metrics of step {self.step + 1}"
+        """Make the report of the next step; with `metrics_from="mean"` of what all ranks report for it."""
+        step = self.step + 1
+        where = f"metrics of step {step}"
         stored = storable(metrics, where)
+        if self._leads and self.start.metrics_from == "mean":
+            self._send(RankMetrics(step=step, metrics=stored))
+            while self._mean is None or self._mean.step != step:
+                self._take_in()
+            stored = storable(self._mean.metrics, where)
         if self.start.rank.rank == 0:
             require_metrics(stored, self.start.required_metrics, where)
-        self.step += 1
+        self.step = step
         self._want_save = stored.pop("should_checkpoint", False) is True
         trained_seconds = self._trained_seconds + time.monotonic() - self._resumed_at
-        report = StepReport(step=self.step, metrics=stored, trained_seconds=trained_seconds)
+        report = StepReport(step=step, metrics=stored, trained_seconds=trained_seconds)
         if not self._stopper.looks_back:
             self._curve.clear()  # else a trial of a million steps holds 0.5 GB of reports
         self._curve.append(report)
-        self._asking = self._milestone is not None and self.step >= self._milestone
+        self._asking = self._milestone is not None and step >= self._milestone
         return report
 
     def why_stop(self) -> AnyReason | None:
@@ -366,13 +412,9 @@ class TrialSession:
         The stopper is called once per step, since its result may have been journaled.
         """
         if self._judged_step != self.step:
-            self._judged, self._judged_step = self._judgement(), self.step
+            self._judged_step = self.step
+            self._judged = (why_over(self._stopper, self._curve) or None) if self._curve else None
         return self._judged
-
-    def _judgement(self) -> AnyReason | None:
-        if not self._curve:
-            return None
-        return why_over(self._stopper, self._curve) or None
 
     def _finish_reason(self) -> AnyReason | None:
         """Return why this step finishes the trial, or None; an error of the stopper is raised after the report."""
@@ -384,15 +426,10 @@ class TrialSession:
         self._send(StepDone(report=report, asks=self._asking, seconds=self.seconds()))
 
     def hand_over(
-        self,
-        report: StepReport,
-        directory: Path,
-        how: Literal["moved", "lent"],
-        finish_reason: AnyReason | None = None,
+        self, report: StepReport, directory: Path, *, moved: bool, finish_reason: AnyReason | None = None
     ) -> None:
-        """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
+        """Send `directory` to be committed. If it is `moved`, the supervisor now owns it; else wait for the commit."""
         self._wait_for_upload()
-        moved = how == "moved"
         handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking}
         self._send(StepDone(report=report, finish_reason=finish_reason, seconds=self.seconds(), **handed))
         self._uploading = report.step
@@ -447,20 +484,18 @@ class TrialSession:
 
     def _end(self, *, saved: bool) -> None:
         over = self._why_over(saved=saved)
+        self._direct(over=None if over is None else over.outcome)
         if over is not None:
             self._wait_for_upload()
             raise self._leaving(over)
 
     def _why_over(self, *, saved: bool) -> TrialOver | None:
         if (reason := self.why_stop()) is not None:
-            return TrialOver(self._finished(reason, FinishKind.CRITERION))
+            return TrialOver(Finished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION))
         if self._leave is not None:
             return TrialOver(self._leave.outcome)
         is_interrupted = saved and self.asked_to_stop
         return TrialOver(self._interrupted(make_reason("saved-as-requested"))) if is_interrupted else None
-
-    def _finished(self, reason: AnyReason, kind: FinishKind) -> Finished:
-        return Finished(trial=self.start.trial, reason=reason, kind=kind)
 
     def _interrupted(self, reason: AnyReason) -> AttemptEnded:
         return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason)
@@ -544,3 +579,94 @@ class TrialSession:
                 self._mean = mean
             case _:
                 pass
+
+
+class FollowingSession(TrialSession):
+    """The session of another rank: it adds its part to checkpoints, and follows the directives of rank 0."""
+
+    def count(self, metrics: Mapping[str, object]) -> StepReport:
+        """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
+        report = super().count(metrics)
+        self._send_metrics(report)
+        return report
+
+    def _send_metrics(self, report: StepReport, *, returned: bool = False) -> None:
+        if self.start.metrics_from == "mean":
+            self._send(RankMetrics(step=report.step, metrics=report.metrics, returned=returned))
+
+    def lead(self, world_size: int) -> None:
+        """Refuse it: this is another rank than 0."""
+        found = self.start.rank.rank
+        raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {found}")
+
+    def is_asked_to_stop(self) -> bool:
+        return self.asked_to_stop
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
+        with self._reporting("pt.report"):
+            directory = None if checkpoint is None else local_directory(checkpoint)
+            if directory is not None and directory.parent != Path(os.path.realpath(self.start.staging)):
+                with self._saving():
+                    directory = snapshot(directory, self.new_directory())
+            self.count(metrics)
+            self._add(directory)
+            self._follow(None)
+
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+        with self._reporting("pt.report_step"):
+            self.count(metrics)
+            self._follow(save)
+
+    def save_last_step(self, save: Callable[[str], None]) -> None:
+        self._require_own_process("save_last_step")
+        with self._reports:
+            if self._over is None:
+                self._follow(save)
+
+    def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
+        """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
+        with self._reports:
+            if self.start.metrics_from == "mean" and self._over is None and returned is not None:
+                self._send_metrics(super().count(returned), returned=True)
+        return super().finish(None)
+
+    def why_stop(self) -> AnyReason | None:
+        """Return None: rank 0 decides."""
+        return None
+
+    def ask_first(self) -> None:
+        """Wait for the decision on the restored checkpoint's step, if it is a milestone."""
+        if self._curve and self._milestone is not None and self.step >= self._milestone:
+            self._follow(None)
+
+    def _add(self, directory: Path | None) -> None:
+        path = None if directory is None else str(directory)
+        self._send(Part(step=self.step, directory=path))
+
+    def _follow(self, save: Callable[[str], None] | None) -> None:
+        """Do what rank 0 directs at this step.
+
+        Raises:
+            TrialOver: the trial ends.
+            InvalidInput: rank 0 has reported more steps.
+        """
+        began = time.monotonic()
+        while True:
+            match self.connection.receive():
+                case Directive() as directive:
+                    if directive.step != self.step:
+                        raise InvalidInput(
+                            f"rank {self.start.rank.rank}: expected a report of step {directive.step}, as rank 0 made "
+                            f"it, found one of step {self.step}. Every rank calls pt.report once in each step, with or "
+                            "without a checkpoint"
+                        )
+                    if directive.over is not None:
+                        raise self._leaving(TrialOver(directive.over))
+                    if not directive.saves:
+                        break
+                    if save is not None:
+                        self._add(self._written_by(save))
+                case _:
+                    pass
+        self.asked_to_stop = directive.stop
+        self._resumed_at += time.monotonic() - began  # waiting is not training

@@ -26,23 +26,23 @@ class NotLoaded(Exception):
 
 def failure_message(error: BaseException, trial: str) -> TrialEnded:
     """Return the message that ends an attempt of `trial` in whose process `error` was raised."""
-    failure = AttemptEnded(trial=trial, cause=_cause(error), reason=_failure_reason(error))
-    return TrialEnded(outcome=failure, raised=True)
-
-
-def _failure_reason(error: BaseException) -> Reason:
     if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
-        return make_reason("raised", text=str(error))
-    traceback_text, text = _traceback_of_trainable(error), text_of(error)
-    name = None if isinstance(error, NotLoaded) else type(error).__name__
-    return make_reason(
-        "raised",
-        type=name if text else None,
-        text=text or name,
-        advice=_advice(error),
-        location=find_code_location(traceback_text, is_newest_first=False),
-        traceback=traceback_text,
-    )
+        reason = make_reason("raised", text=str(error))
+    else:
+        first = error.__traceback__  # of the trainable; without the frames that lead to it, if any frame is its own
+        while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
+            first = first.tb_next
+        shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+        text, name = text_of(error), None if isinstance(error, NotLoaded) else type(error).__name__
+        reason = make_reason(
+            "raised",
+            type=name if text else None,
+            text=text or name,
+            advice=_advice(error),
+            location=find_code_location(shown, is_newest_first=False),
+            traceback=shown,
+        )
+    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_cause(error), reason=reason), raised=True)
 
 
 def _advice(error: BaseException) -> Reason | None:
@@ -61,14 +61,6 @@ def _advice(error: BaseException) -> Reason | None:
     if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
         return make_reason("advice-main-module")
     return None
-
-
-def _traceback_of_trainable(error: BaseException) -> str:
-    """Return the traceback without the frames that lead to the trainable; all of it if none is the trainable's."""
-    first = error.__traceback__
-    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
-        first = first.tb_next
-    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
 
 
 def text_of(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
-from prefect_tune.stores.posix_files import as_store_error
+from prefect_tune.stores.posix_store import as_store_error
 
 # Map the exceptions of pyarrow's and fsspec's clients to store errors.
 
@@ -82,25 +82,24 @@ class ArrowStore:
     def create(self, path: str, data: Buffer) -> None:
         """Atomic only while no other process writes."""
         place = f"{self._filesystem.type_name} {self._full(path)}"
-        with one_at_a_time(place, f"create of {path!r}", self._deadline):
-            self._create(path, data)
-
-    def _create(self, path: str, data: Buffer) -> None:
-        if self.size(path) is not None:
-            raise AlreadyExists(f"{path}: an object with this name exists already")
-        staged = self._staged((data,), f"create of {path!r}")
-        try:
-            self._publish(staged, path, (data,), f"create of {path!r}")
-            found = self.read(path)
-        except (StoreUnavailable, ObjectNotFound) as error:
-            raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
-        if bytes(found) != bytes(data):
-            raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer only")
+        what = f"create of {path!r}"
+        with one_at_a_time(place, what, self._deadline):
+            if self.size(path) is not None:
+                raise AlreadyExists(f"{path}: an object with this name exists already")
+            staged = self._staged((data,), what)
+            try:
+                self._publish(staged, path, (data,), what)
+                found = self.read(path)
+            except (StoreUnavailable, ObjectNotFound) as error:
+                raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
+            if bytes(found) != bytes(data):
+                raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer")
 
     def put(self, path: str, data: Buffer) -> None:
         """An existing object of the same size is not written again."""
         if self.size(path) != memoryview(data).nbytes:
-            self._overwrite(path, (data,), f"put of {path!r}")
+            what = f"put of {path!r}"
+            self._publish(self._staged((data,), what), path, (data,), what)
 
     def copy(self, source: str, path: str) -> None:
         """An existing object of the same size is not written again."""
@@ -114,7 +113,14 @@ class ArrowStore:
             with self._store_errors(what):
                 if hidden is not None:
                     self._filesystem.create_dir(hidden.rpartition("/")[0], recursive=True)
-                self._copy_file(full_source, hidden or full)
+                if self._fsspec is None:
+                    self._filesystem.copy_file(full_source, hidden or full)
+                else:
+                    try:
+                        self._fsspec.cp_file(full_source, hidden or full)
+                    except NotImplementedError:  # such as sftp: its server cannot copy
+                        with self._filesystem.open_input_file(full_source) as file:
+                            self._write(hidden or full, (file.read_buffer(),))
                 self._check_size(hidden or full, size_bytes)
         except (StoreUnavailable, StoreRefused):
             self._discard(hidden or full, size_bytes)
@@ -126,11 +132,8 @@ class ArrowStore:
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """On a file system that is not an object storage, there is no object at `path` for a moment."""
-        self._overwrite(path, pieces, f"replace of {path!r}")
-
-    def _overwrite(self, path: str, pieces: Iterable[Buffer], what: str) -> None:
-        staged = self._staged(pieces, what)
-        self._publish(staged, path, pieces, what)
+        what = f"replace of {path!r}"
+        self._publish(self._staged(pieces, what), path, pieces, what)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         full = self._full(path)
@@ -168,7 +171,8 @@ class ArrowStore:
             infos = [] if is_object else self._filesystem.get_file_info(selector)
         if not infos:
             self._check_root(f"list of {prefix!r}")
-        found = (Listed(self._relative(info.path), info.size or 0) for info in infos if info.is_file)
+        above = f"{self._root.lstrip('/')}/" if self._root else ""
+        found = (Listed(info.path.lstrip("/").removeprefix(above), info.size or 0) for info in infos if info.is_file)
         wanted = (listed for listed in found if listed.path > after and not listed.path.startswith(f"{TEMPORARY}/"))
         return sorted(wanted, key=lambda listed: listed.path)
 
@@ -182,8 +186,6 @@ class ArrowStore:
             if not is_there:
                 self._check_root(f"delete of {full!r}")
 
-    # ------------------------------------------------------------------------------------------------------
-
     def _full(self, path: str) -> str:
         checked = checked_path(path)
         return f"{self._root}/{checked}" if self._root else checked
@@ -191,10 +193,6 @@ class ArrowStore:
     def _hidden(self) -> str:
         hidden = f"{TEMPORARY}/{uuid.uuid4().hex}"
         return f"{self._root}/{hidden}" if self._root else hidden
-
-    def _relative(self, full: str) -> str:
-        root = self._root.lstrip("/")
-        return full.lstrip("/").removeprefix(f"{root}/" if root else "")
 
     @contextmanager
     def _store_errors(self, what: str) -> Iterator[None]:
@@ -274,7 +272,12 @@ class ArrowStore:
         with self._store_errors(what):
             hidden = self._hidden()
             size_bytes = self._write(hidden, pieces)
-            self._sweep(hidden)
+            if not self._has_swept:  # what killed writers left is removed a day later, by the target's own clock
+                self._has_swept = True
+                now = self._filesystem.get_file_info(hidden).mtime
+                for info in self._filesystem.get_file_info(arrow.FileSelector(hidden.rpartition("/")[0])):
+                    if now and info.mtime and now - info.mtime > _LEFTOVER_AFTER:
+                        self._remove(info.path)
         return hidden, size_bytes
 
     def _publish(self, staged: tuple[str, int] | None, path: str, pieces: Iterable[Buffer], what: str) -> None:
@@ -292,26 +295,6 @@ class ArrowStore:
             else:
                 self._filesystem.move(hidden, full)
             self._check_size(full, size_bytes)
-
-    def _sweep(self, hidden: str) -> None:
-        """Remove, once per open store, hidden files that are a day older than `hidden`: killed writers left them."""
-        if self._has_swept:
-            return
-        self._has_swept = True
-        now = self._filesystem.get_file_info(hidden).mtime
-        for info in self._filesystem.get_file_info(arrow.FileSelector(hidden.rpartition("/")[0])):
-            if now and info.mtime and now - info.mtime > _LEFTOVER_AFTER:
-                self._remove(info.path)
-
-    def _copy_file(self, full_source: str, full: str) -> None:
-        if self._fsspec is None:
-            self._filesystem.copy_file(full_source, full)
-            return
-        try:
-            self._fsspec.cp_file(full_source, full)
-        except NotImplementedError:  # such as sftp: its server cannot copy
-            with self._filesystem.open_input_file(full_source) as file:
-                self._write(full, (file.read_buffer(),))
 
     def _remove(self, full: str) -> None:
         with suppress(FileNotFoundError):

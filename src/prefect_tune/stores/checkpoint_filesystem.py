@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
@@ -13,8 +14,13 @@ import pyarrow.fs as arrow
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.stores.local.download import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
-from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.local.staging import (
+    METADATA_FILE,
+    manifest_of_copy,
+    metadata_of_copy,
+    read_committed,
+    transfer_pool,
+)
 
 if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetPlace
@@ -64,7 +70,13 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         return [self._info(path) for path in sorted(wanted)]
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        return pa.PythonFile(io.BufferedReader(self._opened(path), _BUFFER_BYTES), mode="r")
+        if not (file := self._files.get(path.rstrip("/"))):
+            raise FileNotFoundError(path)
+        manifest, metadata = self._copy
+        content: Any = _VerifiedFile(self._place, manifest, file)
+        if file.path == METADATA_FILE and metadata is not None:
+            content = io.BytesIO(metadata)
+        return pa.PythonFile(io.BufferedReader(content, _BUFFER_BYTES), mode="r")
 
     def open_input_stream(self, path: str) -> pa.PythonFile:
         return self.open_input_file(path)
@@ -92,9 +104,10 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
 
     @cached_property
     def _folders(self) -> frozenset[str]:
-        root = self._place.path
-        empty = [f"{root}/{folder}" for folder in self._copy[0].empty_directories]
-        return frozenset(empty).union(*(_folders_of(path, root) for path in (*self._files, *empty)))
+        manifest, _ = self._copy
+        paths = [PurePosixPath(path) for path in (*(file.path for file in manifest.files), *manifest.empty_directories)]
+        above = {str(folder) for path in paths for folder in path.parents} - {"."}
+        return frozenset(f"{self._place.path}/{folder}" for folder in above.union(manifest.empty_directories))
 
     def _info(self, path: str) -> arrow.FileInfo:
         bare = path.rstrip("/")
@@ -102,19 +115,6 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
             return arrow.FileInfo(bare, arrow.FileType.File, size=file.size_bytes)
         is_folder = bare == self._place.path or bare in self._folders
         return arrow.FileInfo(bare, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
-
-    def _opened(self, path: str) -> io.RawIOBase | io.BytesIO:
-        if not (file := self._files.get(path.rstrip("/"))):
-            raise FileNotFoundError(path)
-        manifest, metadata = self._copy
-        if file.path == METADATA_FILE and metadata is not None:
-            return io.BytesIO(metadata)
-        return _VerifiedFile(self._place, manifest, file)
-
-
-def _folders_of(path: str, root: str) -> Iterable[str]:
-    while (path := path.rpartition("/")[0]) and path != root:
-        yield path
 
 
 class _VerifiedFile(io.RawIOBase):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, TuneError
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput, ObjectNotFound, TuneError
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import (
     Client,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.html_tables import Html
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
-    from prefect_tune.stores.local.node_cache import DirectoryContent
+    from prefect_tune.stores.local.scratch import DirectoryContent
 
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
@@ -55,10 +55,28 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
         InvalidInput: `path` is not valid, or has a scheme besides `filesystem`.
     """
     text = os.fspath(path)
-    if filesystem is not None:
-        return _on_filesystem(text, _as_arrow(filesystem))
-    location = read_uri(text)
-    return LocalPlace(location.path) if location.client is Client.FILES else _at(location)
+    if filesystem is None:
+        location = read_uri(text)
+        return LocalPlace(location.path) if location.client is Client.FILES else _at(location)
+    if "://" in text:
+        raise InvalidInput(f"{text!r}: with a filesystem, expected a path on it, without a scheme")
+    if not hasattr(filesystem, "type_name"):
+        import pyarrow.fs as arrow
+
+        filesystem = arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
+    if filesystem.type_name == "local":
+        return LocalPlace(os.path.abspath(text))  # noqa: PTH100  links are kept, as they were written
+    bare = text.rstrip("/")
+    root, folder = _split(bare)
+    itself = partial(_identity, filesystem)
+    return TargetPlace(
+        open=partial(open_arrow, itself, root, filesystem.type_name),
+        folder=folder,
+        name=f"{filesystem.type_name}:{bare}",
+        path=bare,
+        kind=filesystem.type_name,
+        plain_filesystem=itself,
+    )
 
 
 def _at(location: Location) -> TargetPlace:
@@ -70,23 +88,6 @@ def _at(location: Location) -> TargetPlace:
         path=location.arrow_path,
         kind=location.scheme,
         plain_filesystem=partial(arrow_filesystem, location),
-    )
-
-
-def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlace:
-    if "://" in path:
-        raise InvalidInput(f"{path!r}: with a filesystem, expected a path on it, without a scheme")
-    if filesystem.type_name == "local":
-        return LocalPlace(os.path.abspath(path))  # noqa: PTH100  links are kept, as they were written
-    bare = path.rstrip("/")
-    root, folder = _split(bare)
-    return TargetPlace(
-        open=partial(_open_arrow, filesystem, root),
-        folder=folder,
-        name=f"{filesystem.type_name}:{bare}",
-        path=bare,
-        kind=filesystem.type_name,
-        plain_filesystem=partial(_identity, filesystem),
     )
 
 
@@ -103,23 +104,6 @@ def _split(path: str) -> tuple[str, str]:
 
 def _identity(filesystem: FileSystem) -> FileSystem:
     return filesystem
-
-
-def _as_arrow(filesystem: FileSystem) -> FileSystem:
-    if hasattr(filesystem, "type_name"):
-        return filesystem
-    import pyarrow.fs as arrow
-
-    return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
-
-
-@contextmanager
-def _open_arrow(filesystem: FileSystem, root: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
-    with open_arrow(partial(_identity, filesystem), root, filesystem.type_name, timeout=timeout) as store:
-        yield store
-
-
-# ------------------------------------------------------------------------------------------- a local directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +137,7 @@ class LocalPlace:
 
     @contextmanager
     def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.node_cache import DirectoryContent
+        from prefect_tune.stores.local.scratch import DirectoryContent
         from prefect_tune.stores.local.staging import copy_directory, seal_of
 
         self.require_there()
@@ -163,7 +147,7 @@ class LocalPlace:
         )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
+        from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata
 
         self.require_there()
         file = Path(self.path, METADATA_FILE)
@@ -173,9 +157,8 @@ class LocalPlace:
         import json
 
         from prefect_tune.core.checkpoints.manifest import plain_metadata
-        from prefect_tune.stores.local.download import METADATA_FILE
-        from prefect_tune.stores.local.node_cache import locked_folder
-        from prefect_tune.stores.local.staging import replace_file
+        from prefect_tune.stores.local.scratch import locked_folder
+        from prefect_tune.stores.local.staging import METADATA_FILE, replace_file
 
         self.require_there()
         with locked_folder(f"the metadata of {os.path.realpath(self.path)}", deadline):
@@ -186,9 +169,6 @@ class LocalPlace:
         """Raise `CheckpointNotFound` if there is no such directory."""
         if not Path(self.path).is_dir():
             raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
-
-
-# -------------------------------------------------------------------------------------------- on a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +195,7 @@ class TargetPlace:
 
     @contextmanager
     def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:
-        from prefect_tune.stores.local.node_cache import shared_copy
+        from prefect_tune.stores.local.scratch import shared_copy
 
         with ExitStack() as stack:
             with self.open_content(token, deadline) as content:
@@ -225,9 +205,14 @@ class TargetPlace:
     @contextmanager
     def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:
         from prefect_tune.core.storage.documents import seal
-        from prefect_tune.stores.local.download import fetch_committed, fetch_plain, manifest_of_copy, metadata_of_copy
-        from prefect_tune.stores.local.node_cache import DirectoryContent
-        from prefect_tune.stores.local.staging import holds_exactly
+        from prefect_tune.stores.local.scratch import DirectoryContent
+        from prefect_tune.stores.local.staging import (
+            fetch_committed,
+            fetch_plain,
+            holds_exactly,
+            manifest_of_copy,
+            metadata_of_copy,
+        )
 
         with self._opened(deadline) as (store, manifest):
             versions = self._versions(manifest)
@@ -309,13 +294,16 @@ class TargetPlace:
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
     def _first_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
-        from prefect_tune.stores.local.download import METADATA_FILE, read_file, read_metadata, written_metadata
+        from prefect_tune.core.storage.documents import read_document
+        from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata, written_metadata
 
         if manifest:
             return written_metadata(store, manifest)
         path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
-        data = read_file(store, path)
-        return {} if data is None else read_metadata(data, path)
+        try:
+            return read_metadata(bytes(read_document(store, path, CheckpointCorrupt)), path)
+        except ObjectNotFound:
+            return {}
 
 
 # A checkpoint as a notebook shows it: its location, what its manifest says, and how to open it.

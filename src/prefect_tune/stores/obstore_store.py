@@ -29,7 +29,7 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -46,7 +46,7 @@ from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folde
 from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore import GetOptions
     from obstore.store import ObjectStore as Client
 
 
@@ -208,16 +208,15 @@ class Fault:
         """The documented meaning of the code, or else that of the status, or else of the connection's failure."""
         if row := self._row:
             return row.meaning
-        if self.status is None:
-            return Meaning.REFUSED if self.kind is None else self._of_connection()
+        if self.status is None and self.kind is None:
+            return Meaning.REFUSED
+        if self.status is None:  # the connection failed
+            return Meaning.PASSING if self.kind == "Connect" else Meaning.UNKNOWN
         if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _FINAL_STATUSES):
             return Meaning.UNKNOWN
         if self.status == 412:
             return Meaning.PRESENT
         return Meaning.PASSING if self.status in _PASSING_STATUSES else Meaning.REFUSED
-
-    def _of_connection(self) -> Meaning:
-        return Meaning.PASSING if self.kind == "Connect" else Meaning.UNKNOWN
 
     @property
     def _row(self) -> ErrorCode | None:
@@ -242,21 +241,6 @@ class Fault:
     def is_absent(self) -> bool:
         """Whether an answered batch request says that one of its objects does not exist."""
         return self.meaning is Meaning.ABSENT and self.status in (None, 200)
-
-    @property
-    def says_no_reason(self) -> bool:
-        """Whether the server refused without a body that has a code, as in every answer to a HEAD."""
-        return self.status is not None and self.code is None and not self.transient
-
-    @property
-    def beyond_the_end(self) -> bool:
-        """Whether the requested range begins at or after the object's end."""
-        return self.status == 416
-
-    @property
-    def no_bucket(self) -> bool:
-        """Whether the bucket is missing, not the object."""
-        return self.meaning is Meaning.NO_BUCKET
 
     def error(self, doing: str) -> TuneError:
         """Return the error to raise when `doing` is not retried any more."""
@@ -289,33 +273,15 @@ _RUNG: Final = 0.8
 _SHORTEST_SECONDS: Final = 0.02
 
 
-class ClientTimes(TypedDict):
-    """The arguments of an obstore client's constructor that limit its time."""
-
-    client_options: ClientConfig
-    retry_config: RetryConfig
-
-
-def client_times(request_timeout: timedelta) -> ClientTimes:
-    """Return the settings of a client that does not retry, and ends every request within `request_timeout`."""
-    return {
-        "client_options": {
-            "timeout": request_timeout,
-            "connect_timeout": min(request_timeout, timedelta(seconds=10)),
-        },
-        "retry_config": {"max_retries": 0, "retry_timeout": request_timeout},
-    }
-
-
 def connected(constructor: Callable[..., Client], limit: timedelta, options: Mapping[str, Any]) -> Client:
-    """Return a client that ends every request within `limit`.
+    """Return a client that does not retry, and ends every request within `limit`.
 
     Raises:
         ValueError: the client does not accept its settings.
     """
-    times = client_times(limit)
+    times = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=10))}
     try:
-        return constructor(client_options={**times["client_options"], **options}, retry_config=times["retry_config"])
+        return constructor(client_options={**times, **options}, retry_config={"max_retries": 0, "retry_timeout": limit})
     except (BaseError, ValueError) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
 
@@ -323,7 +289,7 @@ def connected(constructor: Callable[..., Client], limit: timedelta, options: Map
 class ObstoreStore:
     """An open `ObjectStore` on a bucket, or below a prefix of one.
 
-    `connect` makes an obstore client with `client_times(request_timeout)`; it is called a few times. No
+    `connect` makes a client whose requests end within a time (`connected`); it is called a few times. No
     request takes longer than `request_limit` (a quarter of it for at most 1 MiB), so that a lost request is
     tried again before the deadline: at most eight tries, with growing pauses. Every method, and its connection,
     ends at the deadline.
@@ -417,9 +383,12 @@ class ObstoreStore:
 
         def fetch(client: Client) -> Buffer:
             try:
-                return memoryview(_fetch(client, checked, offset, length))
+                if length is not None:
+                    return memoryview(obstore.get_range(client, checked, start=offset, length=length))
+                options: GetOptions = {"range": {"offset": offset}} if offset else {}
+                return memoryview(obstore.get(client, checked, options=options).bytes())
             except BaseError as error:
-                if Fault.of(error).beyond_the_end:
+                if Fault.of(error).status == 416:  # the range begins at or after the end
                     return b""
                 raise
 
@@ -432,7 +401,8 @@ class ObstoreStore:
             try:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
-                if Fault.of(error).says_no_reason:
+                fault = Fault.of(error)
+                if fault.status is not None and fault.code is None and not fault.transient:
                     _page(client, count=1)  # the answer to a HEAD has no error code; that to a listing has
                 raise
 
@@ -443,8 +413,13 @@ class ObstoreStore:
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         folder = checked_folder(prefix)
-        entries = [entry for page in self._pages(folder, after) for entry in page]
-        return sorted((Listed(entry["path"], entry["size"]) for entry in entries), key=attrgetter("path"))
+        found: list[Listed] = []
+        while True:  # each page is a request with retries of its own
+            page = self._ask(f"list {folder or '/'}", partial(_page, folder=folder, after=after))
+            found += (Listed(entry["path"], entry["size"]) for entry in page)
+            if len(page) < _PAGE_COUNT:
+                return sorted(found, key=attrgetter("path"))
+            after = page[-1]["path"]
 
     def delete(self, paths: Sequence[str]) -> None:
         checked = [checked_path(path) for path in paths]
@@ -461,16 +436,6 @@ class ObstoreStore:
         what = paths[0] if len(paths) == 1 else f"{len(paths)} objects from {paths[0]}"
         self._ask(f"delete {what}", lambda client: obstore.delete(client, paths))
 
-    def _pages(self, folder: str, after: str) -> Iterator[Sequence[Any]]:
-        """Yield the listing page by page; each page is a request with retries of its own."""
-        page: Sequence[Any] = ()
-        while not page or len(page) == _PAGE_COUNT:
-            begin = page[-1]["path"] if page else after
-            page = self._ask(f"list {folder or '/'}", partial(_page, folder=folder, after=begin))
-            yield page
-            if not page:
-                return
-
     def _ask(
         self,
         doing: str,
@@ -486,8 +451,13 @@ class ObstoreStore:
             limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
         faults = [] if faults is None else faults
         for pause_seconds in _REQUEST_PAUSES_SECONDS:
-            self._pause(pause_seconds)
-            client = self._client(doing, limit_seconds, faults)
+            if pause_seconds:
+                jitter = random.uniform(0.5, 1.5)  # noqa: S311  it spreads retries, it keeps no secret
+                time.sleep(min(pause_seconds * jitter, self._deadline.remaining_seconds))
+            left_seconds = min(limit_seconds, self._deadline.remaining_seconds)
+            if left_seconds < _SHORTEST_SECONDS:
+                raise self._deadline.exceeded(f"{doing} ({faults[-1].said})" if faults else doing)
+            client = self._clients.within(left_seconds)
             try:
                 answer = request(client)
             except FileNotFoundError as absent:
@@ -503,32 +473,13 @@ class ObstoreStore:
                 return answer
         raise faults[-1].error(f"{doing}, {len(faults)} times")
 
-    def _pause(self, seconds: float) -> None:
-        if seconds:
-            jitter = random.uniform(0.5, 1.5)  # noqa: S311  it spreads retries, it keeps no secret
-            time.sleep(min(seconds * jitter, self._deadline.remaining_seconds))
-
-    def _client(self, doing: str, limit_seconds: float, faults: Sequence[Fault]) -> Client:
-        left_seconds = min(limit_seconds, self._deadline.remaining_seconds)
-        if left_seconds < _SHORTEST_SECONDS:
-            raise self._deadline.exceeded(f"{doing} ({faults[-1].said})" if faults else doing)
-        return self._clients.within(left_seconds)
-
     def _absence(self, doing: str, fault: Fault) -> TuneError:
         """Return the error for a 404: the object is missing only if the bucket exists, so look that up once."""
-        if fault.no_bucket:
+        if fault.meaning is Meaning.NO_BUCKET:
             return fault.error(doing)
         if not self._bucket_seen:
             self._ask("list the bucket", lambda client: _page(client, count=1))
         return ObjectNotFound(f"{doing}: no such object")
-
-
-def _fetch(client: Client, path: str, offset: int, length: int | None) -> obstore.Bytes:
-    if length is not None:
-        return obstore.get_range(client, path, start=offset, length=length)
-    if offset:
-        return obstore.get(client, path, options={"range": {"offset": offset}}).bytes()
-    return obstore.get(client, path).bytes()
 
 
 def _page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_COUNT) -> Sequence[Any]:

@@ -115,8 +115,16 @@ class Location:
         match self.client:
             case Client.FILES:
                 return self.path
+            case Client.OTHER if self.scheme in _ARROW_SCHEMES:
+                return f"/{self.path}"
             case Client.OTHER:
-                return _path_for_fsspec(self)
+                import fsspec
+
+                try:
+                    kind = fsspec.get_filesystem_class(self.scheme)
+                except (ImportError, ValueError):
+                    return f"{self.container}/{self.path}"  # opening it raises the error; this only formats the path
+                return str(kind._strip_protocol(self.uri))  # noqa: SLF001  how fsspec turns a URI into a path
             case _:
                 return f"{self.container}/{self.path}".rstrip("/")
 
@@ -150,7 +158,12 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
         return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
     name = scheme[1].lower()
     client = _CLIENTS.get(name, Client.OTHER)
-    parts = _split(text, name)
+    if _CONTROL.search(text):  # messages do not repeat the URI, since it may hold a password
+        raise InvalidInput(f"{name}://…: expected no control characters, such as a line break, in a URI")
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise InvalidInput(f"{name}://…: not a valid URI: {error}") from error
     if parts.password or (parts.username and client in _OPTIONS):
         raise InvalidInput(
             f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
@@ -171,16 +184,6 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
     return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
 
 
-def _split(uri: str, scheme: str) -> SplitResult:
-    """Split a URI; messages do not repeat it, since it may hold a password."""
-    if _CONTROL.search(uri):
-        raise InvalidInput(f"{scheme}://…: expected no control characters, such as a line break, in a URI")
-    try:
-        return urlsplit(uri)
-    except ValueError as error:
-        raise InvalidInput(f"{scheme}://…: not a valid URI: {error}") from error
-
-
 def _file(parts: SplitResult) -> Location:
     if parts.netloc not in ("", "localhost"):
         meant = f"file:///{parts.netloc}{parts.path}"
@@ -199,18 +202,6 @@ def _other(uri: str, scheme: str) -> Location:
         raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and fsspec's and pyarrow's")
     host, _, path = uri.partition("://")[2].partition("/")
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
-
-
-def _path_for_fsspec(location: Location) -> str:
-    import fsspec
-
-    if location.scheme in _ARROW_SCHEMES:
-        return f"/{location.path}"
-    try:
-        kind = fsspec.get_filesystem_class(location.scheme)
-    except (ImportError, ValueError):
-        return f"{location.container}/{location.path}"  # opening it raises the error; this only formats the path
-    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  how fsspec turns a URI into a path
 
 
 @contextmanager
@@ -234,7 +225,7 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
         case Client.S3 | Client.GCS | Client.AZURE:
             from prefect_tune.stores.obstore_store import ObstoreStore
 
-            clouds = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
+            clouds = ObstoreStore(_connector(location), deadline=deadline)
             try:
                 yield clouds
             finally:
@@ -274,46 +265,45 @@ def fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectSt
     return open_fsspec(scheme, root, options)
 
 
-def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
-    from prefect_tune.stores.obstore_store import connected
-
-    try:
-        return connected(constructor, limit, {"allow_http": _allows_http(location)})
-    except ValueError as error:
-        raise InvalidInput(f"{location.uri}: obstore does not accept this location: {error}") from error
-
-
-def _constructor(location: Location) -> Callable[..., Any]:
+def _connector(location: Location) -> Callable[[timedelta], Any]:
+    """Return what makes an obstore client that ends every request within a time."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
+    from prefect_tune.stores.obstore_store import connected
+
+    endpoint = location.endpoint
     kind: Any
     config: Any
     match location.client:
         case Client.S3:
             access = _access(location)
+            endpoint = _s3_endpoint(location)
             kind = partial(S3Store, credential_provider=cast("Any", access.keys))
-            config = {"endpoint": _s3_endpoint(location), "region": access.region}
+            config = {"endpoint": endpoint, "region": access.region}
         case Client.GCS:
-            kind, config = GCSStore, {"base_url": location.endpoint}
+            kind, config = GCSStore, {"base_url": endpoint}
         case Client.AZURE:
             kind, config = AzureStore, {"account_name": location.account.partition(".")[0]}
         case _:
             raise AssertionError(location.client)
     given: Any = {name: value for name, value in config.items() if value}
     given |= {"skip_signature": True} if location.is_anonymous else {}
-    return partial(kind, location.container, prefix=location.path or None, config=given)
+    constructor = partial(kind, location.container, prefix=location.path or None, config=given)
+    asked = location.options.get("allow_http")
+    may_use_http = ambient_http(os.environ) if asked is None else _is_true(asked)
+    options = {"allow_http": may_use_http or (endpoint or "").startswith("http://")}
+
+    def connect(limit: timedelta) -> Any:
+        try:
+            return connected(constructor, limit, options)
+        except ValueError as error:
+            raise InvalidInput(f"{location.uri}: obstore does not accept this location: {error}") from error
+
+    return connect
 
 
 def _s3_endpoint(location: Location) -> str | None:
     return location.endpoint or ambient_endpoint(os.environ)
-
-
-def _allows_http(location: Location) -> bool:
-    """Whether HTTP is allowed: by an option, the environment, or an endpoint that begins with `http://`."""
-    given = location.options.get("allow_http")
-    is_allowed = ambient_http(os.environ) if given is None else _is_true(given)
-    endpoint = _s3_endpoint(location) if location.client is Client.S3 else location.endpoint
-    return is_allowed or (endpoint or "").startswith("http://")
 
 
 def _is_true(text: str) -> bool:
@@ -338,8 +328,6 @@ def arrow_filesystem(location: Location) -> FileSystem:
     if location.client is Client.FILES:
         return arrow.LocalFileSystem()
     if location.client is Client.S3:
-        import pyarrow.fs as arrow
-
         endpoint = _s3_endpoint(location)
         return arrow.S3FileSystem(
             anonymous=location.is_anonymous,
@@ -383,7 +371,7 @@ def ambient_endpoint(environment: Mapping[str, str]) -> str | None:
 
 def ambient_http(environment: Mapping[str, str]) -> bool:
     """Whether the environment allows a server without TLS."""
-    return environment.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+    return _is_true(environment.get("AWS_ALLOW_HTTP", ""))
 
 
 def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
@@ -400,7 +388,10 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
     """
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     others = anonymous or any(name in environment for name in _COME_FIRST)
-    if others or not _has_profile(environment) or not find_spec("boto3"):
+    has_profile = "AWS_PROFILE" in environment or any(
+        Path(environment.get(variable, usual)).expanduser().is_file() for variable, usual in _FILES.items()
+    )
+    if others or not has_profile or not find_spec("boto3"):
         return S3Access(region=region)
     import boto3
     from botocore.exceptions import BotoCoreError
@@ -411,12 +402,6 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
         raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error
-
-
-def _has_profile(environment: Mapping[str, str]) -> bool:
-    return "AWS_PROFILE" in environment or any(
-        Path(environment.get(variable, usual)).expanduser().is_file() for variable, usual in _FILES.items()
-    )
 
 
 def session_keys(session: Any) -> Callable[[], S3Keys]:

@@ -1,29 +1,35 @@
 """A store in child processes that are killed at the deadline: no other timeout ends a blocking C call.
 
 A timer kills the child that serves a call. So sending and receiving may block: the death of the child ends both.
+The child is `python -m prefect_tune.stores.subprocess_store`: it opens one store and serves one operation at a time.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import select
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, cast
 
 import cloudpickle
 
-from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
 
-_CHILD_MODULE = "prefect_tune.stores.subprocess_worker"
+_CHILD_MODULE = "prefect_tune.stores.subprocess_store"
 _REAP_SECONDS = 2.0
+_ORPHANED = 75
 
 
 class IsolatedStore:
@@ -70,19 +76,16 @@ class IsolatedStore:
     def create(self, path: str, data: Buffer) -> None:
         """If the child dies or does not answer in time: `CommitUnknown`."""
         operation = f"create of {checked_path(path)!r}"
-        with self._leased_child(operation) as child, self._create_lock(child, path, operation):
-            try:
-                child.call(operation, "create", path, body=data)
-            except StoreUnavailable as error:
-                if child.is_alive:
-                    raise
-                raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
-
-    def _create_lock(self, child: _Child, path: str, operation: str) -> AbstractContextManager[None]:
-        """Without conditional create, let one thread at a time create `path`: children cannot lock each other out."""
-        if child.conditional_create:
-            return nullcontext()
-        return one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
+        with self._leased_child(operation) as child:
+            # Children cannot lock each other out.
+            one_thread = one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
+            with nullcontext() if child.conditional_create else one_thread:
+                try:
+                    child.call(operation, "create", path, body=data)
+                except StoreUnavailable as error:
+                    if child.is_alive:
+                        raise
+                    raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
 
     def put(self, path: str, data: Buffer) -> None:
         self._call("put", checked_path(path), body=data)
@@ -124,7 +127,16 @@ class IsolatedStore:
         if not self._free_slots.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
             raise self._deadline.exceeded(operation)
         try:
-            child = self._take_child(operation)
+            self._deadline.check(operation)
+            with self._guard:
+                if self._is_closed:
+                    raise StoreUnavailable(f"{operation}: the store was closed")
+                is_new = not self._idle
+                child = _Child(self._deadline) if is_new else self._idle.pop()
+                if is_new:
+                    self._children = [*(each for each in self._children if each.is_alive), child]
+            if is_new:
+                child.open(self._factory, operation)
             try:
                 yield child
             finally:
@@ -133,19 +145,6 @@ class IsolatedStore:
                         self._idle.append(child)
         finally:
             self._free_slots.release()
-
-    def _take_child(self, operation: str) -> _Child:
-        """Return an idle child, or start one."""
-        self._deadline.check(operation)
-        with self._guard:
-            if self._is_closed:
-                raise StoreUnavailable(f"{operation}: the store was closed")
-            if self._idle:
-                return self._idle.pop()
-            self._children = [child for child in self._children if child.is_alive]
-            self._children.append(child := _Child(self._deadline))
-        child.open(self._factory, operation)
-        return child
 
 
 class _Child:
@@ -238,3 +237,62 @@ class _Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_SECONDS)
         return f"exit code {self._process.returncode}"
+
+
+# The child process.
+
+
+def _end_with_parent(channel: int) -> None:
+    """Exit at once when the parent's end of the channel closes: an orphan must not continue to write."""
+    hang_up = select.poll()
+    hang_up.register(channel, 0)
+    hang_up.poll()
+    os._exit(_ORPHANED)
+
+
+def _serve(connection: Connection) -> None:
+    store: Any = None
+    while True:
+        method, arguments, options, has_body = connection.recv()
+        if has_body:
+            arguments = *arguments, connection.recv_bytes()
+        try:
+            if method == "open":
+                store = _open_store(*arguments)
+                reply = "value", store.conditional_create
+            elif method == "replace":
+                pieces = iter(connection.recv_bytes, b"")
+                try:
+                    reply = "value", store.replace(arguments[0], pieces)
+                finally:
+                    for _ in pieces:  # the next message is a request
+                        pass
+            else:
+                reply = "value", getattr(store, method)(*arguments, **options)
+        except TuneError as error:
+            reply = "error", error
+        except Exception:  # noqa: BLE001  the edge of a process: the parent raises it
+            reply = "bug", traceback.format_exc()
+        if isinstance(reply[1], bytes | bytearray | memoryview):
+            connection.send(("bytes", None))
+            connection.send_bytes(reply[1])
+        else:
+            connection.send(reply)
+
+
+def _open_store(pickled_factory: bytes) -> ObjectStore:
+    try:
+        # Pickled by the parent process and sent over a socket pair that no other process has.
+        store: ObjectStore = pickle.loads(pickled_factory)()  # noqa: S301  from our parent
+    except TuneError:
+        raise
+    except Exception as error:
+        raise StoreRefused(f"the store cannot be opened: {type(error).__name__}: {error}") from error
+    return store
+
+
+if __name__ == "__main__":
+    _connection = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, args=(_connection.fileno(),), daemon=True).start()
+    with suppress(EOFError, ConnectionError):  # the parent closed the channel: end
+        _serve(_connection)

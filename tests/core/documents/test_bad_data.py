@@ -17,7 +17,7 @@ from prefect_tune.core.journal import journal
 from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.storage.documents import seal, unseal
 from prefect_tune.core.values import canonical_json, digest_of
-from prefect_tune.stores.local.staging import DirectorySink
+from prefect_tune.stores.local.staging import restored_directory
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
 from tests.fakes.checkpoints import first_generation
@@ -272,7 +272,7 @@ def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) 
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "restored").symlink_to(outside)
-    with pytest.raises(OSError, match="restored"), DirectorySink(saved, tmp_path / "restored") as sink:
+    with pytest.raises(OSError, match="restored"), restored_directory(saved, tmp_path / "restored") as sink:
         sink.write(0, 0, memoryview(b"new"))
     assert list(outside.iterdir()) == []
 

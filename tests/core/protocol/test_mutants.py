@@ -19,7 +19,6 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.stores.posix_files import Publisher
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness, after_recovery
 from tests.core.histories import fold, next_state, opened
@@ -215,7 +214,9 @@ MUTANTS = {
         {object_store.create_or_recognize: {"if found != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temporary: {"self._calls.fsync(file)": "pass"}}),
-    "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
+    "no fsync of the name": Mutant(
+        every_power_cut, {PosixStore._link_new: {"self._calls.fsync_folder(folder)": "pass"}}
+    ),
     "no term check": Mutant(
         meeting_owners,
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -11,9 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, repeat
 
-from tests.fakes.servers.s3_objects import Asked, Objects, Reply, cut, failure, size_of
-from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
-from tests.fakes.servers.s3_wire import Wire
+from tests.fakes.servers.s3_sink import Asked, Fault, Objects, Reply, S3Sink, SinkRequest, failure
 
 PASSING = (
     Fault.FAIL_500,
@@ -53,7 +52,7 @@ class ChaosS3(S3Sink):
         self.fault = self._next
         self._page_count = page_count
         self._drip_seconds = drip_period.total_seconds()
-        self._stale = Objects(self._objects.arena)
+        self._stale = Objects()
         self._plan: Callable[[], Fault | None] = lambda: None
         self._only: Matches = lambda _request: True
         self._plan_lock = threading.Lock()
@@ -97,7 +96,7 @@ class ChaosS3(S3Sink):
                 self.injected[fault] += 1
         return fault
 
-    def _reply(self, wire: Wire, asked: Asked, fault: Fault | None) -> Reply:
+    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
         if fault in _ANSWERS:
             answer = _ANSWERS[fault]
             return replace(answer, head_only=asked.method == "HEAD")
@@ -107,22 +106,19 @@ class ChaosS3(S3Sink):
             if fault is Fault.STALE_LISTING:
                 return self._stale.answer(asked)
         if fault is Fault.STORE_HALF and asked.method == "PUT":
-            asked = replace(asked, extents=cut(asked.extents, 0, size_of(asked.extents) // 2))
-        reply = super()._reply(wire, asked, fault)
+            asked = replace(asked, body=asked.body[: len(asked.body) // 2])
+        reply = super()._reply(asked, fault)
         if fault is Fault.DONE_500:
             return replace(_DONE_500, head_only=asked.method == "HEAD")
         if fault is Fault.SHORT_LENGTH and asked.method == "GET":
-            half = reply.text[: len(reply.text) // 2]
-            return replace(reply, text=half, extents=cut(reply.extents, 0, size_of(reply.extents) // 2))
+            return replace(reply, body=reply.body[: len(reply.body) // 2])
         return reply
 
-    def _send(self, wire: Wire, reply: Reply, fault: Fault | None) -> None:
+    def _send(self, sock: socket.socket, reply: Reply, fault: Fault | None) -> None:
         if fault is not Fault.DRIP:
-            super()._send(wire, reply, fault)
+            super()._send(sock, reply, fault)
             return
-        body = b"" if reply.head_only else reply.text + self._objects.arena.bytes_of(reply.extents)
-        length = size_of(reply.extents) or len(reply.text)
-        head = f"HTTP/1.1 {reply.status}\r\n{reply.headers}Content-Length: {length}\r\n\r\n".encode()
-        for byte in head + body:
-            wire.sock.sendall(bytes([byte]))
+        head = f"HTTP/1.1 {reply.status}\r\n{reply.headers}Content-Length: {len(reply.body)}\r\n\r\n".encode()
+        for byte in head + (b"" if reply.head_only else bytes(reply.body)):
+            sock.sendall(bytes([byte]))
             time.sleep(self._drip_seconds)

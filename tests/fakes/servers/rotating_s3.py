@@ -10,9 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from tests.fakes.servers.s3_objects import Asked, Reply, failure
-from tests.fakes.servers.s3_sink import Fault, S3Sink
-from tests.fakes.servers.s3_wire import Wire
+from tests.fakes.servers.s3_sink import Asked, Fault, Reply, S3Sink, failure
 
 _TRIAL = re.compile(r"/trials/([^/]+)/")
 _SIGNED_BY = re.compile(r"Credential=([^/]+)/")
@@ -64,7 +62,7 @@ class RotatingS3(S3Sink):
             self._accepted = key
             self._renew(key)
 
-    def _reply(self, wire: Wire, asked: Asked, fault: Fault | None) -> Reply:
+    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
         with self._changing:
             self._turn()
             signed = _SIGNED_BY.search(asked.headers.get("authorization", ""))
@@ -74,7 +72,7 @@ class RotatingS3(S3Sink):
                 self.refusals += 1
         if not is_accepted:
             return replace(self._refusal, head_only=asked.method == "HEAD")
-        reply = super()._reply(wire, asked, fault)
+        reply = super()._reply(asked, fault)
         if asked.method == "PUT" and asked.key.endswith("/manifest.json") and reply.status.startswith("2"):
             self._note(self.committed, asked)
         return reply

@@ -8,26 +8,26 @@ process of its own (`S3SinkProcess`), which is not the bottleneck for clients of
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-from urllib.parse import parse_qs
-
-from tests.fakes.servers.s3_objects import Arena, Asked, Extents, Objects, Reply, cut, failure, size_of
-from tests.fakes.servers.s3_wire import Chunked, Source, Wire, parsed_head
+from typing import IO, Self
+from urllib.parse import parse_qs, unquote
+from xml.sax.saxutils import escape, unescape
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -67,11 +67,165 @@ class SinkRequest:
     conditional: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One parsed request."""
+
+    method: str
+    key: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: str
+    headers: str = ""
+    body: bytes | bytearray | memoryview = b""
+    head_only: bool = False
+
+
+def failure(status: str, code: str) -> Reply:
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+    return Reply(status, "Content-Type: application/xml\r\n", text.encode())
+
+
+def _xml(text: str) -> Reply:
+    return Reply("200 OK", "Content-Type: application/xml\r\n", f"<?xml version='1.0'?>{text}".encode())
+
+
 _FAULTS = {
     Fault.FAIL_500: failure("500 Internal Server Error", "InternalError"),
     Fault.FAIL_503: failure("503 Slow Down", "SlowDown"),
     Fault.REFUSE_403: failure("403 Forbidden", "AccessDenied"),
 }
+_NOT_FOUND = failure("404 Not Found", "NoSuchKey")
+_NO_UPLOAD = failure("404 Not Found", "NoSuchUpload")
+
+
+class Objects:
+    """The S3 verbs over one namespace of `bucket/key` names."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes | bytearray] = {}
+        self.uploads: dict[str, dict[int, bytes | bytearray]] = {}
+        self._lock = threading.Lock()
+        self._serial = 0
+
+    def answer(self, asked: Asked) -> Reply:
+        is_object = bool(asked.key.partition("/")[2])
+        with self._lock:
+            match f"{asked.method} {'object' if is_object else 'bucket'}":
+                case "PUT object":
+                    return self._put(asked)
+                case "GET object" | "HEAD object":
+                    return self._get(asked)
+                case "DELETE object" if "uploadId" in asked.query:
+                    self.uploads.pop(asked.query["uploadId"], None)
+                    return Reply("204 No Content")
+                case "DELETE object":
+                    self.objects.pop(asked.key, None)
+                    return Reply("204 No Content")
+                case "POST object":
+                    return self._multipart(asked)
+                case "POST bucket":
+                    keys = re.findall(r"<Key>([^<]*)</Key>", asked.body.decode())
+                    for key in keys:
+                        name = unescape(key, {"&quot;": '"', "&apos;": "'"})
+                        self.objects.pop(f"{asked.key.rstrip('/')}/{name}", None)
+                    deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+                    return _xml(f"<DeleteResult>{deleted}</DeleteResult>")
+                case "GET bucket" if "location" not in asked.query:
+                    return self._list(asked)
+        return Reply("200 OK")
+
+    def _put(self, asked: Asked) -> Reply:
+        self._serial += 1
+        etag = f'"{self._serial:032x}"'
+        if "uploadId" in asked.query:
+            if (parts := self.uploads.get(asked.query["uploadId"])) is None:
+                return _NO_UPLOAD
+            parts[int(asked.query["partNumber"])] = asked.body
+        elif (source := asked.headers.get("x-amz-copy-source")) is not None:
+            if (copied := self.objects.get(unquote(source).lstrip("/"))) is None:
+                return _NOT_FOUND
+            self.objects[asked.key] = copied
+            return _xml(f"<CopyObjectResult><ETag>{etag}</ETag></CopyObjectResult>")
+        elif asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
+            return failure("412 Precondition Failed", "PreconditionFailed")
+        else:
+            self.objects[asked.key] = asked.body
+        return Reply("200 OK", f"ETag: {etag}\r\n")
+
+    def _get(self, asked: Asked) -> Reply:
+        data, head_only = self.objects.get(asked.key), asked.method == "HEAD"
+        if data is None:
+            return replace(_NOT_FOUND, head_only=head_only)
+        common = (
+            f'ETag: "{id(data):032x}"\r\nAccept-Ranges: bytes\r\n'
+            "Last-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\nContent-Type: application/octet-stream\r\n"
+        )
+        span = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.headers.get("range", ""))
+        if span is None:
+            return Reply("200 OK", common, data, head_only)
+        size = len(data)
+        first = int(span[1]) if span[1] else max(0, size - int(span[2]))
+        last = min(int(span[2]), size - 1) if span[1] and span[2] else size - 1
+        if first >= size:
+            return failure("416 Range Not Satisfiable", "InvalidRange")
+        common += f"Content-Range: bytes {first}-{last}/{size}\r\n"
+        return Reply("206 Partial Content", common, memoryview(data)[first : last + 1], head_only)
+
+    def _multipart(self, asked: Asked) -> Reply:
+        bucket, _, key = asked.key.partition("/")
+        names = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
+        if "uploads" in asked.query:
+            self._serial += 1
+            upload = f"upload-{self._serial}"
+            self.uploads[upload] = {}
+            text = f"<InitiateMultipartUploadResult>{names}<UploadId>{upload}</UploadId>"
+            return _xml(text + "</InitiateMultipartUploadResult>")
+        if (parts := self.uploads.pop(asked.query["uploadId"], None)) is None:
+            return _NO_UPLOAD
+        numbers = [int(n) for n in re.findall(rb"<PartNumber>(\d+)</PartNumber>", asked.body)]
+        self.objects[asked.key] = b"".join(parts[n] for n in numbers)
+        text = f'<CompleteMultipartUploadResult>{names}<ETag>"{self._serial:032x}"</ETag>'
+        return _xml(text + "</CompleteMultipartUploadResult>")
+
+    def _list(self, asked: Asked) -> Reply:
+        bucket = asked.key.rstrip("/") + "/"
+        prefix = asked.query.get("prefix", "")
+        after = asked.query.get("continuation-token") or asked.query.get("start-after", "")
+        limit = int(asked.query.get("max-keys", "1000"))
+        names = sorted(key[len(bucket) :] for key in self.objects if key.startswith(bucket + prefix))
+        rows = list(islice(_rows(names, prefix, asked.query.get("delimiter", ""), after), limit + 1))
+        text = "".join(self._row(bucket, name, is_folder=is_folder) for name, is_folder in rows[:limit])
+        more = len(rows) > limit
+        token = f"<NextContinuationToken>{escape(rows[limit - 1][0])}</NextContinuationToken>" if more else ""
+        return _xml(
+            f"<ListBucketResult><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(rows[:limit])}</KeyCount>"
+            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{text}</ListBucketResult>"
+        )
+
+    def _row(self, bucket: str, name: str, *, is_folder: bool) -> str:
+        if is_folder:
+            return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        return (
+            f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[bucket + name])}</Size>"
+            "<ETag>&quot;0&quot;</ETag><LastModified>2026-11-02T10:00:00.000Z</LastModified></Contents>"
+        )
+
+
+def _rows(names: list[str], prefix: str, delimiter: str, after: str) -> Iterable[tuple[str, bool]]:
+    """Yield (name, is_folder) beyond `after`, folding names below a delimiter into their folder."""
+    last = ""
+    for name in names:
+        inner, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+        row = prefix + inner + cut if cut else name
+        if row > after and row != last:
+            last = row
+            yield row, bool(cut)
 
 
 class S3Sink:
@@ -82,7 +236,7 @@ class S3Sink:
         self.fault: Callable[[SinkRequest], Fault | None] = lambda _request: None
         self.log: list[SinkRequest] = []
         self.connections: set[socket.socket] = set()
-        self._objects = Objects(Arena())
+        self._objects = Objects()
         self._listener = socket.socket()
 
     def __enter__(self) -> Self:
@@ -120,10 +274,6 @@ class S3Sink:
         """Reset all counts; keep the objects."""
         self.log.clear()
 
-    def prefault(self, size_bytes: int) -> None:
-        """Make room for `size_bytes` beforehand, so that no request pays for it."""
-        self._objects.arena.prefault(size_bytes)
-
     def names(self, prefix: str = "") -> list[str]:
         """Return the `bucket/key` names that start with `prefix`."""
         return sorted(name for name in tuple(self._objects.objects) if name.startswith(prefix))
@@ -135,14 +285,12 @@ class S3Sink:
 
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes kept as `bucket/key`."""
-        return self._objects.arena.bytes_of(self._objects.objects[name])
+        return bytes(self._objects.objects[name])
 
     def drop(self, prefix: str = "") -> None:
         """Remove the objects whose `bucket/key` starts with `prefix`."""
         for name in self.names(prefix):
-            self._objects.arena.free(self._objects.objects.pop(name))
-        if not self._objects.objects and not self._objects.uploads:
-            self._objects.arena.forget()
+            del self._objects.objects[name]
 
     def _accept(self) -> None:
         while True:
@@ -156,87 +304,87 @@ class S3Sink:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            wire = Wire(sock)
-            while head := wire.until(b"\r\n\r\n", 2048):
-                self._one(wire, head)
-        except OSError:  # the client went away, or a fault closed the connection
+            with sock.makefile("rb", 1 << 16) as stream:
+                while first := stream.readline():
+                    self._answer(sock, stream, first)
+        except (OSError, ValueError):  # the client went away, or a fault closed the connection
             pass
         finally:
             self.connections.discard(sock)
             _hang_up(sock)
 
-    def _one(self, wire: Wire, head: bytes) -> None:
-        method, path, query, headers = parsed_head(head)
+    def _answer(self, sock: socket.socket, stream: IO[bytes], first: bytes) -> None:
+        method, target, _ = first.decode("latin-1").split(" ", 2)
+        headers = {}
+        while line := stream.readline().strip():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
         if headers.get("expect") == "100-continue":
-            wire.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        extents, text = self._body(wire, method, headers)
-        asked = Asked(
-            method,
-            path.lstrip("/"),
-            {name: values[0] for name, values in parse_qs(query, keep_blank_values=True).items()},
-            headers,
-            extents,
-            text,
-        )
-        request = SinkRequest(method, asked.key, query, size_of(extents) + len(text), 0, "if-none-match" in headers)
+            sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if "chunked" in headers.get("transfer-encoding", ""):
+            body = _unchunked(stream)
+        else:
+            body = _exactly(stream, int(headers.get("content-length", "0")))
+        if "aws-chunked" in headers.get("content-encoding", ""):
+            body = _unchunked(io.BytesIO(body))
+        path, _, query = target.partition("?")
+        values = {name: found[0] for name, found in parse_qs(query, keep_blank_values=True).items()}
+        asked = Asked(method, unquote(path).lstrip("/"), values, headers, body)
+        request = SinkRequest(method, asked.key, query, len(body), 0, "if-none-match" in headers)
         fault = self.fault(request)
         if self.latency:
             time.sleep(self.latency.total_seconds())
         if fault in (Fault.STALL, Fault.RESET):
             self.log.append(request)
-        reply = self._reply(wire, asked, fault)
-        sent = 0 if reply.head_only else size_of(reply.extents) + len(reply.text)
-        self.log.append(replace(request, bytes_out=sent))
+            if fault is Fault.STALL:
+                _wait_until_closed(sock)
+            raise ConnectionResetError
+        reply = self._reply(asked, fault)
+        self.log.append(replace(request, bytes_out=0 if reply.head_only else len(reply.body)))
         if fault is Fault.LOSE_REPLY:
             raise ConnectionResetError
-        self._send(wire, reply, fault)
+        self._send(sock, reply, fault)
 
-    def _body(self, wire: Wire, method: str, headers: dict[str, str]) -> tuple[Extents, bytes]:
-        layers: list[Chunked] = []
-        source: Source = wire
-        for name, value in (("transfer-encoding", "chunked"), ("content-encoding", "aws-chunked")):
-            if value in headers.get(name, ""):
-                layers.append(source := Chunked(source))
-        size = int(headers.get("x-amz-decoded-content-length") or headers.get("content-length", "0"))
-        if method == "PUT":
-            extent = self._objects.arena.allocate(size)
-            source.fill(self._objects.arena.view[extent[0] : sum(extent)])
-            body: tuple[Extents, bytes] = ((extent,), b"")
-        else:
-            buffer = bytearray(size)
-            source.fill(memoryview(buffer))
-            body = ((), bytes(buffer))
-        for layer in reversed(layers):
-            layer.finish()
-        return body
-
-    def _reply(self, wire: Wire, asked: Asked, fault: Fault | None) -> Reply:
-        if fault is Fault.STALL:
-            wire.wait_until_closed()
-        if fault in (Fault.STALL, Fault.RESET):
-            raise ConnectionResetError
+    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
         if fault is Fault.PRETEND:
             return Reply("200 OK", 'ETag: "0"\r\n')
         if fault in _FAULTS:
             return _FAULTS[fault]
         return self._objects.answer(asked)
 
-    def _send(self, wire: Wire, reply: Reply, fault: Fault | None) -> None:
-        length = size_of(reply.extents) or len(reply.text)
+    def _send(self, sock: socket.socket, reply: Reply, fault: Fault | None) -> None:
         half = fault in (Fault.HALF_BODY, Fault.STALL_BODY)
-        head = f"HTTP/1.1 {reply.status}\r\n{reply.headers}Content-Length: {length}\r\n\r\n".encode()
-        wire.sock.sendall(head if reply.head_only else head + reply.text[: length // 2 if half else None])
+        sock.sendall(f"HTTP/1.1 {reply.status}\r\n{reply.headers}Content-Length: {len(reply.body)}\r\n\r\n".encode())
         if reply.head_only:
             return
-        extents = cut(reply.extents, 0, length // 2) if half else reply.extents
-        for start, size in extents:
-            sent = 0
-            while sent < size:
-                sent += os.sendfile(wire.sock.fileno(), self._objects.arena.fd, start + sent, size - sent)
+        sock.sendall(reply.body[: len(reply.body) // 2] if half else reply.body)
         if fault is Fault.STALL_BODY:
-            wire.wait_until_closed()
+            _wait_until_closed(sock)
         if half:
             raise ConnectionResetError
+
+
+def _exactly(stream: IO[bytes], size: int) -> bytearray:
+    body = bytearray(size)
+    if stream.readinto(body) != size:  # type: ignore[attr-defined]  # of all binary streams that are buffered
+        raise ConnectionResetError
+    return body
+
+
+def _unchunked(stream: IO[bytes]) -> bytearray:
+    """Return the bytes inside HTTP's chunks, or inside those that AWS clients wrap a body in (`aws-chunked`)."""
+    body = bytearray()
+    while size := int(stream.readline().split(b";")[0], 16):
+        body += _exactly(stream, size)
+        stream.readline()
+    while stream.readline().strip():  # the trailers
+        pass
+    return body
+
+
+def _wait_until_closed(sock: socket.socket) -> None:
+    while sock.recv(65536):
+        pass
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -248,13 +396,14 @@ def _hang_up(sock: socket.socket) -> None:
 class S3SinkProcess:
     """The same server in a process of its own, so that it shares no interpreter with a measured client."""
 
-    def __init__(self, *, prefault_bytes: int = 0) -> None:
-        self._prefault_bytes = prefault_bytes
-
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tests.fakes.servers.s3_sink", str(self._prefault_bytes)]
         self._process = subprocess.Popen(
-            command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-m", "tests.fakes.servers.s3_sink"],
+            cwd=_REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         self.endpoint = str(self._hear())
         return self
@@ -313,7 +462,6 @@ def _obey(sink: S3Sink, command: str) -> dict[str, int]:
 def _main() -> None:
     sys.setswitchinterval(0.0005)
     with S3Sink() as sink:
-        sink.prefault(int(sys.argv[1]))
         sys.stdout.write(json.dumps(sink.endpoint) + "\n")
         sys.stdout.flush()
         for command in sys.stdin:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from prefect_tune.stores.posix_files import FileStatus
-from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.stores.posix_store import FileStatus, PosixStore
 from tests.fakes.stores.dying_store import Crash, Way
 
 _T = TypeVar("_T")

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from obstore.store import S3Store
 
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.obstore_store import ObstoreStore, client_times
+from prefect_tune.stores.obstore_store import ObstoreStore, connected
 from tests.fakes.servers.s3_sink import Fault, SinkRequest
 
 KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}
@@ -25,18 +27,12 @@ def object_store(
     prefix: str = "below/a prefix",
     **options: object,
 ) -> ObstoreStore:
-    def connect(request_timeout: timedelta) -> S3Store:
-        times = client_times(request_timeout)
-        return S3Store(
-            bucket,
-            prefix=prefix,
-            endpoint=endpoint,
-            region="us-east-1",
-            unsigned_payload=True,
-            client_options={**times["client_options"], "allow_http": True, **options},
-            retry_config=times["retry_config"],
-            **KEYS,
-        )
+    made: Any = partial(
+        S3Store, bucket, prefix=prefix, endpoint=endpoint, region="us-east-1", unsigned_payload=True, **KEYS
+    )
+
+    def connect(request_timeout: timedelta) -> Any:
+        return connected(made, request_timeout, {"allow_http": True, **options})
 
     deadline = Deadline.after(timedelta(seconds=seconds))
     return ObstoreStore(connect, deadline=deadline, request_limit=request_limit)

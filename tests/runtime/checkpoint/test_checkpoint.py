@@ -21,8 +21,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local import node_cache
-from prefect_tune.stores.local.node_cache import DirectoryContent, fill_directory, shared_copy
+from prefect_tune.stores.local import scratch
+from prefect_tune.stores.local.scratch import DirectoryContent, fill_directory, shared_copy
 from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in, write
@@ -282,7 +282,7 @@ def test_a_copy_of_an_earlier_boot_of_this_machine_or_of_another_machine_is_not_
     checkpoint: pt.Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with checkpoint.as_directory() as first:
-        monkeypatch.setattr(node_cache, "_this_boot", lambda: "another")
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
         with checkpoint.as_directory() as second:
             assert not Path(first, "model/weights.bin").samefile(Path(second, "model/weights.bin"))
 
@@ -379,7 +379,7 @@ def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_w
 ) -> None:
     def fill(bytes_named: str, *seconds: int) -> None:
         times = iter(seconds)  # of the request and of the end
-        monkeypatch.setattr(node_cache, "time", SimpleNamespace(monotonic=lambda: next(times)))
+        monkeypatch.setattr(scratch, "time", SimpleNamespace(monotonic=lambda: next(times)))
         content = DirectoryContent(bytes_named, "source", lambda path, _: write(path, FILES), lambda _: False)
         fill_directory(tmp_path / "out", content, Deadline.never())
 

@@ -24,7 +24,7 @@ import prefect_tune as pt
 from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
 from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.stores.local.download import fetch_plain
+from prefect_tune.stores.local.staging import fetch_plain
 from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write

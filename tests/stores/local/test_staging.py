@@ -21,7 +21,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFile
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.runtime.session import snapshot
-from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
+from prefect_tune.stores.local.staging import StagedFiles, restored_directory, transfer_pool
 from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.trainables.unreadable import make_deep
@@ -49,7 +49,7 @@ def save(store: MemoryStore, directory: Path) -> Manifest:
 
 
 def bring(store: MemoryStore, manifest: Manifest, destination: Path) -> None:
-    with transfer_pool() as transfers, DirectorySink(manifest, destination) as sink:
+    with transfer_pool() as transfers, restored_directory(manifest, destination) as sink:
         restore(store, manifest, sink, side_by_side=transfers)
 
 
@@ -115,7 +115,7 @@ def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_p
     manifest = save(MemoryStore(), source)
     long = manifest.files[0].model_copy(update={"path": "x" * 300})
     with pytest.raises(InvalidInput, match=f"restored: this file system cannot hold .*{'x' * 300}.*shorter path"):
-        DirectorySink(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
+        restored_directory(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

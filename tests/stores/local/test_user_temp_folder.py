@@ -14,8 +14,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.node_cache import locked_folder
-from prefect_tune.stores.local.scratch import ScratchDirectory, _this_machine, user_folder
+from prefect_tune.stores.local.scratch import ScratchDirectory, _this_machine, locked_folder, user_folder
 
 NAME = f"prefect-tune-{os.geteuid()}"
 NOBODY = 65534

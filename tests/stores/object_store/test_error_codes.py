@@ -22,7 +22,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.obstore_store import CODES, ErrorCode, Fault, Meaning, ObstoreStore, client_times
+from prefect_tune.stores.obstore_store import CODES, ErrorCode, Fault, Meaning, ObstoreStore, connected
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 
 _PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
@@ -58,10 +58,8 @@ _CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "a
 @contextmanager
 def _store(vendor: str, server: Canned) -> Iterator[ObstoreStore]:
     def connect(limit: timedelta) -> Any:
-        times = client_times(limit)
-        options = {**times["client_options"], "allow_http": True}
         client = _CLIENTS.get(vendor.partition("-")[0], _s3)
-        return client(server.url, {"client_options": options, "retry_config": times["retry_config"]})
+        return connected(lambda **times: client(server.url, times), limit, {"allow_http": True})
 
     store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
     server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}

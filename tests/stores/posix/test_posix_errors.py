@@ -16,8 +16,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.stores.local.staging import replace_file
-from prefect_tune.stores.posix_files import UNSUPPORTED, FileSystemCalls
-from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.stores.posix_store import UNSUPPORTED, FileSystemCalls, PosixStore
 from tests.fakes.servers.processes import until_mounted
 
 CANNOT = sorted(UNSUPPORTED)

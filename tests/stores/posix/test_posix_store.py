@@ -23,8 +23,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix_files import FileSystemCalls
-from prefect_tune.stores.posix_store import PosixStore, Sweeps, make_root
+from prefect_tune.stores.posix_store import FileSystemCalls, PosixStore, make_root
 from tests.stores.contract import StoreContract
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
@@ -225,24 +224,6 @@ def test_a_hidden_file_is_swept_a_day_after_the_last_write(tmp_path: Path) -> No
         os.utime(hidden / name, (time.time() - age_seconds,) * 2)
     PosixStore(tmp_path).put("a", b"1")
     assert [file.name for file in hidden.iterdir()] == ["alive"]
-
-
-def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_path: Path) -> None:
-    class Counts(FileSystemCalls):
-        looked = 0
-
-        def names(self, folder: int) -> list[str]:
-            self.looked += 1
-            return super().names(folder)
-
-    calls, sweeps = Counts(), Sweeps()
-    for number in range(3):
-        PosixStore(tmp_path, calls=calls, sweeps=sweeps).create(f"object-{number}", b"1")
-    assert calls.looked == 1
-    other = tmp_path / "other"
-    other.mkdir()
-    PosixStore(other, calls=calls, sweeps=sweeps).create("object", b"1")
-    assert calls.looked == 2
 
 
 class _SlowWrite(FileSystemCalls):

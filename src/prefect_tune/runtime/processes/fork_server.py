@@ -7,8 +7,8 @@ supervisor is doing. Between it and each trial's process is a subreaper process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is such a process too. It imports a trainable (`fork_safety.py`, beside this file), and then is itself
-a fork server, for trials of that trainable:
+A template is such a process too. It imports a trainable, and then is itself a fork server, for trials of that
+trainable:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
@@ -23,10 +23,13 @@ together with its subreaper (`PR_SET_PDEATHSIG`).
 from __future__ import annotations
 
 import gc
+import inspect
 import os
+import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -36,12 +39,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeAlias
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
 
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
+from prefect_tune.core.shown_text import first_line, plural
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.runtime.load_named import names_for_spawned
-from prefect_tune.runtime.processes.fork_safety import import_before_forking, running_threads
+from prefect_tune.runtime.load_named import load_trainable, names_for_spawned, prepend_import_path
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
     children_of,
@@ -55,16 +59,23 @@ from prefect_tune.runtime.processes.linux import (
     sigchld_pipe,
     while_alive,
 )
-from prefect_tune.runtime.processes.process_reset import flush_output, reset_process_state
+from prefect_tune.runtime.processes.process_reset import (
+    flush_output,
+    noting_import,
+    print_logs_of_run,
+    reset_process_state,
+)
 from prefect_tune.runtime.processes.trial_process import (
+    forks_end,
     ignore_group_signals,
+    remember_source,
     serve,
     take_numbers,
     train_as_rank,
     warm_up,
 )
 from prefect_tune.runtime.ranks import is_copy_for_rank
-from prefect_tune.runtime.run_logging import print_logs_of_run
+from prefect_tune.runtime.trial_errors import text_of
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
@@ -145,8 +156,11 @@ def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None
         if deaths in woken:
             _reap(deaths, subreapers)
         if control.fileno() in woken:
-            if (request := _receive_request(control)) is None:
+            message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
+            if not message:
                 break
+            channel, output, status = descriptors
+            request = _ForkRequest(channel, output, status, message)
             if (subreaper := _fork(request)) == 0:
                 control.close()
                 return partial(_subreaper_main, request, alive, before)
@@ -158,15 +172,6 @@ def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None
     _end_descendants(deaths)
     control.close()
     return None
-
-
-def _receive_request(control: socket.socket) -> _ForkRequest | None:
-    """Return the next request; None at end of file."""
-    message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
-    if not message:
-        return None
-    channel, output, status = descriptors
-    return _ForkRequest(channel, output, status, message)
 
 
 def _reap(deaths: int, subreapers: set[int]) -> bool:
@@ -182,7 +187,7 @@ def _reap(deaths: int, subreapers: set[int]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------ the subreaper
+# The subreaper.
 
 
 def _subreaper_main(request: _ForkRequest, alive: Collection[int], before: _Handlers) -> _Life | None:
@@ -249,13 +254,26 @@ def _has_children() -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------- the trial's process
+# The trial's process, or a template.
 
 
 def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Life | None:
-    """Serve trials; or be a template: import a trainable, then, if that is safe, fork its trials as the server does."""
-    if not _is_set_up(request, subreaper, before, b"tune-template" if request.word == IMPORT else b"trial"):
-        return None
+    """Serve trials; or be a template: import a trainable, then, if that is safe, fork its trials as the server does.
+
+    First it is set up as if it had been started by exec.
+    """
+    os.setsid()
+    die_with_parent()
+    if os.getppid() != subreaper:
+        return None  # the subreaper died before prctl was called
+    set_process_name(b"tune-template" if request.word == IMPORT else b"trial")
+    os.dup2(request.output, 1)
+    os.dup2(request.output, 2)
+    keep_only(request.channel)
+    os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
+    signal.set_wakeup_fd(-1)
+    for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
     if request.word == FORK:
         serve(Connection(request.channel))
         return None
@@ -268,26 +286,9 @@ def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Li
         importing = ImportRequest.model_validate_json(file.read())
     reset_process_state(importing.environment)
     print_logs_of_run()
-    reason = import_before_forking(importing)
+    reason = _import_before_forking(importing)
     control.send((reason or READY).encode("utf-8", "replace")[:_REASON_BYTES])
     return None if reason else partial(_serve_forks, control, while_alive(importing.supervisor))
-
-
-def _is_set_up(request: _ForkRequest, subreaper: int, before: _Handlers, name: bytes) -> bool:
-    """Set the process up as if it had been started by exec; return whether its subreaper is alive."""
-    os.setsid()
-    die_with_parent()
-    if os.getppid() != subreaper:
-        return False  # the subreaper died before prctl was called
-    set_process_name(name)
-    os.dup2(request.output, 1)
-    os.dup2(request.output, 2)
-    keep_only(request.channel)
-    os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
-    signal.set_wakeup_fd(-1)
-    for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
-        signal.signal(number, handler)
-    return True
 
 
 def _fork(request: _ForkRequest) -> int:
@@ -313,7 +314,7 @@ def _fork(request: _ForkRequest) -> int:
         os.close(waiting)
         return 0 if is_safe else os._exit(1)
     os.close(waiting)
-    if threads := running_threads():
+    if threads := _running_threads():
         send_signal(signal.SIGKILL, {child, *children_of(child)})
         os.waitpid(child, 0)
         _send(request.status, "unsafe", f"threads run beside its forks: {', '.join(threads)}")
@@ -327,6 +328,97 @@ def _send(status: int, code: str, *arguments: object) -> None:
     """Send a code and its arguments, as one packet: the last one may be a text."""
     with suppress(OSError):  # the supervisor is gone
         os.write(status, " ".join((code, *map(str, arguments)))[:_REASON_BYTES].encode())
+
+
+# Import a trainable once, in the process that its trials are forked from, if forks of that process are safe then.
+#
+# A fork has only the thread that forked. Locks that other threads hold stay locked in it, and a GPU driver or a socket
+# that it shares with the parent breaks or hangs. So after the import, what is certain and takes no time is checked:
+#
+# - libraries that refuse forks in their documentation: JAX, TensorFlow, MPI;
+# - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
+# - threads: Python's at once, those of libraries after each fork, since some end theirs in a handler of the fork.
+#
+# A fork that hangs all the same is replaced by its supervisor after 60 s.
+# https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
+
+# Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
+_REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
+# Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
+_FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
+_USES_OPTIMIZER = re.compile(r"\boptim|Trainer")
+_NO_COLLECTION = 1 << 30  # allocations until the next one
+
+
+def _import_before_forking(request: ImportRequest) -> str | None:
+    """Import the trainable; return why this process must not be forked, None if it may be."""
+    before, collecting = _open_descriptors(), gc.get_threshold()
+    prepend_import_path(request.import_path)
+    gc.set_threshold(_NO_COLLECTION)  # a sixth of an import's CPU time would be collections that find nothing
+    try:
+        with noting_import(), forks_end():
+            trainable = load_trainable(request.trainable)
+            remember_source(trainable)
+            _import_for_optimizer(trainable)
+    except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
+        return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
+    finally:
+        flush_output()  # else each fork prints it again
+        if gc.get_threshold()[0] == _NO_COLLECTION:  # else the module has set its own
+            gc.set_threshold(*collecting)
+    if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
+        return f"it imports {' and '.join(refusing)}, which cannot be forked"
+    if threads := _python_threads():
+        return f"its import started threads that still run: {', '.join(threads)}"
+    if opened := sorted(what for number, what in _open_descriptors().items() if before.get(number) != what):
+        return f"its import left open: {', '.join(opened)}"
+    return None
+
+
+def _import_for_optimizer(trainable: object) -> None:
+    """Take a step with an optimizer of PyTorch: a process's first one imports 900 modules, in 1.7 CPU s.
+
+    Do it if the module of the trainable names one: a guess that only saves time.
+    """
+    name = getattr(trainable, "__module__", "")
+    with suppress(Exception):  # there is no source, which `inspect` says in several ways; or trials report it
+        # Of what a script has sent, `__main__` is the script's; here, it is the program of this process.
+        source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
+        if (torch := sys.modules.get("torch")) is not None and _USES_OPTIMIZER.search(source):
+            torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
+
+
+def _open_descriptors() -> dict[str, str]:
+    """Return what each open descriptor refers to. Forks would share the position in a file, and a connection."""
+    descriptors = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            descriptors[entry.name] = str(entry.readlink())
+    return descriptors
+
+
+def _running_threads() -> list[str]:
+    """Return the names of the other threads: Python's, and those of libraries."""
+    if len(os.listdir("/proc/self/task")) == 1:  # noqa: PTH208 - names, not paths
+        return []
+    own = _thread_name(Path("/proc/self"))  # a library's thread inherits it, unless the library names the thread
+    names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
+    others = [each for each in names if each is not None and each not in _FORK_SAFE_THREADS]
+    unnamed = sum(each in (own, "") for each in others)
+    of_libraries = [f"{plural(unnamed, 'thread', 'threads')} of libraries, without names"] * bool(unnamed)
+    named = sorted({f"a library's {each}" for each in others if each not in (own, "")})
+    return _python_threads() or named + of_libraries
+
+
+def _thread_name(task: Path) -> str | None:
+    """Return the name that a thread has, maybe an empty one; None if it has ended."""
+    with suppress(OSError):
+        return (task / "comm").read_text().strip()
+    return None
+
+
+def _python_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
 if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import random
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -30,6 +31,23 @@ from prefect_tune.core.messages.process_messages import ProcessEnvironment
 
 # Modules with a global generator, and their functions that seed it. Unseeded, it draws other numbers in each process.
 _SEED_FUNCTIONS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Imported:
+    """What the import of the trainable's module has set in its process."""
+
+    removed: frozenset[bytes]
+    """Environment variables."""
+    added: Mapping[bytes, bytes]
+    """Environment variables with their values."""
+    directory: str
+    """The working directory; empty if it is the same as before."""
+    generators: Sequence[tuple[Callable[[Any], object], object]]
+    """The functions that set the states of generators, each with the state after the import."""
+
+
+_imported: _Imported | None = None
 
 
 def reset_process_state(adopted: ProcessEnvironment) -> None:
@@ -52,31 +70,22 @@ def reset_process_state(adopted: ProcessEnvironment) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()  # as a new process does
     if _imported is not None:
-        _imported.apply()
-
-
-@dataclass(frozen=True, slots=True)
-class _Imported:
-    """What the import of the trainable's module has set in its process: variables, directory, seeded generators."""
-
-    removed: frozenset[bytes]
-    added: Mapping[bytes, bytes]
-    directory: str
-    """Empty if it is the same as before."""
-    generators: Sequence[tuple[Callable[[Any], object], object]]
-    """The functions that set the states of generators, each with the state after the import."""
-
-    def apply(self) -> None:
-        for name in self.removed & os.environb.keys():
+        for name in _imported.removed & os.environb.keys():
             del os.environb[name]
-        os.environb.update(self.added)
-        if self.directory:
-            os.chdir(self.directory)
-        for set_state, state in self.generators:
+        os.environb.update(_imported.added)
+        if _imported.directory:
+            os.chdir(_imported.directory)
+        for set_state, state in _imported.generators:
             set_state(state)
 
 
-_imported: _Imported | None = None
+def _bytes(characters: str) -> bytes:
+    return characters.encode("latin-1")
+
+
+def has_noted_import() -> bool:
+    """Whether `noting_import` has completed in this process, or in the one that it was forked from."""
+    return _imported is not None
 
 
 @contextmanager
@@ -87,30 +96,11 @@ def noting_import() -> Iterator[None]:
     and seeds that the module sets. A generator from which the import only draws is seeded anew for each trial.
     """
     global _imported  # noqa: PLW0603 - of the process, as what it describes
-    environment, directory = dict(os.environb), _directory()
-    with _noting_seeds() as seeded:
-        yield
-    now = dict(os.environb)
-    _imported = _Imported(
-        removed=frozenset(environment.keys() - now.keys()),
-        added={name: value for name, value in now.items() if environment.get(name) != value},
-        directory="" if _directory() == directory else _directory(),
-        generators=tuple(_states_of(seeded)),
-    )
-
-
-def has_noted_import() -> bool:
-    """Whether `noting_import` has completed in this process, or in the one that it was forked from."""
-    return _imported is not None
-
-
-@contextmanager
-def _noting_seeds() -> Iterator[set[str]]:
-    """Yield the modules of `_SEED_FUNCTIONS` that the block seeds with a number; this function imports none."""
     seeded: set[str] = set()
     originals: list[tuple[ModuleType, Callable[..., object]]] = []
 
     def watch(module: ModuleType) -> None:
+        """Note whether a generator is seeded with a number."""
         original = getattr(module, _SEED_FUNCTIONS[module.__name__])
 
         @wraps(original)
@@ -122,58 +112,120 @@ def _noting_seeds() -> Iterator[set[str]]:
         originals.append((module, original))
         setattr(module, _SEED_FUNCTIONS[module.__name__], seed)
 
-    finder = _Finder(watch)
+    environment, directory = dict(os.environb), _directory()
+    finder = _AfterImport(dict.fromkeys(_SEED_FUNCTIONS, watch))
     for name in _SEED_FUNCTIONS.keys() & sys.modules.keys():
         watch(sys.modules[name])
     sys.meta_path.insert(0, finder)
     try:
-        yield seeded
+        yield
     finally:
         with suppress(ValueError):  # the import has removed it
             sys.meta_path.remove(finder)
         for module, original in originals:
             setattr(module, _SEED_FUNCTIONS[module.__name__], original)
-
-
-class _Finder(MetaPathFinder):
-    """Finds the modules of `_SEED_FUNCTIONS` as the other finders do, and calls `watch` after their import."""
-
-    def __init__(self, watch: Callable[[ModuleType], None]) -> None:
-        self._watch = watch
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _SEED_FUNCTIONS:
-            return None
-        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
-        spec = next((each for each in others if each is not None), None)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_watch(module: ModuleType) -> None:
-                run(module)
-                self._watch(module)
-
-            spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]  # as lazy loaders do
-        return spec
-
-
-def _states_of(seeded: Collection[str]) -> Iterator[tuple[Callable[[Any], object], object]]:
-    """Yield the functions that set the states of these modules' generators, each with the present state."""
+    generators: list[tuple[Callable[[Any], object], object]] = []
     if "random" in seeded:
-        yield random.setstate, random.getstate()
+        generators.append((random.setstate, random.getstate()))
     if "numpy.random" in seeded:
         of_numpy = sys.modules["numpy.random"]
-        yield of_numpy.set_state, of_numpy.get_state()
+        generators.append((of_numpy.set_state, of_numpy.get_state()))
     if "torch" in seeded:
         torch = sys.modules["torch"]
-        yield torch.manual_seed, torch.initial_seed()  # of GPUs too
-        yield torch.set_rng_state, torch.get_rng_state()
+        generators.append((torch.manual_seed, torch.initial_seed()))  # of GPUs too
+        generators.append((torch.set_rng_state, torch.get_rng_state()))
+    now = dict(os.environb)
+    _imported = _Imported(
+        removed=frozenset(environment.keys() - now.keys()),
+        added={name: value for name, value in now.items() if environment.get(name) != value},
+        directory="" if _directory() == directory else _directory(),
+        generators=generators,
+    )
 
 
 def _directory() -> str:
     with suppress(FileNotFoundError):  # it was removed
         return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ""
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds some modules as the other finders do, and calls a function with each of them after its import."""
+
+    def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._functions:
+            return None
+        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next((each for each in others if each is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_call(module: ModuleType) -> None:
+                run(module)
+                self._functions[name](module)
+
+            spec.loader.exec_module = run_and_call  # type: ignore[method-assign]  # as lazy loaders do
+        return spec
+
+
+# Prefect's logging in a process that has no flow run and does not import Prefect by itself. What it prints becomes the
+# log of its run: so the loggers that Prefect would send to its API print there.
+
+_EXTRA = "PREFECT_LOGGING_EXTRA_LOGGERS"
+
+
+class _PrintingHandler(logging.Handler):
+    """Prints to what `sys.stderr` is at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201  its output is the log
+
+
+_handler = _PrintingHandler()
+_handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+
+def print_logs_of_run() -> None:
+    """Have `get_run_logger()` and the loggers of PREFECT_LOGGING_EXTRA_LOGGERS print, once Prefect is imported or not.
+
+    The level is INFO, unless a logger has one. Calling it again has no effect.
+    """
+    if _patches_run_logger not in sys.meta_path:
+        sys.meta_path.insert(0, _patches_run_logger)
+    for name in filter(None, map(str.strip, os.environ.get(_EXTRA, "").split(","))):
+        _print_records(logging.getLogger(name))
+
+
+def _print_records(logger: logging.Logger) -> logging.Logger:
+    if _handler not in logger.handlers:
+        logger.addHandler(_handler)
+        logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    return logger
+
+
+def _add_fallback(module: ModuleType) -> None:
+    """Give `get_run_logger` of Prefect's module a logger for code outside of a run."""
+    original, missing = vars(module)["get_run_logger"], vars(module)["MissingContextError"]
+
+    @wraps(original)
+    def get_run_logger(*args: Any, **options: Any) -> Any:
+        try:
+            return original(*args, **options)
+        except missing:
+            return _print_records(logging.getLogger("trial"))
+
+    vars(module)["get_run_logger"] = get_run_logger
+
+
+_patches_run_logger = _AfterImport({"prefect.logging.loggers": _add_fallback})
+
+
+# The end of a process or of a trial.
 
 
 def flush_output() -> None:
@@ -212,7 +264,3 @@ def free_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _bytes(characters: str) -> bytes:
-    return characters.encode("latin-1")

@@ -43,11 +43,11 @@ from prefect_tune.runtime.processes.process_reset import (
     free_memory,
     has_noted_import,
     noting_import,
+    print_logs_of_run,
     reset_process_state,
     run_exit_handlers,
 )
 from prefect_tune.runtime.ranks import SCRIPT, claim_process, is_copy_for_rank
-from prefect_tune.runtime.run_logging import print_logs_of_run
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import (
     Trainable,
@@ -73,9 +73,6 @@ class _SetUp:
     trainable: Trainable
     code: str
     """The digest of its source when it was imported."""
-
-    def can_become_another(self) -> bool:
-        return type(self.trainable).reset_config is not Trainable.reset_config
 
 
 def take_numbers() -> tuple[int, int]:
@@ -130,17 +127,13 @@ def train_as_rank() -> None:
     session.end(attempts.train(session, load_trainable(start.trainable), start))
 
 
-def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
-    return {"loss": 1.0}
-
-
 def warm_up() -> None:
     """Run a trivial attempt in this process, so that lazy imports and caches are done once and not in every fork."""
     start = Start(
         experiment="warm-up",
         trial="warm-up",
         attempt=1,
-        trainable=pickled(_trains_nothing),
+        trainable=pickled(lambda _config: {"loss": 1.0}),
         stopper=pickled(Never()),
         import_path=(),
         config={},
@@ -280,7 +273,8 @@ class _Attempts:
                     require_no_coroutine(metrics)
                     session.report_step(metrics, trainable.save_checkpoint)
         except TrialOver as over:
-            if start.waits and not isinstance(over.outcome, AttemptEnded) and ready.can_become_another():
+            can_be_reset = type(trainable).reset_config is not Trainable.reset_config
+            if start.waits and not isinstance(over.outcome, AttemptEnded) and can_be_reset:
                 self._kept = ready
             return self._ended(over)
         finally:
