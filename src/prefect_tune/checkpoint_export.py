@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from prefect_tune.blocks import StorageTarget
@@ -66,13 +66,8 @@ def export_checkpoint(
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    return next(each for each in _candidates(name) if each not in taken)
-
-
-def _candidates(name: str) -> Iterator[str]:
-    yield name
-    yield f"trial-{name}"
-    yield from (f"trial-{number}-{name}" for number in count(2))
+    numbered = (f"trial-{number}-{name}" for number in count(2))
+    return next(each for each in chain((name, f"trial-{name}"), numbered) if each not in taken)
 
 
 def _json_bytes(value: object) -> bytes:

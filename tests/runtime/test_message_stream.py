@@ -17,13 +17,15 @@ from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTri
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader, SupervisorConnection
 
+Ends = tuple[Connection, socket.socket]
+Reader = MessageReader[FromTrial]
 _NOW = timedelta(0)
 _SOON = timedelta(seconds=0.05)
 _LIMIT_BYTES = 1024**2
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, socket.socket]]:
+def ends() -> Iterator[Ends]:
     """The reader's end of a socket pair, and the writer's end."""
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, theirs:
@@ -31,7 +33,7 @@ def ends() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 @pytest.fixture
-def reader(ends: tuple[Connection, socket.socket]) -> MessageReader[FromTrial]:
+def reader(ends: Ends) -> Reader:
     return MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES)
 
 
@@ -43,9 +45,7 @@ def framed(message: FromTrial | CheckpointSaved) -> bytes:
 LAST = TrialEnded(outcome=Finished(trial="t", reason="dönë"))
 
 
-def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(
-    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
-) -> None:
+def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(ends: Ends, reader: Reader) -> None:
     for _ in range(2):
         *begun, last = framed(LAST)
         for each in begun:
@@ -56,7 +56,7 @@ def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(
 
 
 def test_a_message_that_stops_half_way_holds_up_its_reader_for_no_longer_than_it_said(
-    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
+    ends: Ends, reader: Reader
 ) -> None:
     ends[1].sendall(framed(LAST)[:-1])
     began = time.monotonic()
@@ -67,16 +67,14 @@ def test_a_message_that_stops_half_way_holds_up_its_reader_for_no_longer_than_it
         reader.read(_SOON)
 
 
-def test_no_byte_is_read_beyond_a_message(ends: tuple[Connection, socket.socket]) -> None:
+def test_no_byte_is_read_beyond_a_message(ends: Ends) -> None:
     """The process may serve another trial next, whose supervisor uses a new reader."""
     ends[1].sendall(framed(LAST) * 3)
     for _ in range(3):
         assert MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
 
 
-def test_a_message_may_be_as_long_as_the_limit_and_no_longer(
-    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
-) -> None:
+def test_a_message_may_be_as_long_as_the_limit_and_no_longer(ends: Ends, reader: Reader) -> None:
     def saying(text: str) -> StepDone:
         return StepDone(report=StepReport(step=1, metrics={"text": text}, trained_seconds=0.0))
 
@@ -92,9 +90,7 @@ def test_a_message_may_be_as_long_as_the_limit_and_no_longer(
         reader.read(_NOW)
 
 
-def test_the_long_form_of_a_length_is_understood(
-    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
-) -> None:
+def test_the_long_form_of_a_length_is_understood(ends: Ends, reader: Reader) -> None:
     """`multiprocessing` writes the long form in front of messages of two gigabytes and more."""
     data = LAST.model_dump_json().encode()
     ends[1].sendall(struct.pack("!iQ", -1, len(data)) + data)
@@ -117,7 +113,7 @@ def test_the_long_form_of_a_length_is_understood(
     ],
 )
 def test_bytes_that_are_no_message_are_refused_as_soon_as_they_are_there(
-    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial], stray: bytes, said: str
+    ends: Ends, reader: Reader, stray: bytes, said: str
 ) -> None:
     ends[1].sendall(stray)
     for _ in range(2):
@@ -127,9 +123,7 @@ def test_bytes_that_are_no_message_are_refused_as_soon_as_they_are_there(
         assert len(str(refused.value)) < 500
 
 
-def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(ends: Ends) -> None:
     connection = SupervisorConnection(ends[0])
     ends[1].sendall(framed(CheckpointSaved(step=1)))
     assert connection.receive() == CheckpointSaved(step=1)
@@ -138,7 +132,7 @@ def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
         connection.receive()
 
 
-def test_a_report_that_is_too_long_is_refused_before_it_is_sent(ends: tuple[Connection, socket.socket]) -> None:
+def test_a_report_that_is_too_long_is_refused_before_it_is_sent(ends: Ends) -> None:
     step = StepDone(report=StepReport(step=1, metrics={"x": "y" * 64 * 1024**2}, trained_seconds=0.0))
     with pytest.raises(ValueError, match=r"expected at most 67108864 bytes .*store large values in the checkpoint"):
         SupervisorConnection(ends[0]).send(step)

@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
@@ -40,15 +41,17 @@ from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, require_trainable, save_last_step
+from prefect_tune.runtime.trial_errors import failure_message
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import start_of, untimed
 
 Config = Mapping[str, object]
 Trains = Callable[[Config], Mapping[str, object] | None]
+Trained = Callable[..., Sequence[FromTrial]]
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., Sequence[FromTrial]]:
+def trained(tmp_path: Path) -> Trained:
     """Train in this process, with all unrequested messages sent first; return the trial's messages."""
     return partial(_trained, tmp_path)
 
@@ -123,7 +126,7 @@ def _trains_in_a_thread(_config: Config) -> None:
 
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
 def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
-    trained: Callable[..., Sequence[FromTrial]], trains: Trains
+    trained: Trained, trains: Trains
 ) -> None:
     loaded, step, ended = trained(trains, StopAndSave())
     assert isinstance(loaded, TrainableLoaded)
@@ -133,15 +136,13 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
 
 
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
-def test_a_function_that_never_saw_its_criterion_has_met_it(
-    trained: Callable[..., Sequence[FromTrial]], trains: Trains
-) -> None:
+def test_a_function_that_never_saw_its_criterion_has_met_it(trained: Trained, trains: Trains) -> None:
     ended = trained(trains, stopper=MaxSteps(1))[-1]
     met = Finished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
     assert untimed(ended) == TrialEnded(outcome=met)
 
 
-def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_trial_that_is_kept_says_what_is_true_now(trained: Trained) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         trial = pt.get_trial()
         before, asked = trial.step, trial.should_checkpoint  # no report yet, so no message was read
@@ -169,7 +170,7 @@ class _Saves(pt.Trainable):
 
 
 def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds(
-    trained: Callable[..., Sequence[FromTrial]], tmp_path: Path
+    trained: Trained, tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked"
 
@@ -186,13 +187,13 @@ def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds
     assert asked.read_text() == "xx"
 
 
-def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Trained) -> None:
     said = trained(_Saves, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
     assert [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint] == [1, 2, 3]
     require_failure(said[-1])
 
 
-def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Trained) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         return {"asked": pt.get_trial().should_checkpoint}
 
@@ -212,9 +213,7 @@ def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Callable[..., Sequ
         (ValueError("shapes differ"), Cause.USER),
     ],
 )
-def test_what_a_trainable_raises_says_whose_fault_it_is(
-    trained: Callable[..., Sequence[FromTrial]], error: Exception, cause: Cause
-) -> None:
+def test_what_a_trainable_raises_says_whose_fault_it_is(trained: Trained, error: Exception, cause: Cause) -> None:
     def breaks(_config: Config) -> None:
         raise error
 
@@ -222,7 +221,7 @@ def test_what_a_trainable_raises_says_whose_fault_it_is(
 
 
 def test_a_parser_that_another_thread_disturbs_fails_no_trial(
-    trained: Callable[..., Sequence[FromTrial]], monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disturbed(_trainable: object) -> str:
         raise SystemError("AST constructor recursion depth mismatch (before=42, after=113)")
@@ -233,7 +232,7 @@ def test_a_parser_that_another_thread_disturbs_fails_no_trial(
     assert said[-1].has_returned
 
 
-def test_a_traceback_begins_in_the_trainable(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_traceback_begins_in_the_trainable(trained: Trained) -> None:
     def divides(_config: Config) -> None:
         1 / 0  # noqa: B018  the error is the point
 
@@ -244,14 +243,12 @@ def test_a_traceback_begins_in_the_trainable(trained: Callable[..., Sequence[Fro
     assert arguments["traceback"].rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Trained) -> None:
     failure = require_failure(trained(partial(print, file=1))[-1])  # a call that fails in C
     assert "trial_process.py" in require_reason(failure).arguments["traceback"]
 
 
-def test_a_trial_whose_last_step_reported_done_is_not_trained_again(
-    trained: Callable[..., Sequence[FromTrial]],
-) -> None:
+def test_a_trial_whose_last_step_reported_done_is_not_trained_again(trained: Trained) -> None:
     def trains(_config: Config) -> None:
         raise AssertionError("the trial was trained again")
 
@@ -271,9 +268,7 @@ def _reports_steps(config: Config) -> None:
     save_last_step(_write)
 
 
-def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
-    trained: Callable[..., Sequence[FromTrial]],
-) -> None:
+def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(trained: Trained) -> None:
     said = trained(_reports_steps, cadence=Cadence(every_steps=2))
     checkpoints = [each for each in said if isinstance(each, StepDone) and each.checkpoint]
     saved = [each.report.step for each in checkpoints if not each.is_reported]
@@ -283,9 +278,7 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
     assert untimed(said[-1]) == TrialEnded(outcome=returned)
 
 
-def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(
-    trained: Callable[..., Sequence[FromTrial]],
-) -> None:
+def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(trained: Trained) -> None:
     *_, last, ended = trained(_reports_steps, stopper=MaxSteps(3))
     assert isinstance(last, StepDone)
     assert (last.report.step, last.checkpoint is not None) == (3, True)
@@ -304,9 +297,7 @@ def _goes_on(report: Callable[[], None]) -> Trains:
 
 
 @pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: pt.report_step({"loss": 1.0}, _write)])
-def test_what_is_reported_after_the_end_counts_for_nothing(
-    trained: Callable[..., Sequence[FromTrial]], report: Callable[[], None]
-) -> None:
+def test_what_is_reported_after_the_end_counts_for_nothing(trained: Trained, report: Callable[[], None]) -> None:
     said = trained(_goes_on(report), stopper=MaxSteps(1))
     assert [type(each) for each in said] == [TrainableLoaded, StepDone, TrialEnded]
 
@@ -342,7 +333,7 @@ class _Asks(pt.Trainable):
         _write(checkpoint_dir)
 
 
-def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Trained) -> None:
     never = Cadence(every_steps=1000, every_seconds=None, at_end=False)
     done = [each for each in trained(_Asks, stopper=MaxSteps(3), cadence=never) if isinstance(each, StepDone)]
     assert [each.report.step for each in done if each.checkpoint] == [2]
@@ -381,7 +372,7 @@ class _NeverSaved(pt.Trainable):
         return {"loss": 1.0}
 
 
-def test_a_class_that_cannot_save_fails_before_its_setup(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_class_that_cannot_save_fails_before_its_setup(trained: Trained) -> None:
     (end,) = trained(_NeverSaved)
     failure = require_failure(end)
     assert failure.cause is Cause.USER
@@ -397,24 +388,20 @@ def _leaves_by(code: object) -> Trains:
 
 
 @pytest.mark.parametrize("code", [None, 0, False])
-def test_a_function_that_exits_as_a_script_that_succeeds_completes(
-    trained: Callable[..., Sequence[FromTrial]], code: object
-) -> None:
+def test_a_function_that_exits_as_a_script_that_succeeds_completes(trained: Trained, code: object) -> None:
     *_, end = trained(_leaves_by(code))
     assert isinstance(end, TrialEnded)
     assert end.has_returned
 
 
 @pytest.mark.parametrize("code", [3, "no data"])
-def test_a_function_that_exits_otherwise_fails(trained: Callable[..., Sequence[FromTrial]], code: object) -> None:
+def test_a_function_that_exits_otherwise_fails(trained: Trained, code: object) -> None:
     failure = require_failure(trained(_leaves_by(code))[-1])
     assert failure.cause is Cause.USER
     assert str(failure.reason).startswith(f"SystemExit: {code}. sys.exit(0) in a function completes its trial")
 
 
-def test_a_class_that_exits_fails_since_its_step_was_not_reported(
-    trained: Callable[..., Sequence[FromTrial]],
-) -> None:
+def test_a_class_that_exits_fails_since_its_step_was_not_reported(trained: Trained) -> None:
     class Exits(pt.Trainable):
         def step(self) -> Mapping[str, object]:
             raise SystemExit(0)
@@ -427,7 +414,7 @@ def test_a_class_that_exits_fails_since_its_step_was_not_reported(
     assert first_line(failure.reason).endswith("a class returns {'done': True}")
 
 
-def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Trained) -> None:
     def train(_config: Config) -> None:
         raise KeyboardInterrupt
 
@@ -486,9 +473,17 @@ def _decorate(function: Callable[[Config], object]) -> Callable[[Config], object
     return decorated
 
 
-def test_one_that_only_its_call_shows_fails_with_the_same_advice(
-    trained: Callable[..., Sequence[FromTrial]],
-) -> None:
+def test_one_that_only_its_call_shows_fails_with_the_same_advice(trained: Trained) -> None:
     for function in (_awaits, _yields):
         failure = require_failure(trained(_decorate(function))[-1])
         assert re.search(r"found a (coroutine|generator)\. Write it with `def`", str(failure.reason))
+
+
+@pytest.mark.parametrize(("name", "is_hinted"), [("lr", True), ("momentum", False)])
+def test_a_field_that_is_read_from_the_dict_of_a_dataclass_is_shown_as_its_key(name: str, *, is_hinted: bool) -> None:
+    config: Any = {"lr": 0.1}
+    with pytest.raises(AttributeError) as raised:
+        getattr(config, name)
+    hint = f". A configuration is a dict, that of a dataclass too: config[{name!r}]" if is_hinted else ""
+    failure = require_failure(failure_message(raised.value, "t"))
+    assert first_line(failure.reason) == f"AttributeError: 'dict' object has no attribute {name!r}{hint}"

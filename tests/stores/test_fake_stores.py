@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.stores.contract import StoreContract
 
@@ -37,22 +37,6 @@ def test_a_lost_reply_means_done_and_not_known() -> None:
         store.create("a", b"1")
 
 
-def test_a_lost_reply_hides_a_refusal_too() -> None:
-    inner = MemoryStore()
-    inner.create("a", b"theirs")
-    with pytest.raises(CommitUnknown):
-        DyingStore(inner, nth=1, way=Way.REPLY_LOST).create("a", b"mine")
-    assert inner.objects["a"] == b"theirs"
-
-
-@pytest.mark.parametrize("method", ["put", "delete"])
-def test_a_lost_reply_of_an_idempotent_write_asks_for_a_retry(method: str) -> None:
-    store = DyingStore(MemoryStore(), nth=1, way=Way.REPLY_LOST)
-    with pytest.raises(StoreUnavailable):
-        store.put("a", b"1") if method == "put" else store.delete(["a"])
-    assert store.inner.size("a") == (1 if method == "put" else None)
-
-
 def test_a_torn_delete_removes_the_first_half() -> None:
     inner = MemoryStore()
     for name in "abcd":
@@ -62,27 +46,7 @@ def test_a_torn_delete_removes_the_first_half() -> None:
     assert list(inner.objects) == ["c", "d"]
 
 
-def test_only_the_named_methods_are_points() -> None:
-    store = DyingStore(MemoryStore(), nth=2, way=Way.UNAVAILABLE, only=WRITES)
-    store.put("a", b"1")
-    store.size("a")
-    with pytest.raises(StoreUnavailable):
-        store.put("b", b"1")
-    store.put("b", b"1")
-    assert store.total == 3
-    assert store.operations == {"put": 3, "size": 1}
-
-
 class TestMemoryStore(StoreContract):
     @pytest.fixture
     def store(self) -> MemoryStore:
         return MemoryStore()
-
-
-def test_operations_and_bytes_are_counted() -> None:
-    store = MemoryStore()
-    store.put("a", b"12345")
-    store.read("a", offset=1, length=2)
-    store.size("a")
-    assert store.operations == {"put": 1, "read": 1, "size": 1}
-    assert (store.bytes_in, store.bytes_out) == (5, 2)

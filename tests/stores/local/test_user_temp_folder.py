@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -158,11 +156,6 @@ def test_a_file_system_that_keeps_no_owners_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "mkdir", as_on_a_squashed_mount)
     with pytest.raises(pt.StoreRefused, match=r"of user 65534: .* set TMPDIR"):
         user_folder()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs features of Linux")
-def test_trees_are_removed_by_open_folders_which_nobody_can_exchange_for_links() -> None:
-    assert shutil.rmtree.avoids_symlink_attacks
 
 
 def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(tmp_path: Path) -> None:
