@@ -25,7 +25,7 @@ from enum import Enum
 from numbers import Number
 from operator import attrgetter
 from pathlib import Path, PurePath
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, new_class
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -307,43 +307,16 @@ def _reduce_parameter(parameter: Any) -> object:
     return _name_of(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
 
 
-def _reduce_typed_dict(kind: Any) -> object:
-    bases = [base for base in getattr(kind, "__orig_bases__", ()) if typing.get_origin(base) is typing.Generic]
-    annotations = {
-        "__annotations__": dict(kind.__annotations__),
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-    }
-    keys = {name: value for name, value in vars(kind).items() if name.endswith("_keys__")}
-    return _make_typed_dict, (kind.__name__, kind.__qualname__, bases, kind.__total__, annotations, keys)
-
-
-def _make_typed_dict(
-    name: str,
-    qualified_name: str,
-    bases: list[object],
-    total: bool,  # noqa: FBT001 - as TypedDict takes it
-    namespace: Mapping[str, object],
-    keys: Mapping[str, object],
-) -> object:
-    kind = new_class(name, (typing.TypedDict, *bases), {"total": total}, lambda body: body.update(namespace))
-    for attribute, value in {**keys, "__qualname__": qualified_name}.items():
-        setattr(kind, attribute, value)
-    return kind
-
-
-def _reduce_weak_dictionary(weak: Any) -> object:
-    return type(weak), (), None, None, iter([*weak.items()])
-
-
 _REDUCERS: Mapping[type, Callable[[Any], object]] = {
     CodeType: _reduce_code,
     _Cached: _reduce_cached,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_parameter,
     typing.TypeVarTuple: _reduce_parameter,
-    weakref.WeakKeyDictionary: _reduce_weak_dictionary,
-    weakref.WeakValueDictionary: _reduce_weak_dictionary,
+    **dict.fromkeys(
+        (weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+        lambda weak: (type(weak), (), None, None, iter([*weak.items()])),
+    ),
     _Lock: lambda _: (threading.Lock, ()),
     _RLock: lambda _: (threading.RLock, ()),
 }
@@ -371,8 +344,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             raise pickle.PicklingError("it is for the threads of one process, and each trial is another")
         if thing is sys.modules["__main__"]:
             raise pickle.PicklingError("another process has another __main__")
-        if issubclass(kind, type) and typing.is_typeddict(thing) and not _is_importable(thing):
-            return _reduce_typed_dict(thing)
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
         reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # maybe to a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:

@@ -119,71 +119,27 @@ def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def _a_dangling_link(root: Path) -> None:
-    (root / "bad").symlink_to("nowhere")
-
-
-def _a_linked_directory(root: Path) -> None:
-    (root / "bad").symlink_to("..")
-
-
-def _a_socket(root: Path) -> None:
+def _put_socket(root: Path) -> None:
     with socket.socket(socket.AF_UNIX) as there:
         there.bind(os.path.relpath(root / "bad"))
 
 
-def _a_pipe(root: Path) -> None:
-    os.mkfifo(root / "bad")
+_UNSAVABLE: Mapping[str, Callable[[Path], object]] = {
+    "a dangling link": lambda root: (root / "bad").symlink_to("nowhere"),
+    "a linked directory": lambda root: (root / "bad").symlink_to(".."),
+    "a socket": _put_socket,
+    "a pipe": lambda root: os.mkfifo(root / "bad"),
+    "bytes for a name": lambda root: Path(os.fsdecode(os.fsencode(root) + b"/bad\xff")).touch(),
+    "a backslash": lambda root: (root / "bad\\name").touch(),
+    "a link to itself": lambda root: (root / "bad").symlink_to("bad"),
+    "a device": lambda root: (root / "bad").symlink_to("/dev/full"),
+    "a path that is too long to open": lambda root: make_deep(root, ["bad", *["n" * 250] * 17]),
+    "a path with many levels": lambda root: make_deep(root, ["bad", *["n"] * 300]),
+}
 
 
-def _bytes_for_a_name(root: Path) -> None:
-    Path(os.fsdecode(os.fsencode(root) + b"/bad\xff")).touch()
-
-
-def _a_backslash(root: Path) -> None:
-    (root / "bad\\name").touch()
-
-
-def _a_link_to_itself(root: Path) -> None:
-    (root / "bad").symlink_to("bad")
-
-
-def _two_links_to_each_other(root: Path) -> None:
-    (root / "bad").symlink_to("other")
-    (root / "other").symlink_to("bad")
-
-
-def _a_device(root: Path) -> None:
-    (root / "bad").symlink_to("/dev/full")
-
-
-def _a_path_that_is_too_long_to_open(root: Path) -> None:
-    make_deep(root, ["bad", *["n" * 250] * 17])
-
-
-def _a_path_with_many_levels(root: Path) -> None:
-    make_deep(root, ["bad", *["n"] * 300])
-
-
-@pytest.mark.parametrize(
-    "put",
-    [
-        _a_dangling_link,
-        _a_linked_directory,
-        _a_socket,
-        _a_pipe,
-        _bytes_for_a_name,
-        _a_backslash,
-        _a_link_to_itself,
-        _two_links_to_each_other,
-        _a_device,
-        _a_path_that_is_too_long_to_open,
-        _a_path_with_many_levels,
-    ],
-    ids=lambda put: put.__name__.strip("_"),
-)
-def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: object, tmp_path: Path) -> None:
-    assert callable(put)
+@pytest.mark.parametrize("put", _UNSAVABLE.values(), ids=_UNSAVABLE)
+def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: Callable[[Path], object], tmp_path: Path) -> None:
     put(tmp_path)
     with pytest.raises(InvalidInput, match="bad"):
         StagedFiles(tmp_path)
