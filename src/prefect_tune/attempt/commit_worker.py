@@ -68,7 +68,7 @@ from prefect_tune.core.values import Stamp, StepReport, flat
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.stores.local.staging import naming_unreadable, transfer_pool
-from prefect_tune.stores.posix_files import remove_tree
+from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
 # The journal entry of a saved checkpoint: the commit, what it retires, and earlier checkpoints that share damage.

@@ -7,7 +7,7 @@ Of several processes that train a trial together, rank 0 decides, and the other 
     rank 1, 2, ...   report of step s ──► Part(s): its files ──► waits for ◄────┘
 
 So all ranks save, continue and end at the same step, whatever their clocks say. Rank 0 never waits for another rank,
-but for the commit of a checkpoint, to which each rank adds its part: that wait has a deadline (`attempt/supervisor.py`).
+but for the commit of a checkpoint, to which each rank adds its part, within a deadline (`attempt/supervisor.py`).
 Never: a rank that decides by itself whether it saves or ends; a checkpoint without the part of a rank.
 """
 
