@@ -15,8 +15,9 @@ from itertools import product
 from typing import Protocol, Self, TypeVar
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import StoreAround
 from tests.fakes.stores.slow_store import SlowStore
 
 _Result = TypeVar("_Result")
@@ -264,15 +265,15 @@ def drawn(seed: int) -> Choice:
     return choose
 
 
-class _Runner:
+class _Runner(StoreAround):
     """One process and its view of the store: each point waits for this process's turn."""
 
     def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
+        super().__init__(inner)
         self.died_of: BaseException | None = None
         self.has_ended = False
         self.done: State = ()
         """Every operation so far, with its result."""
-        self._inner = inner
         self._process = process
         self._is_point = is_point
         self._is_abandoned = False
@@ -303,7 +304,7 @@ class _Runner:
             self.has_ended = True
             self._done.release()
 
-    def _do(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
+    def around(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
         if self._is_point(method, path):
             self._done.release()
             self._turn.acquire()
@@ -316,34 +317,6 @@ class _Runner:
             raise
         self.done = (*self.done, (method, path, tuple(result) if isinstance(result, list) else result))
         return result
-
-    @property
-    def conditional_create(self) -> bool:
-        return self._inner.conditional_create
-
-    def create(self, path: str, data: Buffer) -> None:
-        self._do("create", path, lambda: self._inner.create(path, data))
-
-    def put(self, path: str, data: Buffer) -> None:
-        self._do("put", path, lambda: self._inner.put(path, data))
-
-    def copy(self, source: str, path: str) -> None:
-        self._do("copy", path, lambda: self._inner.copy(source, path))
-
-    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._do("replace", path, lambda: self._inner.replace(path, pieces))
-
-    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        return self._do("read", path, lambda: self._inner.read(path, offset=offset, length=length))
-
-    def size(self, path: str) -> int | None:
-        return self._do("size", path, lambda: self._inner.size(path))
-
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return self._do("list", prefix, lambda: self._inner.list(prefix, after=after))
-
-    def delete(self, paths: Sequence[str]) -> None:
-        self._do("delete", ", ".join(paths), lambda: self._inner.delete(paths))
 
 
 def everywhere(method: str, path: str) -> bool:

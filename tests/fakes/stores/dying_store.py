@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import TypeVar
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
+from tests.fakes.stores.memory_store import StoreAround
 
 WRITES = frozenset({"create", "put", "copy", "replace", "delete"})
 
@@ -31,7 +32,7 @@ class Way(Enum):
     UNAVAILABLE = "the operation is not done, and the reply says so"
 
 
-class DyingStore:
+class DyingStore(StoreAround):
     """Passes everything on to `inner`, and fails once: at operation `nth` (from 1), in the given way.
 
     After a crash every further operation crashes too, from whichever thread: the process is gone, its
@@ -44,7 +45,7 @@ class DyingStore:
     def __init__(
         self, inner: ObjectStore, nth: int, way: Way = Way.CRASH_BEFORE, *, only: frozenset[str] | None = None
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.operations: Counter[str] = Counter()
         self.dead = False
         self.failed_at: str | None = None
@@ -52,6 +53,7 @@ class DyingStore:
         self._way = way
         self._only = only
         self._points = 0
+        self._half: Sequence[str] = ()
         self._lock = threading.Lock()
 
     @property
@@ -59,43 +61,18 @@ class DyingStore:
         """Operations so far that count as points."""
         return self._points
 
-    @property
-    def conditional_create(self) -> bool:
-        return self.inner.conditional_create
-
-    def create(self, path: str, data: Buffer) -> None:
-        self._do("create", path, lambda: self.inner.create(path, data))
-
-    def put(self, path: str, data: Buffer) -> None:
-        self._do("put", path, lambda: self.inner.put(path, data))
-
-    def copy(self, source: str, path: str) -> None:
-        self._do("copy", path, lambda: self.inner.copy(source, path))
-
-    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._do("replace", path, lambda: self.inner.replace(path, pieces))
-
-    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        return self._do("read", path, lambda: self.inner.read(path, offset=offset, length=length))
-
-    def size(self, path: str) -> int | None:
-        return self._do("size", path, lambda: self.inner.size(path))
-
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return self._do("list", prefix, lambda: self.inner.list(prefix, after=after))
-
     def delete(self, paths: Sequence[str]) -> None:
-        half = paths[: len(paths) // 2]
-        self._do("delete", ", ".join(paths), lambda: self.inner.delete(paths), lambda: self.inner.delete(half))
+        self._half = paths[: len(paths) // 2]
+        super().delete(paths)
 
-    def _do(self, method: str, path: str, operation: Callable[[], _T], torn: Callable[[], object] = lambda: None) -> _T:
+    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         if not self._fails(method):
             return operation()
         self.failed_at = f"{method} {path}"
         if self._way is Way.UNAVAILABLE:
             raise StoreUnavailable(f"{path}: {method} was made to fail")
-        if self._way is Way.TORN:
-            torn()
+        if self._way is Way.TORN and method == "delete":
+            self.inner.delete(self._half)
         if self._way in (Way.CRASH_AFTER, Way.REPLY_LOST):
             with suppress(TuneError):  # what the target answered, a refusal too, is what gets lost
                 operation()

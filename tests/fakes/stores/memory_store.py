@@ -1,13 +1,16 @@
-"""A correct object store in a dictionary: atomic create-if-absent; counts every operation."""
+"""A correct object store in a dictionary, which counts every operation; and a store around another one."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
-from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
+
+_T = TypeVar("_T")
 
 
 class MemoryStore:
@@ -102,3 +105,47 @@ class OneWriterStore(MemoryStore):
     @property
     def conditional_create(self) -> bool:
         return False
+
+
+class StoreAround:
+    """Passes each operation on to `inner` through `around`, which a subclass overrides."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+
+    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+        """Carry out an operation, now, later or never; of several paths, `path` has all. It may be called later."""
+        del method, path
+        return operation()
+
+    @property
+    def conditional_create(self) -> bool:
+        return self.inner.conditional_create
+
+    def create(self, path: str, data: Buffer) -> None:
+        copy = bytes(data)
+        self.around("create", path, lambda: self.inner.create(path, copy))
+
+    def put(self, path: str, data: Buffer) -> None:
+        copy = bytes(data)
+        self.around("put", path, lambda: self.inner.put(path, copy))
+
+    def copy(self, source: str, path: str) -> None:
+        self.around("copy", path, lambda: self.inner.copy(source, path))
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        copy = [bytes(piece) for piece in pieces]
+        self.around("replace", path, lambda: self.inner.replace(path, copy))
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        return self.around("read", path, lambda: self.inner.read(path, offset=offset, length=length))
+
+    def size(self, path: str) -> int | None:
+        return self.around("size", path, lambda: self.inner.size(path))
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return self.around("list", prefix, lambda: self.inner.list(prefix, after=after))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        copy = tuple(paths)
+        self.around("delete", ", ".join(paths), lambda: self.inner.delete(copy))
