@@ -6,20 +6,20 @@ import copy
 import math
 import pickle
 import re
-from typing import Literal
 
 import pytest
 from pydantic import ValidationError
 
-from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.shown_text import shown_amount, shown_size
-from prefect_tune.core.storage.documents import Document, seal, seal_and_read_back, unseal
 from prefect_tune.core.storage.layout import (
+    NEVER_ARTIFACTS,
     CheckpointKey,
     TrialKey,
     below,
     blob_sequence,
+    is_excluded,
     number_in,
     numbered,
 )
@@ -27,21 +27,6 @@ from prefect_tune.core.values import Stamp, canonical_json, digest_of, metric_in
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")
-
-
-class _Note(Document):
-    format: Literal["test/note"] = "test/note"
-    version: Literal[1] = 1
-    at: str
-
-
-class _Other(Document):
-    format: Literal["test/other"] = "test/other"
-    version: Literal[1] = 1
-    at: str
-
-
-NOTE = _Note(at="now")
 
 
 @pytest.mark.parametrize(
@@ -132,61 +117,6 @@ def test_a_value_refuses_fields_that_it_does_not_know() -> None:
         Stamp.model_validate({"write_id": "w", "at": "now", "att": "now"})
 
 
-# --------------------------------------------------------------------------------------------- sealed
-
-
-def test_a_sealed_value_reads_back() -> None:
-    assert unseal(_Note, seal(NOTE), "here", CheckpointCorrupt) == NOTE
-    assert seal_and_read_back(NOTE)[1] == NOTE
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(b"", id="nothing"),
-        pytest.param(b"not JSON", id="not JSON"),
-        pytest.param(b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00", id="a pickle"),
-        pytest.param(b"[1,2]", id="a list"),
-        pytest.param(b"null", id="null"),
-        pytest.param(b'{"at":"now","write_id":"w"}', id="no digest"),
-        pytest.param(seal(NOTE).replace(b'"now"', b'"noww"'), id="altered"),
-        pytest.param(seal(NOTE) + b" ", id="a space too many"),
-        pytest.param(seal(NOTE)[:-1], id="torn"),
-        pytest.param(b"\xef\xbb\xbf" + seal(NOTE), id="a byte order mark"),
-        pytest.param(seal(NOTE).decode().encode("utf-16"), id="another encoding"),
-        pytest.param(seal(NOTE).replace(b'{"at"', b'{"at":"then","at"'), id="a key twice"),
-        pytest.param(b'{"x":NaN}', id="a NaN"),
-        pytest.param(b'{"x":1e999}', id="an infinity"),
-        pytest.param(b'{"x":' + b"9" * 5000 + b"}", id="a number without end"),
-        *[
-            pytest.param(b'{"x":' + b"[" * depth + b"]" * depth + b"}", id=f"{depth} levels")
-            for depth in (200, 900, 990, 1000, 10_000, 1_000_000)
-        ],
-    ],
-)
-def test_nothing_is_believed_that_was_not_written_so(data: bytes) -> None:
-    with pytest.raises(CheckpointCorrupt, match="here: "):
-        unseal(_Note, data, "here", CheckpointCorrupt)
-
-
-def test_what_another_model_wrote_is_not_taken_for_this_one() -> None:
-    with pytest.raises(CheckpointCorrupt):
-        unseal(_Note, seal(_Other(at="now")), "here", CheckpointCorrupt)
-
-
-@pytest.mark.parametrize("version", [b"2", b"3.0", b"999999999999999999999"])
-def test_a_newer_version_is_refused_loudly_and_told_apart_from_damage(version: bytes) -> None:
-    document = b'{"anything":"else","version":' + version + b"}"
-    expected = CheckpointCorrupt if b"." in version else UnknownVersion
-    with pytest.raises(expected, match="here: "):
-        unseal(_Note, document, "here", CheckpointCorrupt)
-
-
-def test_a_value_that_json_cannot_say_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="cannot be stored as JSON"):
-        seal(_Note.model_construct(at=object()))
-
-
 # --------------------------------------------------------------------------------------------- layout
 
 
@@ -248,3 +178,46 @@ def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
     assert given.model_fields_set == {"write_id", "at"}
     assert given.model_copy(update={"at": "later"}) == Stamp(write_id="w", at="later")
     assert given.model_copy() == given == copy.deepcopy(given) == pickle.loads(pickle.dumps(given))
+
+
+# ------------------------------------------------------------------------------- what is no artifact
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("a.tmp", "*.tmp"),
+        ("deep/er/a.tmp", "*.tmp"),
+        ("logs/a.txt", "logs"),
+        ("logs/a/b.txt", "logs/"),
+        ("deep/logs/a.txt", "logs"),
+        ("trial/checkpoint_3/model.pt", "*/checkpoint_*"),
+        ("logs/a.txt", "logs/*.txt"),
+        ("rank_0", "./rank_*"),
+        ("rank_0/a/b", "./rank_*"),
+        ("a[1].txt", "a[[]1].txt"),
+    ],
+)
+def test_excluded(path: str, pattern: str) -> None:
+    assert is_excluded(path, ["other", pattern])
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("checkpoint_3/model.pt", "*/checkpoint_*"),
+        ("a.TMP", "*.tmp"),
+        ("deep/logs/a.txt", "logs/*"),
+        ("deep/rank_0", "./rank_*"),
+        ("catalogs/a.txt", "logs"),
+        ("a.txt", ""),
+    ],
+)
+def test_kept(path: str, pattern: str) -> None:
+    assert not is_excluded(path, [pattern])
+
+
+def test_what_old_trainables_leave_at_the_top_is_no_artifact() -> None:
+    left = ("checkpoint_-00001", "checkpoint_tmp12", "save_to_object9", "rank_0", ".lazy_checkpoint_marker")
+    assert all(is_excluded(path, NEVER_ARTIFACTS) for path in left)
+    assert not any(is_excluded(f"mine/{path}", NEVER_ARTIFACTS) for path in left)

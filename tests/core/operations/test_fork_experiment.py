@@ -11,12 +11,13 @@ import pytest
 from prefect_tune.core.checkpoints.manifest import revise_metadata
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial import Phase, Trial, clone_for
 from prefect_tune.core.journal.journal import as_of, load
 from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Forked, Owner, Quarantined, StopAsked
 from prefect_tune.core.operations import fork_experiment
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -143,6 +144,29 @@ def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
     made = forked(store, number)
     assert made.lost == {"b": [bad]}
     assert [ref.step for ref in made.experiment.trial("b").checkpoints] == [1]
+
+
+def by_a_guest(old: SmallSearch) -> None:
+    """Quarantine the newest checkpoint of trial b, without the owner's knowledge."""
+    newest = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
+    stamp = Stamp(write_id="guest", at="")
+    quarantine(old.store, old.state.key, {newest: "damaged"}, stamp, side_by_side=map)
+
+
+def test_a_search_can_be_forked_in_which_a_guest_has_quarantined_a_checkpoint_during_a_save() -> None:
+    old = search_of_three(store := MemoryStore())
+    by_a_guest(old)
+    old.step("b")
+    assert [ref.step for ref in old.state.trial("b").checkpoints] == [1]
+    assert [ref.step for ref in forked(store).experiment.trial("b").checkpoints] == [1]
+
+
+def test_an_owner_may_clone_a_checkpoint_that_a_guest_quarantines_at_the_same_time() -> None:
+    old = search_of_three(MemoryStore())
+    clone = clone_for(old.state.trial("c"), old.state.trial("b").checkpoints[-1], "b")
+    by_a_guest(old)
+    old.write(Cloned(trial="c", checkpoint=clone, source="b"))
+    assert [ref.step for ref in old.state.trial("c").checkpoints] == [2]
 
 
 def test_metadata_that_was_set_after_the_save_is_in_the_forks_manifest() -> None:

@@ -17,8 +17,10 @@ import pytest
 from prefect_tune.core.errors import CommitUnknown, JournalCorrupt, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, history, load, take_over
-from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, write_post
+from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, received_posts, write_post
 from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
     Event,
     Launched,
     OutboxClosed,
@@ -227,6 +229,19 @@ def test_a_post_that_arrives_a_day_later_changes_nothing() -> None:
     assert load(world.store, KEY, side_by_side=map).trial("t") == state.trial("t")
     world.receive(world.store, "the next owner")
     assert load(world.store, KEY, side_by_side=map).trial("t").step == state.trial("t").step
+
+
+def test_maintenance_with_an_older_state_deletes_no_post_of_a_newer_outbox() -> None:
+    world = World()
+    world.attempt(world.store)
+    read_by_maintenance = world.require_kept().trial("t")
+    state = load(world.store, KEY, side_by_side=map)
+    state = append(world.store, state, [AttemptEnded(trial="t", cause=Cause.MACHINE, reason="x")], stamp("end"))
+    append(world.store, state, [Launched(trial="t", outbox=2)], stamp("again"))
+    for number in range(1, 4):
+        write_post(world.store, TRIAL, 2, number, Post(write_id=f"w{number}", at="", events=(reported(9 + number),)))
+    world.store.delete([listed.path for listed in received_posts(world.store, TRIAL, read_by_maintenance)])
+    assert len(read_posts(world.store, TRIAL, 2, 0)) == 3, "acknowledged posts that no entry holds were deleted"
 
 
 def test_a_second_process_with_the_same_request_stops_at_its_first_post_even_after_the_attempt_has_ended() -> None:
