@@ -37,15 +37,13 @@ def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     nodes: int, before: Callable[..., None] | None, record_property: Record
 ) -> None:
     explored = fail_everywhere(ObjectWorld, grouped_run(nodes), before=before)
-    explored.record(record_property, "points explored, several nodes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, several nodes")
 
 
 @pytest.mark.long
 def test_one_node_continues_what_several_saved(record_property: Record) -> None:
     explored = fail_everywhere(ObjectWorld, fresh_run, before=grouped_run(2))
-    explored.record(record_property, "points explored, several nodes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, several nodes")
 
 
 @pytest.mark.parametrize("others", [(takes_over,), (takes_over_and_saves,)], ids=["taken over", "saves too"])
@@ -53,8 +51,7 @@ def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_pr
     others: Sequence[Callable[..., None]], record_property: Record
 ) -> None:
     explored = meet_in_every_order(old_group(2), [commits, adds(1), *others], at_decisions, limit=60_000)
-    explored.record(record_property, "orders of nodes and owners, every one")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of nodes and owners, every one")
 
 
 @pytest.mark.long
@@ -63,8 +60,7 @@ def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_b
 ) -> None:
     acts = [commits, adds(1), adds(2), adds(3), takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_group(4), acts, range(60))
-    explored.record(record_property, "orders of nodes and owners, at random")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of nodes and owners, at random")
 
 
 def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:

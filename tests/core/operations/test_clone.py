@@ -200,8 +200,7 @@ ESSENTIAL = [
 def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = die_everywhere(before(), act, [Way.CRASH_BEFORE])
-    explored.record(record_property, "points explored, clones and outboxes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
 @pytest.mark.timeout(900)
@@ -211,8 +210,7 @@ def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_prope
 def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = late_writes(before(), act, [None, 3])
-    explored.record(record_property, "points explored, clones and outboxes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
 @pytest.mark.deep
@@ -222,8 +220,7 @@ def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(story: str
     before, act = STORIES[story]
     explored = die_everywhere(before(), act)
     explored.add(late_writes(before(), act, [None, 0, 1, 2, 5, 10, 20]))
-    explored.record(record_property, "points explored, clones and outboxes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
 # ------------------------------------------------------------------------------------------- concurrency
@@ -257,16 +254,14 @@ def at_creates_and_deletes(method: str, path: str) -> bool:
 def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
     explored = meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000)
-    explored.record(record_property, "orders of clones, posts and owners, every one")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of clones, posts and owners, every one")
 
 
 @pytest.mark.timeout(900)
 def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_property: Record) -> None:
     before, acts = MEETINGS["posts while the owner closes"]
     explored = meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000)
-    explored.record(record_property, "orders of clones, posts and owners, every one")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of clones, posts and owners, every one")
 
 
 @pytest.mark.long
@@ -275,8 +270,7 @@ def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_pro
 def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
     explored = meet_at_random(before(), acts, range(10))
-    explored.record(record_property, "orders of clones, posts and owners, at random")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of clones, posts and owners, at random")
 
 
 @pytest.mark.deep
@@ -286,8 +280,7 @@ def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_pro
     before, acts = MEETINGS[meeting]
     explored = meet_at_random(before(), acts, range(1000, 1500))
     explored.add(meet_dying(before(), acts, range(500)))
-    explored.record(record_property, "orders of clones, posts and owners, at random")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of clones, posts and owners, at random")
 
 
 # --------------------------------------------------------------------------------------------- mutants

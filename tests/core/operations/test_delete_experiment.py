@@ -420,25 +420,20 @@ def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
 @pytest.mark.parametrize("name", long_after(4, MEETINGS))
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, at_writes, every=3)
-    explored.record(record_property, "orders of deletions and others")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
-    explored = in_drawn_orders(name, range(8))
-    explored.record(record_property, "orders of deletions and others")
-    assert explored.broken == []
+    in_drawn_orders(name, range(8)).require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_TRACE))
 def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
     name: str, record_property: Record
 ) -> None:
-    explored = one_within_the_other(name, at_looks)
-    explored.record(record_property, "orders of deletions and others")
-    assert explored.broken == []
+    one_within_the_other(name, at_looks).require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.deep
@@ -447,8 +442,7 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, everywhere)
     explored.add(in_drawn_orders(name, range(1000, 1300)))
-    explored.record(record_property, "orders of deletions and others")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of deletions and others")
 
 
 # --------------------------------------------------------------------------------------------- mutants

@@ -59,10 +59,11 @@ class Explored:
         self.points += other.points
         self.broken += other.broken
 
-    def record(self, record_property: Callable[[str, object], None], what: str) -> None:
-        """Record the figures for the end of the test output and for the reliability page."""
+    def require_kept(self, record_property: Callable[[str, object], None], what: str) -> None:
+        """Check that no promise was broken; record the figures, for the test output and the reliability page."""
         record_property(f"figure: {what}", self.points)
         record_property("figure: promises broken", len(self.broken))
+        assert not self.broken, self.broken[:9]
 
 
 def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Explored:

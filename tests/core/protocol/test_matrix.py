@@ -41,9 +41,7 @@ def test_no_failure_of_an_object_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
     explored = fail_everywhere(ObjectWorld, story, before=before)
-
-    explored.record(record_property, "points explored, object store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, object store")
     assert explored.points > 100
 
 
@@ -53,43 +51,33 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
     explored = fail_everywhere(PosixWorld, story, before=before, ways=ENDS)
-
-    explored.record(record_property, "points explored, file store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, file store")
     assert explored.points > 100
 
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
     explored = fail_everywhere(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
-
-    explored.record(record_property, "points explored, file store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
     explored = fail_everywhere(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
-
-    explored.record(record_property, "points explored, object store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, object store")
 
 
 @pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
     explored = fail_everywhere(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
-
-    explored.record(record_property, "points explored, file store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
     explored = delay_every_write(story, [None, 0, 2, 10, 30])
-
-    explored.record(record_property, "points explored, late writes")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, late writes")
 
 
 @pytest.mark.deep
@@ -103,5 +91,4 @@ def test_every_way_every_call_and_every_loss_of_a_file_store(
     lost = fail_everywhere(lambda: PosixWorld(seed=seed), story, before=before)
 
     explored = Explored(kept.points + lost.points, kept.broken + lost.broken)
-    explored.record(record_property, "points explored, file store")
-    assert explored.broken == []
+    explored.require_kept(record_property, "points explored, file store")

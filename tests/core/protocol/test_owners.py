@@ -48,8 +48,7 @@ def test_two_owners_in_every_order_break_no_promise(
     checkpoints: int, acts: Sequence[Act[Session]], record_property: Record
 ) -> None:
     explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
-    explored.record(record_property, "orders of two owners, every one")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of two owners, every one")
 
 
 def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_commits_of_its_trial() -> None:
@@ -66,16 +65,14 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over, takes_over]
     explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
-    explored.record(record_property, "orders of three owners, every one")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of three owners, every one")
 
 
 @pytest.mark.long
 def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_owner(), acts, range(100))
-    explored.record(record_property, "orders of three owners, at random")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of three owners, at random")
 
 
 @pytest.mark.deep
@@ -84,5 +81,4 @@ def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(re
 def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_owner(checkpoints), acts, range(1000))
-    explored.record(record_property, "orders of four owners, at random")
-    assert explored.broken == []
+    explored.require_kept(record_property, "orders of four owners, at random")

@@ -79,7 +79,6 @@ class JournalKey(Value):
 
     @property
     def entries(self) -> str:
-        """The folder of the numbered entries."""
         return f"{self.folder}/journal"
 
     @property
@@ -88,20 +87,14 @@ class JournalKey(Value):
 
     @property
     def live(self) -> str:
-        """The folder of the live status, of which only the newest object is kept."""
         return f"{self.folder}/live"
 
-    @property
-    def requests(self) -> str:
-        """The folder of the requests (to stop) that others send to an experiment."""
-        return f"{self.folder}/requests"
-
     def request_path(self, number: int) -> str:
-        """Return the path of request `number` (from 1)."""
-        return numbered(self.requests, number)
+        """Return the path of the request (to stop) `number`, from 1, that others send to the experiment."""
+        return numbered(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
-        """Return the path of the live status `number` (from 1) that the owner of `term` writes."""
+        """Return the path of the live status `number` (from 1) that the owner of `term` writes; the newest is kept."""
         return f"{self.live}/{in_digits(term)}-{in_digits(number)}.json"
 
     def entry_path(self, number: int) -> str:
