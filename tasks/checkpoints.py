@@ -28,8 +28,7 @@ from prefect_tune.attempt.commit_worker import (
 )
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
-from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.checkpoints.verified_reads import has_same_files
+from prefect_tune.core.checkpoints.manifest import About, has_same_files
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshot import interval_of, snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import interval_of, snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,

@@ -21,7 +21,7 @@ from benchmarks.measuring.long_history import NAME, OWNER, new_stamp
 from benchmarks.measuring.resident import resident_bytes
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool

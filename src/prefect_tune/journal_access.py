@@ -27,8 +27,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import append, load, take_over
-from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import append, load, snapshot_is_due, take_over, write_snapshot
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
 from prefect_tune.core.restore import adopt

@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_q
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshot import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
 from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,

@@ -8,9 +8,9 @@ from functools import reduce
 
 import pytest
 
-from prefect_tune.core.checkpoints import commit, manifest, verified_reads
+from prefect_tune.core.checkpoints import commit, manifest
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
-from prefect_tune.core.journal import journal, snapshot
+from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
@@ -40,7 +40,7 @@ def stamp(write_id: object) -> Stamp:
 def snapshots_every(entries: int) -> Iterator[None]:
     """Write a snapshot every few entries, which usually takes hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "_INTERVAL", entries)
+        patch.setattr(journal, "_INTERVAL", entries)
         yield
 
 
@@ -50,7 +50,7 @@ def cut_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, _CHUNK_BYTES))
         patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, _BLOB_BYTES))
-        patch.setattr(verified_reads, "BLOB_BYTES", _BLOB_BYTES)
+        patch.setattr(manifest, "BLOB_BYTES", _BLOB_BYTES)
         yield
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.checkpoints.verified_reads import NoSink, Sink, fetch, reads
+from prefect_tune.core.checkpoints.manifest import Manifest, NoSink, Sink, fetch, reads
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,

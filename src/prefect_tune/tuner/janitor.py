@@ -12,8 +12,8 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.journal.outbox import delete_posts
-from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints

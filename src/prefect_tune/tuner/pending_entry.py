@@ -13,7 +13,7 @@ from datetime import timedelta
 from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.journal.snapshot import snapshot_is_due
+from prefect_tune.core.journal.journal import snapshot_is_due
 from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter, new_write_id

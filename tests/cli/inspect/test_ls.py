@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.journal.journal import as_of
-from prefect_tune.core.journal.snapshot import write_snapshot
+from prefect_tune.core.journal.journal import as_of, write_snapshot
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run

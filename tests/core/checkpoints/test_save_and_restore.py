@@ -102,7 +102,7 @@ def tiny_cut(chunk: int, blob: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefect_tune.core.checkpoints.commit.pieces", lambda files: pieces(files, chunk))
         patch.setattr("prefect_tune.core.checkpoints.commit.groups", lambda cut: groups(cut, blob))
-        patch.setattr("prefect_tune.core.checkpoints.verified_reads.BLOB_BYTES", blob)
+        patch.setattr("prefect_tune.core.checkpoints.manifest.BLOB_BYTES", blob)
         yield
 
 

@@ -15,7 +15,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshot import write_snapshot
+from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal import journal, snapshot
-from prefect_tune.core.journal.snapshot import (
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.journal import (
     decode_snapshot,
     encode_snapshot,
     interval_of,
@@ -89,7 +89,7 @@ def test_the_interval_between_snapshots_grows_with_the_number_of_trials(trials: 
 
 
 def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "DOCUMENT_BYTES", 500)
+    monkeypatch.setattr(journal, "DOCUMENT_BYTES", 500)
     store = MemoryStore()
     run(store, 10)
     assert list_snapshots(store, JOURNAL) == []
@@ -175,7 +175,7 @@ def test_a_snapshot_whose_trials_are_none_is_noticed(written: bytes, spoilt: byt
     first, _, lines = encode_snapshot(run(MemoryStore(), 20)).partition(b"\n")
     document = json.loads(first)
     del document["digest_of_document"]
-    head = snapshot._Head.model_validate_json(json.dumps(document))
+    head = journal._Head.model_validate_json(json.dumps(document))
     assert written in lines
     spoilt_lines = lines.replace(written, spoilt)
     forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt_lines)}))

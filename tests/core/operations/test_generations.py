@@ -11,9 +11,8 @@ import pytest
 
 from prefect_tune.core.errors import Superseded, TuneError, UnknownVersion
 from prefect_tune.core.journal import journal as journals
-from prefect_tune.core.journal.journal import append_as_guest, load, take_over
+from prefect_tune.core.journal.journal import append_as_guest, load, take_over, write_snapshot
 from prefect_tune.core.journal.outbox import Post, write_post
-from prefect_tune.core.journal.snapshot import write_snapshot
 from prefect_tune.core.journal_events import Owner, Quarantined, Reported
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect as inspected

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 )
 
 from prefect_tune.core.checkpoints.commit import verify_read
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.checkpoints.verified_reads import reads
+from prefect_tune.core.checkpoints.manifest import Manifest, reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment import experiment as folding
 from prefect_tune.core.experiment import trial_transitions as trials

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 
 from prefect_tune.core import restore
-from prefect_tune.core.checkpoints import commit, verified_reads
+from prefect_tune.core.checkpoints import commit, manifest
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
-from prefect_tune.core.journal import journal, outbox, snapshot
-from prefect_tune.core.journal.snapshot import write_snapshot
+from prefect_tune.core.journal import journal, outbox
+from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
@@ -200,7 +200,7 @@ MUTANTS = {
         },
     ),
     "no digest check": Mutant(
-        every_flipped_blob, {verified_reads._verified: {"if found != wanted.chunk.digest:": "if False:"}}
+        every_flipped_blob, {manifest._verified: {"if found != wanted.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
         meeting_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
@@ -264,7 +264,7 @@ MUTANTS = {
     "keep a snapshot's trials in the order of their names": Mutant(
         a_snapshot_of_five_trials,
         {
-            snapshot.encode_snapshot: {
+            journal.encode_snapshot: {
                 "in experiment.trials.values()": "in sorted(experiment.trials.values(), key=lambda trial: trial.trial)"
             }
         },
@@ -277,7 +277,7 @@ MUTANTS = {
     ),
     "believe a snapshot that is torn": Mutant(
         a_torn_snapshot,
-        {snapshot.decode_snapshot: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
+        {journal.decode_snapshot: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "delete the first post": Mutant(
         partial(

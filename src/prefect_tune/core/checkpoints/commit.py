@@ -54,13 +54,16 @@ from prefect_tune.core.checkpoints.manifest import (
     Contents,
     FileRef,
     Manifest,
+    NoSink,
     Piece,
+    Read,
     Source,
     blob_digest,
+    fetch,
     groups,
     pieces,
+    reads,
 )
-from prefect_tune.core.checkpoints.verified_reads import NoSink, Read, fetch, reads
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     AlreadyExists,

@@ -30,8 +30,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import is_held, is_live
-from prefect_tune.core.journal.journal import append, as_of, load, take_over
-from prefect_tune.core.journal.snapshot import write_snapshot
+from prefect_tune.core.journal.journal import append, as_of, load, take_over, write_snapshot
 from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,

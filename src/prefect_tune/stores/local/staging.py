@@ -28,9 +28,9 @@ from prefect_tune.core.checkpoints.manifest import (
     FileStat,
     Manifest,
     Piece,
+    has_same_files,
     newest_metadata,
 )
-from prefect_tune.core.checkpoints.verified_reads import has_same_files
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
