@@ -17,6 +17,41 @@ from pydantic import AfterValidator, Field, ValidationError
 from prefect_tune.core.shown_text import first_line, format_span, plural, readable, shown_size
 from prefect_tune.core.values import Message, Value
 
+
+class Cause(StrEnum):
+    """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""
+
+    MACHINE = "machine"
+    """The machine, the worker or the target failed, not the trial."""
+    PREEMPTED = "preempted"
+    """The attempt was asked to stop, and stopped in order: no failure."""
+    USER = "user"
+    """The user's code raised."""
+    IMPORT = "import"
+    """The trainable could not be loaded: a retry does not help."""
+    OUT_OF_MEMORY = "out-of-memory"
+    """The kernel killed the process for using too much memory: a retry does not help."""
+    BAD_METRIC = "bad-metric"
+    """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
+    BAD_STOP = "bad-stop"
+    """The stop criterion needs a metric that it did not report: a retry does not help."""
+
+
+class FinishKind(StrEnum):
+    """How a trial finished. Only a trial that met its stop criterion continues when that changes."""
+
+    RETURNED = "returned"
+    """The trainable returned by itself."""
+    CRITERION = "criterion"
+    """A stop criterion was met."""
+    ALL_STEPS = "all-steps"
+    """It has trained all of the scheduler's steps."""
+    PRUNED = "pruned"
+    """The scheduler ended it early."""
+    STOPPED = "stopped"
+    """A person ended it: by a stop request, or by the choice on Resume."""
+
+
 _MAX_DEPTH = 16
 _MAX_NUMBER = 2**63
 
@@ -116,6 +151,12 @@ def code_of(reason: AnyReason) -> str | None:
     return reason.code if isinstance(reason, Reason) else None
 
 
+_AFTER_ERROR = frozenset(
+    {"not-retried", "max-machine-failures", "max-failures", "died-at-start", "died-at-each-start", "retried"}
+)
+"""The codes whose argument `error` is the error of the attempt."""
+
+
 def error_of(reason: AnyReason) -> AnyReason:
     """Return the error by which an attempt ended, without the retry budget that it has spent."""
     while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _AFTER_ERROR:
@@ -123,26 +164,16 @@ def error_of(reason: AnyReason) -> AnyReason:
     return reason
 
 
-def is_same_error(reason: AnyReason, other: AnyReason) -> bool:
-    """Return whether two trials errored by the same error, whatever the traceback, the rank and the retries."""
-    mine, theirs = error_of(reason), error_of(other)
-    if not isinstance(mine, Reason) or not isinstance(theirs, Reason):
-        return mine == theirs
-    return mine.code == theirs.code and _without_place(mine) == _without_place(theirs)
-
-
-def _without_place(reason: Reason) -> Mapping[str, Any]:
-    return {name: argument for name, argument in reason.arguments.items() if name not in _PLACES}
-
-
-_PLACES = ("traceback", "rank", "location", "output")
-"""Arguments of an error that say where it happened, and what was printed before."""
-
-
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error by which an attempt ended, without its traceback and last output."""
+    """Return the error by which an attempt ended, without where it happened and what was printed before.
+
+    It is equal for equal errors, whatever the traceback, the rank and the retries.
+    """
     error = error_of(reason)
-    return make_reason(error.code, **_without_place(error)) if isinstance(error, Reason) else first_line(error)
+    if not isinstance(error, Reason):
+        return first_line(error)
+    places = ("traceback", "rank", "location", "output")
+    return make_reason(error.code, **{name: value for name, value in error.arguments.items() if name not in places})
 
 
 def format_error(reason: AnyReason) -> str:
@@ -218,7 +249,6 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "span": format_span,
     "size": shown_size,
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
-    "names": lambda names: ", ".join(map(repr, names)),
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
     "reason": lambda reason: str(_reason_of(reason)),
     "line": lambda reason: first_line(error_of(_reason_of(reason))),
@@ -237,11 +267,6 @@ def _format(sentence: str, arguments: Mapping[str, Any]) -> str:
 _RESULT = "<{metric} = {value:g} at step {step}: >"
 _PROCESS_ENDED = "<ended by {signal}><exited with code {exit_code}><{detail:reason}>"
 _RAISED = "<rank {rank}: ><{type}: >{text}<{advice:reason}><; {memory:reason}>\n<{traceback}>"
-
-_AFTER_ERROR = frozenset(
-    {"not-retried", "max-machine-failures", "max-failures", "died-at-start", "died-at-each-start", "retried"}
-)
-"""The codes whose argument `error` is the error of the attempt."""
 
 _SENTENCES: Mapping[str, str] = {
     # A stop criterion is met, or a scheduler has decided.

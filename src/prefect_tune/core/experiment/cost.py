@@ -23,9 +23,8 @@ from enum import StrEnum
 from typing import Self
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
-from prefect_tune.core.html_tables import Html, cell_html, escaped, paragraph, rows_table
-from prefect_tune.core.shown_text import format_seconds, plural
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, unsaved_seconds
+from prefect_tune.core.shown_text import Html, cell_html, escaped, format_seconds, paragraph, plural, rows_table
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.core.values import parse_time
 
@@ -123,10 +122,10 @@ class ExperimentCost:
 
     def _repr_html_(self) -> str:
         total = self.slot_seconds or 1.0
-        rows = [(each, seconds) for each, seconds in self.seconds.items() if seconds / total >= _LEAST_SHARE]
         cells = [
             [escaped(text) for text in (each, format_seconds(seconds), format_share(seconds / total), each.meaning)]
-            for each, seconds in rows
+            for each, seconds in self.seconds.items()
+            if seconds / total >= _LEAST_SHARE
         ]
         sentence = paragraph(escaped(cost_sentence(self) or "no slot was held yet"))
         return cell_html(sentence, rows_table(["slots", "time", "share", ""], cells) if cells else Html(""))
@@ -171,11 +170,10 @@ class _Span:
 
 def _runs(experiment: Experiment, until: datetime) -> Sequence[_Span]:
     """Return each run; it has lasted at least as long as what its attempts have journaled."""
-    runs: list[_Span] = []
-    for run in experiment.runs:
-        begin, end = parse_time(run.began_at), parse_time(run.ended_at or run.began_at)
-        if begin is not None and end is not None:
-            runs.append(_Span(run.term, begin, end, run.slots))
+    times = ((run, parse_time(run.began_at), parse_time(run.ended_at or run.began_at)) for run in experiment.runs)
+    runs = [
+        _Span(run.term, begin, end, run.slots) for run, begin, end in times if begin is not None and end is not None
+    ]
     for trial in experiment.trials.values():
         for record in trial.records:
             began = parse_time(record.began_at or "")
@@ -231,7 +229,8 @@ def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[
         is_bounded = slot_at is None and first != began
         first = max(first, free_at or first)
         if is_running:
-            record = _so_far(trial, record)  # noqa: PLW2901  with its newest report
+            newest = record.seconds.plus("training", unsaved_seconds(trial, trial.trained_seconds))
+            record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  with its newest report
             free_at = max(until, _later(began or first, record.seconds.total))
         else:
             free_at = _freed_at(record, first, following, runs)
@@ -243,12 +242,6 @@ def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[
             is_bounded = gap != before
         seconds = _shared_out(record, before, held_seconds, is_running=is_running)
         yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, is_bounded)
-
-
-def _so_far(trial: Trial, record: AttemptRecord) -> AttemptRecord:
-    newest = newest_checkpoint(trial)
-    unsaved_seconds = max(0.0, trial.trained_seconds - (newest.trained_seconds if newest else 0.0))
-    return record.model_copy(update={"seconds": record.seconds.plus("training", unsaved_seconds)})
 
 
 def _freed_at(
@@ -312,29 +305,23 @@ _LEAST_SHARE = 0.005
 def cost_sentence(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
-    Empty if no slot was held yet.
+    The time is that of the runs, if all have the same number of slots; else the sum over the slots. Empty if no slot
+    was held yet.
     """
     if not cost.attempts or not cost.slot_seconds:
         return ""
-    losses = sorted(_shares(cost, but=Category.TRAINING).items(), key=lambda each: -each[1])
+    shares = {category: seconds / cost.slot_seconds for category, seconds in cost.seconds.items()}
+    trained = format_share(shares.pop(Category.TRAINING))
+    losses = sorted((each for each in shares.items() if each[1] >= _LEAST_SHARE), key=lambda each: -each[1])
     named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
-    trained = format_share(cost.seconds[Category.TRAINING] / cost.slot_seconds)
     label = "the largest losses" if len(losses) > 1 else "the only loss"
-    return f"{trained} of {_slots_words(cost)} was training" + (f"; {label}: {named}" if named else "")
-
-
-def _slots_words(cost: ExperimentCost) -> str:
-    """Return the time of the runs with their slots, if all have the same number; else the sum over the slots."""
     counts = {each.slots for each in cost.runs}
     (count,) = counts if len(counts) == 1 else (None,)
     if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
-        return f"{format_seconds(cost.slot_seconds)} of all slots"
-    return f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
-
-
-def _shares(cost: ExperimentCost, but: Category | None = None) -> Mapping[Category, float]:
-    shares = {each: found / cost.slot_seconds for each, found in cost.seconds.items() if each is not but}
-    return {each: share for each, share in shares.items() if share >= _LEAST_SHARE}
+        slots = f"{format_seconds(cost.slot_seconds)} of all slots"
+    else:
+        slots = f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
+    return f"{trained} of {slots} was training" + (f"; {label}: {named}" if named else "")
 
 
 def format_share(share: float) -> str:

@@ -11,9 +11,9 @@ from pydantic_core import CoreSchema, core_schema
 from rpds import HashTrieMap
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
-from prefect_tune.core.experiment.trial import Clone
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
+    Clone,
     PastEvent,
     Phase,
     Trial,
@@ -53,14 +53,13 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
 from prefect_tune.core.values import Digest, StepReport, Value
 
-# A persistent mapping of an experiment's trials: one change costs the same with ten trials and with ten thousand.
-
-_MOST_SHOWN = 10
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrialMap(Mapping[str, Trial]):
-    """Immutable trials by name, in the order in which they were added. A changed copy shares unchanged trials."""
+    """Immutable trials by name, in the order in which they were added.
+
+    A changed copy shares unchanged trials: one change costs the same with ten trials and with ten thousand.
+    """
 
     _numbers: HashTrieMap[str, int]
     """By name, the trial's number in the order in which they were added."""
@@ -76,12 +75,8 @@ class TrialMap(Mapping[str, Trial]):
 
     def with_trial(self, trial: Trial) -> TrialMap:
         """Return a copy with `trial` replaced, or added at the end if it is new."""
-        number = self._numbers.get(trial.trial)
-        numbers = self._numbers
-        if number is None:
-            number = len(numbers)
-            numbers = numbers.insert(trial.trial, number)
-        return TrialMap(numbers, self._trials.insert(number, trial))
+        number = self._numbers.get(trial.trial, len(self._numbers))
+        return TrialMap(self._numbers.insert(trial.trial, number), self._trials.insert(number, trial))
 
     def __getitem__(self, trial: str) -> Trial:
         return self._trials[self._numbers[trial]]
@@ -101,8 +96,8 @@ class TrialMap(Mapping[str, Trial]):
     __hash__ = None  # type: ignore[assignment]  # as any mapping
 
     def __repr__(self) -> str:
-        shown = [repr(each) for each in islice(self.values(), _MOST_SHOWN)]
-        more = [f"and {len(self) - _MOST_SHOWN:,} more"] if len(self) > _MOST_SHOWN else []
+        shown = [repr(each) for each in islice(self.values(), 10)]
+        more = [f"and {len(self) - 10:,} more"] if len(self) > 10 else []
         return f"Trials([{', '.join([*shown, *more])}])"
 
     @classmethod
@@ -113,12 +108,10 @@ class TrialMap(Mapping[str, Trial]):
         return core_schema.json_or_python_schema(
             json_schema=read,
             python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), read]),
-            serialization=core_schema.plain_serializer_function_ser_schema(_listed, return_schema=listed),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda trials: tuple(trials.values()), return_schema=listed
+            ),
         )
-
-
-def _listed(trials: TrialMap) -> tuple[Trial, ...]:
-    return tuple(trials.values())
 
 
 class Experiment(Value):
@@ -198,41 +191,29 @@ def apply(
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
-    _require_writer(experiment, entry)
-    _require_successor(experiment, entry)
-    next_of = fold or after_event
-    try:
-        for event in entry.events:
-            experiment = next_of(experiment, event, entry.number, entry.writer)
-    except IllegalTransition as impossible:
-        raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
-    return experiment.model_copy(update={"number": entry.number, "digest": digest})
-
-
-def _require_successor(experiment: Experiment, entry: Entry) -> None:
-    opens = bool(entry.events) and isinstance(entry.events[0], Opened)
-    expected = (experiment.number + 1, experiment.digest, experiment.term + opens)
-    found = (entry.number, entry.previous, entry.term)
-    if found != expected:
-        raise JournalCorrupt(
-            f"{experiment.key}, entry {entry.number}: expected number, predecessor and term "
-            f"{expected}, found {found}: an entry was lost, altered or copied from another journal"
-        )
-
-
-def _require_writer(experiment: Experiment, entry: Entry) -> None:
-    """A guest's entry holds only what a guest may write: whoever can write to the target cannot end another's trial."""
-    if entry.writer == "guest":
-        found = [
+    where = f"{experiment.key}, entry {entry.number}"
+    if entry.writer == "guest":  # whoever can write to the target cannot end another's trial
+        misplaced = [
             event.type
             for event in entry.events
             if not isinstance(event, GuestEvent) or (isinstance(event, Quarantined) and event.kills)
         ]
-        if found or not entry.events:
-            raise JournalCorrupt(
-                f"{experiment.key}, entry {entry.number}: expected events that a guest may write, found "
-                f"{', '.join(found) or 'none'}"
-            )
+        if misplaced or not entry.events:
+            found = ", ".join(misplaced) or "none"
+            raise JournalCorrupt(f"{where}: expected events that a guest may write, found {found}")
+    opens = bool(entry.events) and isinstance(entry.events[0], Opened)
+    expected = (experiment.number + 1, experiment.digest, experiment.term + opens)
+    if (entry.number, entry.previous, entry.term) != expected:
+        raise JournalCorrupt(
+            f"{where}: expected number, predecessor and term {expected}, found "
+            f"{(entry.number, entry.previous, entry.term)}: an entry was lost, altered or copied from another journal"
+        )
+    try:
+        for event in entry.events:
+            experiment = (fold or after_event)(experiment, event, entry.number, entry.writer)
+    except IllegalTransition as impossible:
+        raise JournalCorrupt(f"{where}: {impossible}") from impossible
+    return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
 def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
@@ -243,27 +224,34 @@ def after_event(experiment: Experiment, event: Event, number: int, writer: Write
     """
     match event:
         case Opened():
-            return _opened(experiment, event, number)
+            return _apply_opened(experiment, event, number)
         case Adopted():
-            return _adopted(experiment, event)
+            # From this entry on, no save of an attempt that ended with its owner becomes a checkpoint.
+            for name in {**event.checkpoints, **event.reached}:
+                experiment = _with_trial(experiment, with_adopted(_known_trial(experiment, name), event))
+            runs = seen(experiment.runs, event.seen_at)
+            return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
         case Configured():
-            return _configured(experiment, event, number)
+            return _apply_configured(experiment, event, number)
         case Forked():
-            return _forked(experiment, event)
+            return _apply_forked(experiment, event)
         case Deletion():
             return experiment.model_copy(update={"is_removed": True})
         case StopAsked():
-            return _asked_to_stop(experiment, event)
+            return _apply_stop(experiment, event)
         case Answered():
             return experiment.model_copy(update={"answers": (*experiment.answers, event)})
         case TrialAdded():
-            return _added(experiment, event)
+            if event.trial in experiment.trials:
+                raise IllegalTransition(f"trial {event.trial!r} was added before")
+            past = PastEvent(order=experiment.past_count + 1, what="added")
+            fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
+            return _with_trial(experiment, Trial.model_validate({**fields, "past": (past,)}), past_count=past.order)
         case _:
-            trial = _known(experiment, event.trial)
-            return _noted(experiment, trial, event, after(trial, event, writer))
+            return _apply_trial_event(experiment, event, writer)
 
 
-def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
+def _apply_opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, generation=event.generation)
     if (opens, event.term) != (experiment.key, experiment.term + 1):
         raise IllegalTransition(f"it opens {opens} for owner {event.term}")
@@ -277,7 +265,7 @@ def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     return experiment.model_copy(update=opened)
 
 
-def _configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
+def _apply_configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
     if known := event.extensions.keys() & experiment.extensions.keys():
         raise IllegalTransition(f"run {min(known)} has added its samples before")
     places = (each.place for each in event.warm_starts if each.place is not None)
@@ -291,81 +279,70 @@ def _configured(experiment: Experiment, event: Configured, number: int) -> Exper
     )
 
 
-def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
+def _apply_forked(experiment: Experiment, event: Forked) -> Experiment:
+    if event.trials is None:
+        if experiment.trials or experiment.origin is not None:
+            raise IllegalTransition(f"it cannot become a fork of {event.origin}: it has trials or an origin already")
+        return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
+    for name, forked in event.trials.items():
+        experiment = _with_trial(experiment, with_fork(_known_trial(experiment, name), forked))
+    return experiment.model_copy(update={"is_whole": True})
+
+
+def _apply_stop(experiment: Experiment, event: StopAsked) -> Experiment:
     if event.request is not None:
         experiment = experiment.model_copy(update={"stop_requests": (*experiment.stop_requests, event.request)})
     if event.refused is not None:
         return experiment
     if event.trial is None:
         return experiment.model_copy(update={"ends": event.reason})
-    if _known(experiment, event.trial).phase in ENDED:
+    if _known_trial(experiment, event.trial).phase in ENDED:
         raise IllegalTransition(f"trial {event.trial!r} has ended: it cannot be asked to stop")
     return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
 
 
-def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
-    """From this entry on, no save of an attempt that ended with its owner becomes a checkpoint."""
-    for name in {**event.checkpoints, **event.reached}:
-        trial = _known(experiment, name)
-        experiment = _with(experiment, with_adopted(trial, event))
-    runs = seen(experiment.runs, event.seen_at)
-    return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
+def _apply_trial_event(experiment: Experiment, event: OneTrialsEvent, writer: Writer) -> Experiment:
+    """Apply it to its trial, and record what is replayed to search and scheduler when the experiment is resumed."""
+    before = _known_trial(experiment, event.trial)
+    trial, changes = after(before, event, writer), dict[str, object]()
+    match event:
+        case Started(attempt=attempt):
+            trial = _with_record(trial, attempt, term=experiment.term if trial.outbox is None else trial.search_term)
+        case Launched():
+            trial = trial.model_copy(update={"search_term": experiment.term})
+        case SlotFreed(attempt=attempt, since=since, seconds=seconds):
+            trial = _with_record(trial, attempt, slot_term=experiment.term)
+            changes["runs"] = ended_after(experiment.runs, since, seconds)
+        case _:
+            pass
+    past = _past_event(experiment.past_count + 1, before, event, trial)
+    if past is not None:
+        trial = trial.model_copy(update={"past": (*trial.past, past)})
+        changes["past_count"] = past.order
+    if isinstance(event, Committed) or (past is not None and past.what in ("decided", "ended")):
+        changes["restarts"] = 0
+    return _with_trial(experiment, trial, **changes)
 
 
-def _forked(experiment: Experiment, event: Forked) -> Experiment:
-    if event.trials is None:
-        if experiment.trials or experiment.origin is not None:
-            raise IllegalTransition(f"it cannot become a fork of {event.origin}: it has trials or an origin already")
-        return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
-    for name, forked in event.trials.items():
-        experiment = _with(experiment, with_fork(_known(experiment, name), forked))
-    return experiment.model_copy(update={"is_whole": True})
-
-
-def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
-    if event.trial in experiment.trials:
-        raise IllegalTransition(f"trial {event.trial!r} was added before")
-    fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
-    new = Trial.model_validate(fields)
-    return _with_past(experiment, new, PastEvent(order=experiment.past_count + 1, what="added"))
-
-
-def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
-    """Record what is replayed to search and scheduler when the experiment is resumed."""
-    order = experiment.past_count + 1
+def _past_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) -> PastEvent | None:
     match event:
         case Decided(report=report, decision=decision):
-            past_event = PastEvent(order=order, what="decided", report=report, decision=decision)
+            return PastEvent(order=order, what="decided", report=report, decision=decision)
         case Resumed():
-            past_event = PastEvent(order=order, what="resumed")
+            return PastEvent(order=order, what="resumed")
         case Requeued() if before.phase in ENDED:
-            past_event = PastEvent(order=order, what="added")
+            return PastEvent(order=order, what="added")
         case _ if now.phase in ENDED and before.phase not in ENDED:
             last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
-            past_event = PastEvent(
+            return PastEvent(
                 order=order,
                 what="ended",
                 report=last if now.step else None,
                 failed=now.phase is Phase.ERRORED,
                 stopped=now.phase is Phase.FINISHED and now.finish_kind is FinishKind.PRUNED,
             )
-        case Committed():
-            return _progressed(_with(experiment, now))
-        case Started():
-            return _with(
-                experiment,
-                _with_record(now, event.attempt, term=experiment.term if now.outbox is None else now.search_term),
-            )
-        case Launched():
-            return _with(experiment, now.model_copy(update={"search_term": experiment.term}))
-        case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            runs = ended_after(experiment.runs, since, seconds)
-            freed = _with_record(now, attempt, slot_term=experiment.term)
-            return _with(experiment, freed).model_copy(update={"runs": runs})
         case _:
-            return _with(experiment, now)
-    noted = _with_past(experiment, now, past_event)
-    return _progressed(noted) if past_event.what in ("decided", "ended") else noted
+            return None
 
 
 def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:
@@ -373,28 +350,16 @@ def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:
     return trial.model_copy(update={"records": records})
 
 
-def _progressed(experiment: Experiment) -> Experiment:
-    return experiment.model_copy(update={"restarts": 0}) if experiment.restarts else experiment
-
-
-def _with_past(experiment: Experiment, trial: Trial, past_event: PastEvent) -> Experiment:
-    past = (*trial.past, past_event)
-    return _with(experiment, trial.model_copy(update={"past": past})).model_copy(
-        update={"past_count": past_event.order}
-    )
-
-
-def _known(experiment: Experiment, trial: str) -> Trial:
+def _known_trial(experiment: Experiment, trial: str) -> Trial:
     if trial not in experiment.trials:
         raise IllegalTransition(f"trial {trial!r} was never added")
     return experiment.trials[trial]
 
 
-def _with(experiment: Experiment, trial: Trial) -> Experiment:
-    changed: dict[str, object] = {"trials": _note_clones(experiment.trials, trial)}
+def _with_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
     if trial.trial in experiment.stops and trial.phase in ENDED:
-        changed["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
-    return experiment.model_copy(update=changed)
+        changes["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
+    return experiment.model_copy(update={"trials": _note_clones(experiment.trials, trial), **changes})
 
 
 def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
@@ -407,7 +372,7 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
     if (
         before is not None
         and before.checkpoints is trial.checkpoints
-        and (before.quarantined_checkpoints is trial.quarantined_checkpoints)
+        and before.quarantined_checkpoints is trial.quarantined_checkpoints
     ):
         return trials
     old, new = _clones_in(before), _clones_in(trial)
@@ -416,14 +381,14 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
         left = tuple(other for other in source.clones if other != clone)
         trials = trials.with_trial(source.model_copy(update={"clones": left}))
     for origin, clone in new - old:
-        found = trials.get(origin)
-        kept: Sequence[CheckpointRef | Clone] = (*_refs_in(found), *found.clones) if found is not None else ()
-        if found is None or (clone.step, clone.sequence) not in {(each.step, each.sequence) for each in kept}:
+        holder = trials.get(origin)
+        kept: Sequence[CheckpointRef | Clone] = () if holder is None else (*_refs_in(holder), *holder.clones)
+        if holder is None or (clone.step, clone.sequence) not in {(each.step, each.sequence) for each in kept}:
             raise IllegalTransition(
                 f"trial {trial.trial!r}: step {clone.step} ({clone.sequence}) of trial {origin!r} is no longer a "
                 "checkpoint, and cannot be cloned"
             )
-        trials = trials.with_trial(found.model_copy(update={"clones": (*found.clones, clone)}))
+        trials = trials.with_trial(holder.model_copy(update={"clones": (*holder.clones, clone)}))
     return trials
 
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.reasons import Cause, Reason, code_of, is_same_error, make_reason, summarize_error
+from prefect_tune.core.reasons import Cause, Reason, code_of, make_reason, summarize_error
 from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial import Trial
 
 _Count = Annotated[int, Field(ge=0), AS_WHOLE]
-_SAME_ERRORS = 3
 _UNKNOWN = datetime.min.replace(tzinfo=UTC)
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
@@ -104,20 +103,21 @@ def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
     None if a trial has reported a second step or completed, if an error differs, or while a trial trains its first
     step that began before the third error.
     """
-    from prefect_tune.core.experiment.trial import Phase  # the flows import this module, and need no journal
+    from prefect_tune.core.experiment.trial_transitions import (
+        Phase,
+    )  # the flows import this module, and need no journal
 
     begun = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in begun if trial.phase is Phase.ERRORED]
-    if (
-        any(trial.step > 1 or trial.phase is Phase.FINISHED for trial in begun)
-        or len(errored) < _SAME_ERRORS
-        or not all(is_same_error(trial.end_reason, errored[0].end_reason) for trial in errored)
+    if len(errored) < 3 or any(trial.step > 1 or trial.phase is Phase.FINISHED for trial in begun):
+        return None
+    error, *others = (summarize_error(trial.end_reason) for trial in errored)
+    third_error_at = sorted(map(_last_sign_of, errored))[2]
+    if any(other != error for other in others) or any(
+        trial.phase is Phase.RUNNING and _last_sign_of(trial) <= third_error_at for trial in begun
     ):
         return None
-    third_error_at = sorted(map(_last_sign_of, errored))[_SAME_ERRORS - 1]
-    if any(_last_sign_of(trial) <= third_error_at for trial in begun if trial.phase is Phase.RUNNING):
-        return None
-    return make_reason("same-errors", count=len(errored), error=summarize_error(errored[0].end_reason))
+    return make_reason("same-errors", count=len(errored), error=error)
 
 
 def _last_sign_of(trial: Trial) -> datetime:

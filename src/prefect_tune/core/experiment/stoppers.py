@@ -1,4 +1,4 @@
-"""Stoppers of a trial and of a whole experiment: deterministic functions of its reports, fed in the journal's order.
+"""Stoppers of a trial and of a whole experiment: deterministic functions of its journal, fed in its order.
 
 Pass them as `stop`, combined by `|`: `MaxSteps(100) | MaxFailures(5)`.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
 from statistics import pstdev
 from typing import Any, TypeAlias
 
@@ -98,9 +97,7 @@ class MaxSteps(Stopper):
     looks_back = False
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        if not is_count(self.steps, 1):
-            raise InvalidInput(f"MaxSteps({shown(self.steps)}): expected at least 1 step, in whole steps")
+        _require_count(self, self.steps, "step")
 
     @property
     def step_count(self) -> int | None:
@@ -207,14 +204,25 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Stopper):
         return stop
     if isinstance(stop, Mapping):
-        return _AtLeast(tuple((_name(name), _limit(name, limit)) for name, limit in plain_keys(stop, "stop").items()))
+        return _AtLeast(tuple(_limit(name, limit) for name, limit in plain_keys(stop, "stop").items()))
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(as_stopper(each) for each in stop))
     if callable(stop) and not isinstance(stop, type):
-        if found := other_signature(stop, 1):
-            raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {found}")
+        if signature := other_signature(stop, 1):
+            raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {signature}")
         return _Function(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
+
+
+def _limit(name: object, limit: object) -> tuple[str, float]:
+    if not isinstance(name, str):
+        raise InvalidInput(f"stop: expected the name of a metric, found {shown(name)}")
+    limit = plain_scalar(limit)
+    if not is_number(limit):
+        raise InvalidInput(f"stop: limit of {name!r}: expected a finite number, found {shown(limit)}")
+    if name == "step" and limit <= 0:
+        raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
+    return name, float(limit)
 
 
 def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
@@ -246,19 +254,12 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
     return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
 
 
-def _name(name: object) -> str:
-    if isinstance(name, str):
-        return name
-    raise InvalidInput(f"stop: expected the name of a metric, found {shown(name)}")
-
-
-def _limit(name: object, limit: object) -> float:
-    limit = plain_scalar(limit)
-    if not is_number(limit):
-        raise InvalidInput(f"stop: limit of {name!r}: expected a finite number, found {shown(limit)}")
-    if name == "step" and limit <= 0:
-        raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
-    return float(limit)
+def _require_count(stopper: MaxSteps | MaxFailures | TrialBudget, given: object, what: str) -> None:
+    """Convert the only field of a stopper to a plain value, and require a positive whole number."""
+    convert_fields(stopper)
+    if not is_count(plain_scalar(given), 1):
+        name = type(stopper).__name__
+        raise InvalidInput(f"{name}({shown(given)}): expected at least 1 {what}, as a whole number")
 
 
 def _number(metrics: Mapping[str, object], name: str) -> float:
@@ -271,9 +272,7 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
     raise BadStop(f"stop: expected metric {name!r} in each report, found only {found}{hint}")
 
 
-# Stoppers of a whole experiment: deterministic functions of its journal, fed in the journal's order.
-#
-# Pass them as `stop`, combined by `|` with stoppers of single trials: `MaxSteps(100) | MaxFailures(5)`.
+# Stoppers of a whole experiment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +350,7 @@ def of_experiment(stopper: Stopper) -> Sequence[ExperimentStopper]:
 
 
 def _parts(stopper: Stopper) -> Sequence[Stopper]:
-    if isinstance(stopper, AnyOf):
-        return list(chain.from_iterable(_parts(each) for each in stopper.stoppers))
-    return [stopper]
+    return [part for each in stopper.stoppers for part in _parts(each)] if isinstance(stopper, AnyOf) else [stopper]
 
 
 class Tallies(Tally):
@@ -376,9 +373,8 @@ class Tallies(Tally):
 
     def verdict(self) -> Verdict:
         """Return the first `End`, else the first `NoMore`, else None."""
-        verdicts = [each.verdict() for each in self._tallies]
-        ends = [each for each in verdicts if isinstance(each, End)]
-        return next(iter([*ends, *(each for each in verdicts if each)]), None)
+        verdicts = [verdict for each in self._tallies if (verdict := each.verdict())]
+        return next((each for each in verdicts if isinstance(each, End)), next(iter(verdicts), None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,12 +385,9 @@ class MaxFailures(ExperimentStopper):
     """
 
     failures: int = field(metadata={"example": 3})
-    """The number of errored trials, at least 1."""
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        if not is_count(self.failures, 1):
-            raise InvalidInput(f"MaxFailures({shown(self.failures)}): expected at least 1 trial, as a whole number")
+        _require_count(self, self.failures, "trial")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
@@ -427,9 +420,7 @@ class TrialBudget(ExperimentStopper):
     trials: int = field(metadata={"example": 200})
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        if not is_count(self.trials, 1):
-            raise InvalidInput(f"TrialBudget({shown(self.trials)}): expected at least 1 trial, as a whole number")
+        _require_count(self, self.trials, "trial")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
@@ -478,10 +469,9 @@ class _Time(Tally):
         self._seconds[trial] = seconds
 
     def verdict(self) -> Verdict:
-        limit = self._most.total_seconds()
         if timedelta(seconds=self._sum) < self._most:
             return None
-        return End(make_reason("search-time-limit", seconds=self._sum, limit=limit))
+        return End(make_reason("search-time-limit", seconds=self._sum, limit=self._most.total_seconds()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,33 @@
-"""Summarize an experiment: trials by status, the best trial, settings for display."""
+"""Summarize an experiment for people: trials by status and as HTML, the best trial, learning curves, settings."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast, get_args
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import PastEvent, Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded
+from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.shown_text import (
+    Html,
+    cell_html,
+    code,
+    escaped,
+    facts_table,
+    first_line,
+    paragraph,
+    plural,
+    shown_size,
+    soft,
+    values_table,
+)
+from prefect_tune.core.values import StepReport, flat
 
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
@@ -51,21 +65,12 @@ def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: S
     if the last report is such a one.
     """
     found = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
-    if not found:
-        return None
-    match scope:
-        case "last":
-            return losses_in(curve[-1], objective)
-        case "all":
-            return min(found)
-        case "avg":
-            return _mean(found)
-        case "last-5-avg":
-            return _mean(found[-5:])
-        case "last-10-avg":
-            return _mean(found[-10:])
-        case _:
-            assert_never(scope)
+    if not found or scope == "last":
+        return losses_in(curve[-1], objective) if found else None
+    if scope == "all":
+        return min(found)
+    averaged = {"avg": found, "last-5-avg": found[-5:], "last-10-avg": found[-10:]}[scope]
+    return tuple(sum(column) / len(averaged) for column in zip(*averaged, strict=True))
 
 
 def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
@@ -99,10 +104,6 @@ def best_saved(checkpoints: Iterable[CheckpointRef], objective: Objective) -> li
     return [each for each, _ in smallest_first((each, losses_in(each.metrics, objective)) for each in checkpoints)]
 
 
-def _mean(found: Sequence[Losses]) -> Losses:
-    return tuple(sum(column) / len(found) for column in zip(*found, strict=True))
-
-
 def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
     """Return the keys of the Pareto front: no other is at least as good in every metric and better in one.
 
@@ -110,13 +111,12 @@ def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
     """
     kept: list[tuple[_Key, Losses]] = []
     for key, losses in smallest_first(scores):  # one that dominates it comes before it
-        if not any(_dominates(other, losses) for _, other in kept):
+        if not any(
+            other != losses and all(mine <= theirs for mine, theirs in zip(other, losses, strict=True))
+            for _, other in kept
+        ):
             kept.append((key, losses))
     return [key for key, _ in kept]
-
-
-def _dominates(one: Losses, other: Losses) -> bool:
-    return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +134,14 @@ def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
     """Return what a trial exploited, in order, from the entries of its experiment's journal."""
     config: Mapping[str, object] = {}
     found: list[Exploited] = []
-    for event in (event for entry in entries for event in entry.events):
-        match event:
-            case TrialAdded(trial=added) if added == trial:
-                config = event.config
-            case Cloned(trial=into) if into == trial and event.config is not None:
-                names = [*event.config, *(each for each in config if each not in event.config)]
-                values = {each: (config.get(each), event.config.get(each)) for each in names}
-                changed = {each: (old, new) for each, (old, new) in values.items() if old != new}
-                found.append(Exploited(event.checkpoint.step, event.source, changed))
-                config = event.config
-            case _:
-                pass
+    for event in _configured_by(entries, trial):
+        following = event.config or {}
+        if isinstance(event, Cloned):
+            names = [*following, *(each for each in config if each not in following)]
+            values = {each: (config.get(each), following.get(each)) for each in names}
+            changed = {each: (old, new) for each, (old, new) in values.items() if old != new}
+            found.append(Exploited(event.checkpoint.step, event.source, changed))
+        config = following
     return found
 
 
@@ -158,22 +154,24 @@ def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[st
         sequence: of the checkpoint; a clone has the configuration with which the trial continues from it.
     """
     config: Mapping[str, object] = {}
-    for event in (event for entry in entries for event in entry.events):
-        match event:
-            case TrialAdded(trial=added) if added == trial:
-                config = event.config
-            case Cloned(trial=into) if into == trial and event.checkpoint.sequence <= sequence:
-                config = config if event.config is None else event.config
-            case _:
-                pass
+    for event in _configured_by(entries, trial):
+        if isinstance(event, TrialAdded) or event.checkpoint.sequence <= sequence:
+            config = event.config or {}
     return config
+
+
+def _configured_by(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | Cloned]:
+    """Yield the events that have set the configuration of a trial."""
+    for event in (event for entry in entries for event in entry.events):
+        if isinstance(event, TrialAdded | Cloned) and event.trial == trial and event.config is not None:
+            yield event
 
 
 # Learning curves of one trial, or of all trials, from the journal of an experiment.
 
 
 def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
-    """Return the curve of a trial, as `Curves` does, from its own journal or, if it has none, the experiment's."""
+    """Return the curve of a trial, as `Curves` does."""
     curves = Curves()
     for event in (event for entry in entries for event in entry.events):
         if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # keeps this trial's reports only
@@ -306,3 +304,58 @@ def best_of(state: Experiment) -> Trial | None:
 def named(trial: str, status: str) -> str:
     """Return the name of the best trial, followed by `, errored` where it has errored."""
     return f"{trial}, errored" if status == Status.ERRORED else trial
+
+
+# A trial in words, and as HTML.
+
+_ENDED_SHORT = frozenset({Status.PRUNED, Status.INTERRUPTED, Status.PAUSED})
+
+
+def status_label(status: str, step: int) -> str:
+    """Return the status for people, with the step where it says how far the trial came: `pruned @3`, `completed`."""
+    return f"{status} @{step}" if status in _ENDED_SHORT and step else str(status)
+
+
+def wasted_words(steps: int, *, at_least: bool) -> str:
+    """Return a number of wasted steps in words; empty if none is known."""
+    return f"{'at least ' * at_least}{plural(steps, 'step', 'steps')}" if steps else ""
+
+
+def trial_html(trial: Trial) -> Html:
+    """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
+    seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
+    attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
+    wasted = wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least)
+    again = f", {wasted} trained again" if wasted else ""
+    past = [words for each in trial.past if (words := _words_of(each))]
+    earlier_count = max(0, len(past) - 8)
+    earlier = [soft(plural(earlier_count, "earlier event", "earlier events"))] if earlier_count else []
+    newest, checkpoint = newest_checkpoint(trial), soft("none")
+    if newest is not None:
+        others = f"; {len(trial.checkpoints)} are kept" if len(trial.checkpoints) > 1 else ""
+        size = f", {shown_size(newest.size_bytes)}" if newest.size_bytes else ""
+        how = f"<code>{escaped(f'results.checkpoint({trial.trial!r})')}</code>"
+        checkpoint = Html(f"{escaped(f'step {newest.step}{size}{others}')}: {how}")
+    is_errored = trial.status is Status.ERRORED
+    facts = {
+        "metrics": values_table(flat(trial.metrics)),
+        "config": values_table(flat(trial.config)),
+        "trained": escaped(f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{again}"),
+        "history": Html("<br>".join([*earlier, *map(escaped, past[earlier_count:])])),
+        "checkpoint": checkpoint,
+        "error": code(trial.reason) if is_errored else Html(""),
+        "reason": Html("") if is_errored else escaped(first_line(trial.reason)),
+    }
+    title = f"Trial {trial.trial} · {status_label(trial.status, trial.step)}"
+    return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
+
+
+def _words_of(past_event: PastEvent) -> str:
+    at = f"step {past_event.report.step}: " if past_event.report else ""
+    if past_event.what == "decided" and past_event.decision is not None:
+        decision = past_event.decision
+        reason = "" if isinstance(decision, Continue) else f", {first_line(decision.reason)}"
+        return f"{at}{decision.type}{reason}"
+    if past_event.what == "resumed":
+        return f"{at}resumed"
+    return f"{at}failed" if past_event.failed else ""
