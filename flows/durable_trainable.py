@@ -9,18 +9,19 @@ from typing import Any, Literal
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
-from prefect_tune.core.experiment.trial import status_label, wasted_words
+from prefect_tune.core.experiment.summary import status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
-from prefect_tune.core.html_tables import (
+from prefect_tune.core.shown_text import (
     Html,
     cell_html,
     escaped,
     facts_table,
-    format_html_value,
+    first_line,
     paragraph,
+    plural,
     soft,
+    values_table,
 )
-from prefect_tune.core.shown_text import first_line, plural
 from prefect_tune.core.values import ExperimentName, Number, Whole, flat
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
@@ -64,7 +65,7 @@ class TrialResult:
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
         facts = {
-            "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
+            "metrics": values_table(flat(self.metrics)),
             "trained": escaped(f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}"),
             "trained again": escaped(wasted_words(self.wasted_steps, at_least=self.wasted_at_least)),
             "reason": escaped(first_line(self.reason)),

@@ -30,7 +30,7 @@ _SKIPPED = frozenset(
         "__init__.py",  # lists of names
         "attempt/usage_meter.py",  # formats of the kernel's files
         "stores/obstore_store.py",  # a table of error codes, as a text
-        *("core/html_tables.py", "notebook/cell_output.py", "reporting/svg.py"),  # styles of pages
+        *("core/shown_text.py", "notebook/cell_output.py", "reporting/svg.py"),  # styles of pages
     }
 )
 

@@ -14,7 +14,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
 
 if TYPE_CHECKING:
-    from prefect_tune.core.experiment.trial import Trial
+    from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.journal_events import AttemptEnded, CheckpointRef, Finished, GaveUp, Started
 
 __all__ = [
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> object:
     """Import a type of the journal when it is first used: the flows import this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "prefect_tune.core.experiment.trial" if name == "Trial" else "prefect_tune.core.journal_events"
+    home = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
     return getattr(import_module(home), name)
 
 

@@ -29,7 +29,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import append, load, snapshot_is_due, take_over, write_snapshot
 from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.messages.live_status import last_known_reports
+from prefect_tune.core.messages.target_messages import last_known_reports
 from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment

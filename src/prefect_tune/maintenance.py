@@ -31,7 +31,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import kind_of
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
+from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
 from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare
 from prefect_tune.core.shown_text import plural, shown_size, visible

@@ -37,12 +37,11 @@ from prefect_tune.core.experiment.summary import (
     valid_scope,
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, live_keys, newest_key
-from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.messages.target_messages import live_status_of
 from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import first_line, nearest
+from prefect_tune.core.shown_text import cell_html, first_line, nearest, paragraph, soft
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
 from prefect_tune.core.values import StepReport, flat, metric_in, parse_time

@@ -13,7 +13,7 @@ from prefect_tune import journal_access
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
-from prefect_tune.core.messages.live_status import newest_live_status
+from prefect_tune.core.messages.target_messages import newest_live_status
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import search_observer

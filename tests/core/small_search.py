@@ -11,7 +11,7 @@ from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired
-from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal_events import (
     AttemptEnded,

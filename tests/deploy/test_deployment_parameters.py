@@ -15,7 +15,7 @@ from prefect.utilities.schema_tools.validation import validate
 
 import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import AttemptRequest
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.deploy.deployments import checked
 from prefect_tune.executors.remote_executor import request_as_parameters, request_from, spec_as_parameters
 from prefect_tune.flows import deployed

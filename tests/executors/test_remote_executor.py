@@ -14,7 +14,7 @@ from prefect_tune.attempt.search_link import AnswerAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal.outbox import close_outbox
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Finished, Received, Reported, Started

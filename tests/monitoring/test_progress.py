@@ -17,7 +17,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.experiment.trial import clone_for
+from prefect_tune.core.experiment.trial_transitions import clone_for
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,

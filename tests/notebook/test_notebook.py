@@ -23,9 +23,9 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
-from prefect_tune.core.html_tables import Html
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import Html
 from prefect_tune.notebook.cell_output import (
     CellOutput,
     Ending,

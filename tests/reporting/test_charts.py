@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_tune.core.experiment.trial import Status
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import (
     Finished,
     FinishKind,

@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.core.experiment.retention import retired
 from prefect_tune.core.experiment.summary import Scope, best_of, objective_in
-from prefect_tune.core.experiment.trial import Status
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.values import StepReport
 from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.testing import without_server

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Started, TrialAdded
-from prefect_tune.core.messages.live_status import ExperimentView, LiveStatus
+from prefect_tune.core.messages.target_messages import ExperimentView, LiveStatus
 from prefect_tune.terminal.formatting import format_moment, freshness_of
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after

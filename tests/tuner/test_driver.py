@@ -17,7 +17,7 @@ from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,

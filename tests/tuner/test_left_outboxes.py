@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.experiment.trial import Phase
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events import Finished, Started
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey

@@ -49,7 +49,8 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_pa
 from prefect_tune.core.checkpoints.commit import PartsOfSave, refuse_part, reusable, send_part
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, parent_of_next, reused_from
-from prefect_tune.core.messages.node_messages import (
+from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, ToTrial, TrialEnded
+from prefect_tune.core.messages.target_messages import (
     Arrived,
     Begin,
     FromRank,
@@ -63,9 +64,8 @@ from prefect_tune.core.messages.node_messages import (
     ToRank,
     newest_address,
     node_message,
+    node_objects_up_to,
 )
-from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, ToTrial, TrialEnded
-from prefect_tune.core.messages.target_messages import node_objects_up_to
 from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
 from prefect_tune.core.resources import processes_on
 from prefect_tune.core.restore import manifest_if_readable

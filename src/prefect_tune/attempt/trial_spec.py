@@ -16,7 +16,7 @@ from pydantic import ConfigDict, PlainValidator, WithJsonSchema
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence, Retention
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.resources import Processes
 from prefect_tune.core.storage.layout import TrialKey

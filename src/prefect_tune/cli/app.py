@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import trial_named
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.messages.live_status import ExperimentView, view_of
+from prefect_tune.core.messages.target_messages import ExperimentView, view_of
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore

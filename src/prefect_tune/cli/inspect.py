@@ -47,7 +47,7 @@ from prefect_tune.core.experiment.summary import (
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
-from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
+from prefect_tune.core.messages.target_messages import ExperimentView, RunningTrial, view_of
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.shown_text import first_line, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among

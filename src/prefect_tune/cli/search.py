@@ -33,7 +33,7 @@ from prefect_tune.cli.inspect import show_search
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
-from prefect_tune.core.messages.live_status import ExperimentView
+from prefect_tune.core.messages.target_messages import ExperimentView
 from prefect_tune.core.shown_text import did_you_mean, visible
 from prefect_tune.deploy.deployment_specs import (
     Collision,

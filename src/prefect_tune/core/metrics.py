@@ -101,14 +101,12 @@ def _mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, 
         raise BadMetric(
             f"{where}: expected a dict of metrics, found {type(value).__name__}; give it a name: {{'loss': value}}"
         )
-    named = plain_keys(value, where, BadMetric)
-    return {_key(name, where): _plain(each, f"{where}: {name!r}", levels - 1) for name, each in named.items()}
-
-
-def _key(name: object, where: str) -> str:
-    if isinstance(name, str):
-        return _text(name, where)
-    raise BadMetric(f"{where}: expected names of type str, found {name!r}")
+    plain: dict[str, object] = {}
+    for name, each in plain_keys(value, where, BadMetric).items():
+        if not isinstance(name, str):
+            raise BadMetric(f"{where}: expected names of type str, found {name!r}")
+        plain[_text(name, where)] = _plain(each, f"{where}: {name!r}", levels - 1)
+    return plain
 
 
 def _plain(value: object, where: str, levels: int) -> object:
@@ -118,7 +116,12 @@ def _plain(value: object, where: str, levels: int) -> object:
     if isinstance(value, str):
         return _text(value, where)
     if isinstance(value, int | float):
-        return _finite(value, where)
+        if is_finite(value):
+            return value
+        raise BadMetric(
+            f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero. "
+            "For a trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+        )
     if levels <= 0:
         raise BadMetric(f"{where[:200]}…: expected at most {_DEEPEST} levels, found more; save it in the checkpoint")
     if isinstance(value, Mapping):
@@ -138,15 +141,6 @@ def _element_count(value: object) -> object:
     """Return the number of elements: NumPy has it as `size`; PyTorch's `size` is a method for the shape."""
     count = getattr(value, "numel", None)
     return count() if callable(count) else getattr(value, "size", 1)
-
-
-def _finite(value: float, where: str) -> float:
-    if is_finite(value):
-        return value
-    raise BadMetric(
-        f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero. "
-        "For a trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
-    )
 
 
 def _text(value: str, where: str) -> str:

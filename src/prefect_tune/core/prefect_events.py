@@ -8,7 +8,7 @@ journal records is a class of this module: `name` is the event's name, the docst
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
@@ -31,47 +31,39 @@ from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.usage_records import GroupUse
 from prefect_tune.core.values import Json, Metrics, Value, metric_in
 
-# Track the best model of an experiment: the best of all commits, and of the last steps of ended trials.
-
 
 class BestSoFar:
-    """Compares each commit and each ended trial with the best before. Metrics are compared in order, as a tuple.
+    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best before.
 
-    Without an objective no result is better than another.
+    Metrics are compared in order, as a tuple. Without an objective no result is better than another.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
         """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
         self._objective = objective
         self._experiment = experiment.key
-        known = [(losses, trial.trial) for trial in experiment.trials.values() for losses in self._all_of(trial)]
-        best: tuple[Losses | None, str | None] = min(known, key=lambda each: each[0], default=(None, None))
-        self._losses, self.trial = best
+        self._losses: Losses | None = None
+        self.trial: str | None = None
         """The trial of the best model; None where no trial can be compared."""
+        for trial in experiment.trials.values():
+            ended = [trial.metrics] if trial.phase in ENDED else []
+            for metrics in [*(each.metrics for each in trial.checkpoints), *ended]:
+                self._compare(trial.trial, metrics)
 
     def committed(self, trial: Trial) -> BestImproved | None:
         """Return the news if the trial's newest checkpoint is better than all models before; else None."""
-        newest = newest_checkpoint(trial)
-        if newest is None or not self._improves(trial.trial, newest.metrics):
+        if (newest := newest_checkpoint(trial)) is None or not self._compare(trial.trial, newest.metrics):
             return None
         key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
         return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:
         """Return the news if the trial's last step, which may not be saved, is better than all before; else None."""
-        if not self._improves(trial.trial, trial.metrics):
-            return None
-        return self._improved(trial.trial, trial.step, trial.metrics, None)
+        is_best = self._compare(trial.trial, trial.metrics)
+        return self._improved(trial.trial, trial.step, trial.metrics, None) if is_best else None
 
-    def _all_of(self, trial: Trial) -> Iterator[Losses]:
-        if self._objective is None:
-            return
-        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.phase in ENDED else [])
-        for metrics in reported:
-            if (losses := losses_in(metrics, self._objective)) is not None:
-                yield losses
-
-    def _improves(self, trial: str, metrics: Metrics) -> bool:
+    def _compare(self, trial: str, metrics: Metrics) -> bool:
+        """Record a result that is better than all before, and return whether it is."""
         losses = None if self._objective is None else losses_in(metrics, self._objective)
         if losses is None or (self._losses is not None and losses >= self._losses):
             return False
@@ -214,9 +206,6 @@ def abbreviated(value: Json) -> Json:
             return [abbreviated(each) for each in value[:_ITEMS]]
         case _:
             return value
-
-
-# The limit on events of trials.
 
 
 @dataclass

@@ -20,10 +20,17 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial import Status, Trial, is_acceptable, is_collectable, is_held, is_live
+from prefect_tune.core.experiment.trial_transitions import (
+    Status,
+    Trial,
+    is_acceptable,
+    is_collectable,
+    is_held,
+    is_live,
+)
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Adopted, AttemptEnded, Cause, CheckpointRef, Event, Quarantined, Reported
-from prefect_tune.core.messages.live_status import NOTHING_KNOWN, LastKnown
+from prefect_tune.core.messages.target_messages import NOTHING_KNOWN, LastKnown
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.documents import read_sealed
 from prefect_tune.core.storage.generations import is_deleted

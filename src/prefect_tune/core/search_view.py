@@ -106,9 +106,6 @@ class RunCounts(NamedTuple):
     ended_attempts: int = 0
 
 
-_NOTHING_DONE = RunCounts()
-
-
 class AttemptEnd(StrEnum):
     """How an attempt ended."""
 
@@ -188,7 +185,7 @@ class SearchSnapshot:
     experiment: Experiment
     running: Mapping[str, AttemptPeriod] = field(default_factory=dict)
     """The attempts that run, by trial."""
-    counts: RunCounts = _NOTHING_DONE
+    counts: RunCounts = field(default_factory=RunCounts)
     """Of this run."""
     metrics: tuple[str, ...] = ()
     """The metrics of the objective; without one, the first four reported numbers."""
@@ -209,7 +206,13 @@ class SearchSnapshot:
         return self.running[trial].report if trial in self.running else None
 
 
-_ENDS_BY_CAUSE = {Cause.MACHINE: AttemptEnd.LOST, Cause.PREEMPTED: AttemptEnd.STOPPED}
+_ENDS: Mapping[type[Event] | Cause, AttemptEnd] = {
+    Finished: AttemptEnd.FINISHED,
+    Paused: AttemptEnd.PAUSED,
+    Cause.PREEMPTED: AttemptEnd.STOPPED,
+    Cause.MACHINE: AttemptEnd.LOST,
+}
+"""How an attempt ended, by its event or its cause; every other one failed."""
 
 
 class SearchView:
@@ -280,9 +283,12 @@ class SearchView:
         if (attempt := self._running(trial)) is None or report.step <= attempt.step:
             return
         self._add_points(trial, report.step, report.metrics)
-        self._renew(trial, report, at)
-        self._replace(trial, step=report.step)
-        self._counts = self._counts._replace(reports=self._counts.reports + 1)
+        # What an attempt of an earlier run trained before its first report here does not count.
+        step_count = 0 if attempt.is_earlier and attempt.report is None else report.step - attempt.step
+        self._counts = self._counts._replace(reports=self._counts.reports + 1, steps=self._counts.steps + step_count)
+        gap = (at - (attempt.reported_at or attempt.began)).total_seconds()
+        longest = max(attempt.longest_gap_seconds or 0.0, gap)
+        self._replace(trial, step=report.step, report=report, reported_at=at, longest_gap_seconds=longest)
         if self._objective is not None:
             self._set_losses(trial, losses_in(report.metrics, self._objective), inherits=False)
 
@@ -346,7 +352,8 @@ class SearchView:
             case AttemptEnded() | Finished() | Paused() | GaveUp():
                 if isinstance(use := getattr(event, "use", None), GroupUse):
                     self._replace(event.trial, rank_ends=use.ends)
-                self._end(event.trial, _end_of(event), at)
+                kind = event.cause if isinstance(event, AttemptEnded) else type(event)
+                self._end(event.trial, _ENDS.get(kind, AttemptEnd.FAILED), at)
             case TrialAdded() | Configured() if self._ownerships:
                 owned = self._ownerships[-1]
                 trials = owned.trials + isinstance(event, TrialAdded)
@@ -389,17 +396,6 @@ class SearchView:
         self._add_attempt(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner, at))
         for series in self._curves.get(trial, {}).values():
             series.cut(event.from_step)
-
-    def _renew(self, trial: str, report: StepReport, at: datetime) -> None:
-        attempt = self._running(trial)
-        if attempt is None or (attempt.report is not None and report.step <= attempt.report.step):
-            return
-        # What an attempt of an earlier run trained before its first report here does not count.
-        begin = attempt.report.step if attempt.report else report.step if attempt.is_earlier else attempt.step
-        self._counts = self._counts._replace(steps=self._counts.steps + report.step - begin)
-        gap = (at - (attempt.reported_at or attempt.began)).total_seconds()
-        longest = max(attempt.longest_gap_seconds or 0.0, gap)
-        self._replace(trial, report=report, reported_at=at, longest_gap_seconds=longest)
 
     def _abandon(self, trial: str) -> None:
         if self._running(trial) is not None:
@@ -454,15 +450,3 @@ class SearchView:
             self._losses.pop(trial, None)
         else:
             self._losses[trial] = losses, inherits
-
-
-def _end_of(event: AttemptEnded | Finished | Paused | GaveUp) -> AttemptEnd:
-    match event:
-        case AttemptEnded(cause=cause):
-            return _ENDS_BY_CAUSE.get(cause, AttemptEnd.FAILED)
-        case Finished():
-            return AttemptEnd.FINISHED
-        case Paused():
-            return AttemptEnd.PAUSED
-        case GaveUp():
-            return AttemptEnd.FAILED

@@ -108,16 +108,20 @@ def shown_amount(amount: float, digits: int = 3) -> str:
 # The nearest known name for an unknown one, at the end of an error message.
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name most similar to `given`, ignoring case; None if none is similar, or `given` is known."""
+def nearest(given: str, known: Iterable[str], least: float = 0.5) -> str | None:
+    """Return the known name most similar to `given`, ignoring case; None if none is similar, or `given` is known.
+
+    Args:
+        least: the least similarity, from 0 to 1. That of `num_gpus` to `gpu` is 0.5.
+    """
     by_small = {each.casefold(): each for each in known}
-    near = get_close_matches(given.casefold(), by_small, n=1, cutoff=0.5)  # that of `num_gpus` to `gpu`
+    near = get_close_matches(given.casefold(), by_small, n=1, cutoff=least)
     return by_small[near[0]] if near and by_small[near[0]] != given else None
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'name'?`, or an empty text where no known name is similar."""
-    near = nearest(given, known)
+def did_you_mean(given: str, known: Iterable[str], least: float = 0.5) -> str:
+    """Return `; did you mean 'name'?`, or an empty text where no known name is as similar as `least`."""
+    near = nearest(given, known, least)
     return f"; did you mean {near!r}?" if near else ""
 
 

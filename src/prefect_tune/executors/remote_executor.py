@@ -39,7 +39,7 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.trial import Phase
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.outbox import Post, read_posts
 from prefect_tune.core.journal_events import Owner, Reported, Started
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave

@@ -19,10 +19,8 @@ from rich.console import RenderableType
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
-from prefect_tune.core.experiment.trial import wasted_words
+from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in, wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
-from prefect_tune.core.html_tables import Html
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -35,7 +33,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.reasons import AnyReason, Reason, without_result
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, visible
+from prefect_tune.core.shown_text import Html, first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.values import metric_in
 from prefect_tune.monitoring.live_report import link_to

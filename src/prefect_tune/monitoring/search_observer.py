@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Losses
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Entry, Event
-from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, delete_live_status, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, delete_live_status, write_live_status
 from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchView
 from prefect_tune.journal_access import run_now, utc_now
 

@@ -25,10 +25,19 @@ from prefect_tune.core.experiment.cost import ExperimentCost, cost_sentence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
-from prefect_tune.core.html_tables import Html, cell_html, code, escaped, paragraph, soft
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search_view import SearchSnapshot, Series, numbers_in
-from prefect_tune.core.shown_text import first_line, format_duration, plural
+from prefect_tune.core.shown_text import (
+    Html,
+    cell_html,
+    code,
+    escaped,
+    first_line,
+    format_duration,
+    paragraph,
+    plural,
+    soft,
+)
 from prefect_tune.core.values import metric_in
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
 from prefect_tune.reporting.svg import learning_curves

@@ -10,8 +10,7 @@ from html import escape
 from shlex import quote
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.experiment.summary import counted, named, shown_settings
-from prefect_tune.core.experiment.trial import status_label, wasted_words
+from prefect_tune.core.experiment.summary import counted, named, shown_settings, status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, newest_checkpoint, newest_key
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.shown_text import first_line, format_span, plural, shown_size, visible, visible_line

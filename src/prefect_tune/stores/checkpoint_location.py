@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.checkpoints.manifest import Manifest
-    from prefect_tune.core.html_tables import Html
+    from prefect_tune.core.shown_text import Html
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.scratch import DirectoryContent
@@ -313,7 +313,7 @@ _OPENS = "with checkpoint.as_directory() as directory: ..."
 
 def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html:
     """Return the checkpoint at `place`. Its manifest is read; an error of the target is shown, and not raised."""
-    from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph
+    from prefect_tune.core.shown_text import Html, cell_html, escaped, facts_table, paragraph
 
     found: Manifest | None = None
     problem = Html("")
@@ -337,15 +337,14 @@ def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html
 
 
 def _facts_of(found: Manifest) -> dict[str, Html]:
-    from prefect_tune.core.html_tables import escaped, facts_table, format_html_value, soft
-    from prefect_tune.core.shown_text import plural, shown_size
+    from prefect_tune.core.shown_text import escaped, plural, shown_size, soft, values_table
     from prefect_tune.core.values import flat
 
     size_bytes = sum(each.size_bytes for each in found.files)
-    metrics = {name: format_html_value(value) for name, value in flat(found.about.metrics).items()}
+    metrics = flat(found.about.metrics)
     return {
         "step": escaped(f"{found.step:,}"),
         "size": escaped(f"{shown_size(size_bytes)} in {plural(len(found.files), 'file', 'files')}"),
-        "metrics": facts_table(metrics) if metrics else soft("none"),
+        "metrics": values_table(metrics) if metrics else soft("none"),
         "saved": escaped(f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
     }

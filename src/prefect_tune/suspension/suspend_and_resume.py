@@ -23,8 +23,7 @@ from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import CheckpointNotFound, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
-from prefect_tune.core.experiment.trial import clone_for
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint, newest_key
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, clone_for, newest_checkpoint, newest_key
 from prefect_tune.core.journal_events import (
     CheckpointRef,
     Cloned,

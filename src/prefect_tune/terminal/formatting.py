@@ -16,7 +16,7 @@ from rich.text import Text
 
 from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.messages.live_status import ExperimentView
+from prefect_tune.core.messages.target_messages import ExperimentView
 from prefect_tune.core.metrics import shown
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.shown_text import format_duration, format_seconds, shown_amount, shown_size, visible

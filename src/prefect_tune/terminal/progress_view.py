@@ -15,8 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.summary import best_label, named, ranked
-from prefect_tune.core.experiment.trial import status_label
+from prefect_tune.core.experiment.summary import best_label, named, ranked, status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint, with_report
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler

@@ -24,8 +24,7 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial import clonable_checkpoint, clone_for
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_live
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, clonable_checkpoint, clone_for, is_live
 from prefect_tune.core.journal.outbox import ClosedOutbox, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
     AttemptEvent,

@@ -11,7 +11,7 @@ from contextvars import copy_context
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.journal.outbox import delete_posts
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

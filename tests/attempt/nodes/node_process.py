@@ -20,7 +20,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_o
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.remote_executor import StoreLink

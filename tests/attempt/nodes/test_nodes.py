@@ -19,7 +19,7 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.messages.node_messages import NodeAddress, newest_address
+from prefect_tune.core.messages.target_messages import NodeAddress, newest_address
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import NodesKey
 from tests.attempt.nodes.cluster import TRIAL, Cluster, make_silent, read_end

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore, make_root

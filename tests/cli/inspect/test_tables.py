@@ -13,7 +13,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.cli.inspect import format_last_report
-from prefect_tune.core.messages.live_status import RunningTrial
+from prefect_tune.core.messages.target_messages import RunningTrial
 from tests.fakes.command_line import PROGRAM, Run
 from tests.fakes.searches.experiments import write_search
 

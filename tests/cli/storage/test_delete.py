@@ -15,7 +15,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal_events import Deletion, Owner, Started, TrialAdded
-from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Stamp

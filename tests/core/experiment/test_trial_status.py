@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from prefect_tune.core.experiment.trial import Phase, Status, status_label
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.summary import status_label
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,

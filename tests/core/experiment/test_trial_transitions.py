@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from prefect_tune.core.errors import IllegalTransition
-from prefect_tune.core.experiment.trial import Clone
+from prefect_tune.core.experiment.summary import wasted_words
 from prefect_tune.core.experiment.trial_transitions import (
+    Clone,
     Phase,
     Trial,
     after,
@@ -331,7 +332,7 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
     number = f"{'at least ' * at_least}{wasted}"
     assert trial.wasted_count == number
     words = f"{number} steps"
-    assert trial.trained_again == words
+    assert wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least) == words
     assert f", {words} trained again" in trial._repr_html_()
 
 

@@ -16,7 +16,7 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.live_status import (
+from prefect_tune.core.messages.target_messages import (
     LastKnown,
     LiveStatus,
     RunningTrial,

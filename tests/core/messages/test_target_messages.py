@@ -17,12 +17,13 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.messages.node_messages import NodeAddress, newest_address
 from prefect_tune.core.messages.target_messages import (
+    NodeAddress,
     StopRequest,
     ask,
     is_journaled,
     is_lost,
+    newest_address,
     node_objects_up_to,
     read_request,
     stop_event,

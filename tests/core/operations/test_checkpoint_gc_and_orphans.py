@@ -27,7 +27,7 @@ from prefect_tune.core.journal_events import (
     Quarantined,
     Reported,
 )
-from prefect_tune.core.messages.live_status import LastKnown
+from prefect_tune.core.messages.target_messages import LastKnown
 from prefect_tune.core.operations.trial_gc import collect, leftover, orphans
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import adopt

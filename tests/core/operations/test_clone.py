@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from prefect_tune.core.errors import JournalCorrupt, Superseded
-from prefect_tune.core.experiment import experiment, trial
+from prefect_tune.core.experiment import experiment, trial_transitions
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import CheckpointOrigin, CheckpointRef, Cloned, Finished
 from prefect_tune.core.operations import trial_gc
@@ -117,11 +117,11 @@ def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
 def test_a_clone_trains_at_least_one_step() -> None:
     search = without_a_clone().search
     (newest,) = search.trial("s").checkpoints
-    assert trial.clonable_checkpoint(search.trial("s"), newest.step + 1) == newest
-    assert trial.clonable_checkpoint(search.trial("s"), newest.step) is None
-    assert trial.clonable_checkpoint(search.trial("c")) is None
+    assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step + 1) == newest
+    assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step) is None
+    assert trial_transitions.clonable_checkpoint(search.trial("c")) is None
     search.append(Finished(trial="s", reason="enough"))
-    assert trial.clonable_checkpoint(search.trial("s")) is None
+    assert trial_transitions.clonable_checkpoint(search.trial("s")) is None
 
 
 # ------------------------------------------------------------------------------- attempts on other machines
@@ -298,14 +298,14 @@ def dies(story: str) -> Sequence[str]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "delete what clones need": Mutant(
-        partial(dies, "the source continues"), {trial.is_collectable: {" and not is_held(state, key)": ""}}
+        partial(dies, "the source continues"), {trial_transitions.is_collectable: {" or is_held(state, key)": ""}}
     ),
     "count nothing as needed by clones": Mutant(
         partial(dies, "the source continues"),
         {trial_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
     ),
     "forget a clone while it lives": Mutant(
-        partial(dies, "a trial clones"), {experiment._note_clones: {"(*found.clones, clone)": "found.clones"}}
+        partial(dies, "a trial clones"), {experiment._note_clones: {"(*holder.clones, clone)": "holder.clones"}}
     ),
     "remember a clone for ever": Mutant(
         partial(dies, "a clone is trained on, and retired"),

@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.checkpoints.manifest import revise_metadata
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.trial import Phase, Trial, clone_for
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, clone_for
 from prefect_tune.core.journal.journal import as_of, load
 from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Forked, Owner, Quarantined, StopAsked
 from prefect_tune.core.operations import fork_experiment

@@ -12,10 +12,11 @@ from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
-from prefect_tune.core.experiment.trial import (
+from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     Phase,
     Trial,
+    after,
     clonable_checkpoint,
     is_live,
     newest_checkpoint,
@@ -23,7 +24,6 @@ from prefect_tune.core.experiment.trial import (
     parent_of_next,
     reused_from,
 )
-from prefect_tune.core.experiment.trial_transitions import after
 from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, write_post
 from prefect_tune.core.journal_events import (

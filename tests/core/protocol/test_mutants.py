@@ -241,7 +241,7 @@ MUTANTS = {
         every_crash_of_a_second_attempt,
         {
             restore._find_save: {"manifest.about.attempt == trial.attempt": "True"},
-            trial_transitions._started: {
+            trial_transitions._apply_started: {
                 "sequence = trial.next_sequence + (trial.attempt > 0)": "sequence = trial.next_sequence",
                 "sequence if trial.attempt else trial.settled_from": "trial.settled_from",
             },
@@ -273,7 +273,7 @@ MUTANTS = {
         stale_snapshots, {journal._follow: {"if last is None or digest_of(last) != experiment.digest:": "if False:"}}
     ),
     "believe a snapshot of another history": Mutant(
-        stale_snapshots, {experiment._require_successor: {"if found != expected:": "if False:"}}
+        stale_snapshots, {experiment.apply: {"if (entry.number, entry.previous, entry.term) != expected:": "if False:"}}
     ),
     "believe a snapshot that is torn": Mutant(
         a_torn_snapshot,
@@ -317,7 +317,7 @@ MUTANTS = {
     "settle on opening": Mutant(
         every_death,
         {
-            experiment._opened: {
+            experiment._apply_opened: {
                 '"opened_at": number': '"opened_at": number, "trials": TrialMap.of(each.model_copy('
                 'update={"settled_from": each.next_sequence + 1}) for each in experiment.trials.values())'
             }

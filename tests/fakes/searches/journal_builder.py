@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial import clone_for
+from prefect_tune.core.experiment.trial_transitions import clone_for
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,

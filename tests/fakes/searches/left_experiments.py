@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import Entry, Opened
-from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.messages.target_messages import live_status_of
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
 

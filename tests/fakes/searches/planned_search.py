@@ -16,7 +16,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.stoppers import of_trials
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptEvent,

@@ -30,7 +30,7 @@ from prefect_tune.attempt.attempt import state_of_node
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher

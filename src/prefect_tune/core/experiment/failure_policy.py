@@ -13,7 +13,7 @@ from prefect_tune.core.reasons import Cause, Reason, code_of, make_reason, summa
 from prefect_tune.core.values import AS_WHOLE, Value, parse_time
 
 if TYPE_CHECKING:
-    from prefect_tune.core.experiment.trial import Trial
+    from prefect_tune.core.experiment.trial_transitions import Trial
 
 _Count = Annotated[int, Field(ge=0), AS_WHOLE]
 _UNKNOWN = datetime.min.replace(tzinfo=UTC)

@@ -17,7 +17,7 @@ from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.values import AS_NUMBER, AS_WHOLE, Value
 
 if TYPE_CHECKING:
-    from prefect_tune.core.experiment.trial import Trial
+    from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 
 _Count = Annotated[int, Field(ge=1), AS_WHOLE]

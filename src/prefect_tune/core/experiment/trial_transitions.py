@@ -410,9 +410,8 @@ def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Tria
             changed = _apply_started(trial, event)
         case Reported(report=report):
             if (changed := with_report(trial, report)) is trial:
-                raise IllegalTransition(
-                    f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}"
-                )
+                where = f"trial {trial.trial!r}"
+                raise IllegalTransition(f"{where}: step {report.step} is reported after step {trial.step}")
         case AttemptEnded() | GaveUp() | Finished() | Paused():
             changed = _apply_end(trial, event)
         case Requeued(reason=reason):

@@ -45,7 +45,7 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply, nothing_yet
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import (
     Deletion,
     Entry,

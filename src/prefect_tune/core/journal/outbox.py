@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, StoreUnavailable, Superseded, UnknownVersion
-from prefect_tune.core.experiment.trial import Trial
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import require_first_entry
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.storage.documents import Document, read_sealed, seal

@@ -91,7 +91,6 @@ class Start(Value):
     metrics_from: MetricsFrom = "rank 0"
     required_metrics: tuple[str, ...] = ()
     """The metrics of the search that each report of rank 0 has to have."""
-    """Whose metrics are those of a step."""
     ranks_at: PathName = ""
     """The socket that ranks join which the trainable's own launcher starts; empty if none may."""
 

@@ -1,41 +1,39 @@
-"""Messages between processes that share nothing but the target: objects on it, which survive the processes.
+"""Messages between machines: objects on the target, which survive the processes, and TCP between nodes.
 
-- the nodes of an attempt find one another, and add parts to a checkpoint;
 - a search replies to its trials on other machines;
-- any process asks a running experiment to stop.
+- any process asks a running experiment to stop;
+- the owner of a search publishes its live status, for readers;
+- the nodes of an attempt find one another on the target, and communicate over TCP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED
-from prefect_tune.core.journal_events import StopAsked
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, with_report
+from prefect_tune.core.journal_events import Owner, StopAsked
 from prefect_tune.core.messages.process_messages import (
+    CheckpointSaved,
+    Directive,
+    FromTrial,
     Leave,
     Proceed,
+    SaveFailed,
+    Start,
     StopAndSave,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, make_reason
-from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import JournalKey, NodesKey, TrialKey
+from prefect_tune.core.reasons import AnyReason, ProcessEnd, Reason, make_reason
+from prefect_tune.core.storage.documents import Document, read_newest, read_sealed, seal
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, delete_numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
-from prefect_tune.core.values import TrialId
-
-
-def node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
-    """Return what nodes of attempts up to `attempt` have written for one another; no process reads it afterwards."""
-    return [
-        listed
-        for listed in store.list(trial.nodes)
-        if (key := NodesKey.from_path(trial, listed.path)) is not None and key.attempt <= attempt
-    ]
-
+from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepReport, TrialId, Value, canonical_json
 
 # Replies of the search to trials on other machines.
 
@@ -184,3 +182,276 @@ def _refusal_reason(experiment: Experiment, request: StopRequest) -> Reason | No
     if trial.phase not in ENDED:
         return None
     return make_reason("request-for-ended-trial", trial=request.trial, status=trial.status.value)
+
+
+# The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
+#
+# No decision and no resume uses it. While it searches, the owner writes it every few seconds as a new object, and
+# deletes the one before it: the cost does not depend on the number of steps. Its path contains the owner's term, so
+# that owners never write one another's objects, and readers ignore the object of an earlier owner. The owner deletes
+# its last one when its trials have ended; that of a killed owner stays, and its time says how old it is. The next owner
+# deletes it.
+
+
+class RunningTrial(Value):
+    """A running attempt of a trial, with its newest report, as the live status holds it."""
+
+    trial: TrialId
+    attempt: int
+    began_at: str | None = None
+    """The time of day; None if an earlier owner started the attempt."""
+    host: str | None = None
+    """The machine of its supervisor; None if an earlier owner started the attempt."""
+    report: StepReport | None = None
+    """None before its first step."""
+    reported_at: str | None = None
+
+
+class LiveStatus(Document):
+    """The running trials of one owner at one moment."""
+
+    format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
+    version: Literal[1] = 1
+    term: int
+    owner: Owner | None
+    """Tells the owner from that of an earlier experiment of the same name, which was deleted."""
+    number: int
+    """Counts the objects of this owner, from 1."""
+    at: str
+    run_at: str | None = None
+    """The same time by the clock of the run, which nobody sets; for the cost only."""
+    period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
+    """The time until the owner writes the next one."""
+    trials: tuple[RunningTrial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentView:
+    """An experiment for readers: the state of its journal, with the newest reports of its running trials."""
+
+    experiment: Experiment
+    as_of: str
+    """The time of the live status or of the journal's last entry, the later one; empty if unknown."""
+    live: LiveStatus | None = None
+    """The live status of the journal's present owner; None if there is none."""
+
+    @property
+    def cost_until(self) -> str:
+        """Until when the attempts have lasted, by the clock of their run where that is known; empty if unknown."""
+        return (self.live.run_at if self.live is not None else None) or self.as_of
+
+    def running(self, trial: str) -> RunningTrial | None:
+        """Return the running attempt of a trial; None if it does not run, or if there is no live status."""
+        return _attempts_in(self.live, self.experiment).get(trial)
+
+
+def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
+    """Write `status`, and delete the one before it; the first one of an owner deletes those of earlier owners.
+
+    Raises:
+        InvalidInput: a report holds a value that JSON cannot represent.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; the next write needs no repair.
+    """
+    path = key.live_status_path(status.term, status.number)
+    store.put(path, seal(status))
+    if status.number > 1:
+        store.delete([key.live_status_path(status.term, status.number - 1)])
+    else:
+        delete_numbered(store, before=path)
+
+
+def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
+    """Delete the live status of the owner of the term `term`, and those of earlier ones."""
+    delete_numbered(store, before=key.live_status_path(term + 1, 0))
+
+
+def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
+    """Return the live status of the newest owner that has written one; None if there is none that can be read."""
+    try:
+        return read_newest(store, LiveStatus, key.live, JournalCorrupt)
+    except (JournalCorrupt, UnknownVersion):
+        return None  # the journal says everything else
+
+
+def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
+    """Return the live status of the experiment's present owner; None if there is none that can be read."""
+    live = newest_live_status(store, experiment.key)
+    return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LastKnown:
+    """What the live status of an earlier owner has of the trials that run by the journal."""
+
+    reports: Mapping[str, StepReport] = field(default_factory=dict)
+    """By trial, its last report."""
+    at: str | None = None
+    """The time of that live status by the clock of its run; None if there is none."""
+
+
+NOTHING_KNOWN = LastKnown()
+
+
+def last_known_reports(store: ObjectStore, experiment: Experiment) -> LastKnown:
+    """Return the last reports in the live status of an earlier owner: two requests if a trial runs."""
+    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    live = newest_live_status(store, experiment.key) if runs else None
+    reports = {name: each.report for name, each in _attempts_in(live, experiment).items() if each.report}
+    return LastKnown(reports, (live.run_at or live.at) if live else None)
+
+
+def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
+    """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
+    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    live = live_status_of(store, experiment) if runs else None
+    if live is None:
+        return ExperimentView(experiment, written_at)
+    trials = experiment.trials
+    for name, each in _attempts_in(live, experiment).items():
+        trials = trials.with_trial(with_report(trials[name], each.report))
+    return ExperimentView(experiment.model_copy(update={"trials": trials}), max(live.at, written_at), live)
+
+
+def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningTrial]:
+    """Return the attempts of `live` that run by the journal too, which may be newer, by their trials."""
+    found = {each.trial: each for each in live.trials} if live is not None else {}
+    known = ((each, experiment.trials.get(name)) for name, each in found.items())
+    return {
+        each.trial: each
+        for each, trial in known
+        if trial is not None and trial.status is Status.RUNNING and trial.attempt == each.attempt
+    }
+
+
+# Nodes of an attempt.
+#
+#     nodes/<attempt>/address.json    the address of node 0
+#     each other node ◄══ TCP ══► node 0: one JSON document each, no pickle
+#
+# Both sides of a connection prove that they have a secret of their search, which is not on the target, and have read
+# the same address: who can write to the target can neither lead ranks to another machine nor speak for one. No message
+# names code.
+
+
+class Arrived(Value):
+    """The first message of a node: it is there, and waits for the beginning."""
+
+    type: Literal["arrived"] = "arrived"
+    node: int
+    host: Message
+    """Its host name, for people."""
+
+
+class Begin(Value):
+    """The nodes are there: the attempt begins."""
+
+    type: Literal["begin"] = "begin"
+    nodes: tuple[int, ...]
+    """Those that take part, node 0 first: their order gives the ranks."""
+    address: str
+    """Of node 0, where the ranks meet (`MASTER_ADDR`)."""
+    port: int
+    term: int
+    """The owner's."""
+    start: Start
+    """What each rank receives; a node fills in the code, folders and ranks by itself."""
+    restored: CheckpointKey | None
+    """The checkpoint from which the attempt begins."""
+
+
+class ToRank(Value):
+    """A message for one rank."""
+
+    type: Literal["to-rank"] = "to-rank"
+    rank: int
+    message: Annotated[
+        Directive | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave, Field(discriminator="type")
+    ]
+
+
+class FromRank(Value):
+    """A message of one rank. The directory of a part stays on its node."""
+
+    type: Literal["from-rank"] = "from-rank"
+    rank: int
+    message: FromTrial
+
+
+class RankGone(Value):
+    """The process of a rank has ended; it has sent no other message after those before this one."""
+
+    type: Literal["rank-gone"] = "rank-gone"
+    rank: int
+    end: ProcessEnd
+
+
+class SendPart(Value):
+    """Send the files of a step: a node that holds some adds its part to this checkpoint."""
+
+    type: Literal["send-part"] = "send-part"
+    key: CheckpointKey
+    parent: CheckpointKey | None
+    """The newest live checkpoint, whose bytes are not sent again."""
+    collected_up_to: int
+    """As in `commit.reusable`."""
+
+
+class NodeStopping(Value):
+    """The node is asked to stop, as by its infrastructure: the attempt saves and ends."""
+
+    type: Literal["node-stopping"] = "node-stopping"
+
+
+class NodeAlive(Value):
+    """Sent by each node when there is nothing else to send for a while."""
+
+    type: Literal["alive"] = "alive"
+
+
+class GroupOver(Value):
+    """The attempt is over: a node ends its processes."""
+
+    type: Literal["over"] = "over"
+
+
+_NodeMessage: TypeAlias = (
+    Arrived | Begin | ToRank | FromRank | RankGone | SendPart | NodeStopping | NodeAlive | GroupOver
+)
+NodeMessage: TypeAlias = Annotated[_NodeMessage, Field(discriminator="type")]
+node_message: TypeAdapter[_NodeMessage] = TypeAdapter(NodeMessage)
+
+
+class NodeAddress(Document):
+    """Where node 0 of an attempt waits for the others."""
+
+    format: Literal["prefect-tune/node-address"] = "prefect-tune/node-address"
+    version: Literal[1] = 1
+    host: str
+    port: int
+    request: str
+    """A digest of the secret: tells whether it is of the same request."""
+
+    def connection_key(self, key: NodesKey, secret: str) -> bytes:
+        """Return what both sides of a connection prove to have: with another address it is another key."""
+        return canonical_json([secret, key.folder, self.host, self.port])
+
+
+def newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
+    """Return the newest attempt from number `at_least` on, and where its node 0 waits; None if that cannot be read."""
+    keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes)]
+    newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
+    if newest is None or newest.attempt < at_least:
+        return None
+    with suppress(JournalCorrupt, UnknownVersion):
+        if (address := read_sealed(store, NodeAddress, newest.address_path, JournalCorrupt)) is not None:
+            return newest, address
+    return None
+
+
+def node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
+    """Return what nodes of attempts up to `attempt` have written for one another; no process reads it afterwards."""
+    return [
+        listed
+        for listed in store.list(trial.nodes)
+        if (key := NodesKey.from_path(trial, listed.path)) is not None and key.attempt <= attempt
+    ]
