@@ -1,9 +1,8 @@
-"""Small pure rules: retention, cadence, stopping, and causes of failures."""
+"""Small pure rules: retention, cadence, causes of failures, and the stoppers of trials and experiments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -24,27 +23,35 @@ from prefect_tune.core.experiment.failure_policy import (
 from prefect_tune.core.experiment.retention import Cadence, Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.stoppers import (
     AnyOf,
+    End,
+    ExperimentPlateau,
+    MaxFailures,
     MaxSteps,
     MaxTime,
     Never,
+    NoMore,
     Plateau,
     Stopper,
+    Tallies,
+    Tally,
     TimeBudget,
+    TrialBudget,
     as_stopper,
+    of_experiment,
+    of_trials,
 )
-from prefect_tune.core.experiment.summary import Curves, curve
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
 from prefect_tune.core.journal_events import (
+    AttemptEnded,
     Cause,
     CheckpointRef,
-    Cloned,
-    Entry,
-    Event,
+    Committed,
+    Quarantined,
     QuarantinedCheckpoint,
-    Reported,
     Started,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, error_of, make_reason
+from prefect_tune.core.reasons import AnyReason, Reason, code_of, error_of, make_reason
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds
 from prefect_tune.core.values import StepReport
 
@@ -129,60 +136,6 @@ def test_it_is_time_to_save_at_whichever_comes_first(
     cadence: Cadence, steps: int, seconds: float, *, due: bool
 ) -> None:
     assert cadence.due(steps, timedelta(seconds=seconds)) is due
-
-
-# ---------------------------------------------------------------------------------------------- curve
-
-
-def report(step: int, loss: float, trial: str = "t") -> Reported:
-    return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
-
-
-def entry(*events: Event) -> Entry:
-    return Entry(number=1, term=1, write_id="w", at="now", previous="", events=events)
-
-
-def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
-    return [(each.step, each.metrics["loss"]) for each in reports]
-
-
-AGAIN = (
-    *[report(step, 1.0) for step in (1, 2, 3)],
-    report(1, 7.0, "other"),
-    Started(trial="other", attempt=1, from_step=0),
-    Started(trial="t", attempt=2, from_step=1, from_sequence=4),
-    report(2, 2.0),
-)
-CLONED = (
-    *[report(step, 1.0) for step in (1, 2, 3)],
-    Cloned(
-        trial="t",
-        checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
-        source="other",
-        reason="it is better",
-    ),
-    Started(trial="t", attempt=2, from_step=8, from_sequence=9),
-    report(9, 0.05),
-)
-
-
-@pytest.mark.parametrize(("events", "counted"), [(AGAIN, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
-def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
-    events: tuple[Event, ...], counted: list[tuple[int, object]]
-) -> None:
-    curves = Curves()
-    curves.tell(entry(*events))
-    assert losses(curves.of("t")) == counted
-    assert curve([entry(*events)], "t") == curves.of("t")
-
-
-def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:
-    curves = Curves()
-    curves.tell(entry(report(1, 1.0), report(2, 2.0)))
-    curves.tell_event(report(1, 7.0, "other"))
-    assert (losses(curves.of("t")), losses(curves.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
-    assert curves.of("silent") == []
-    assert curves.report_count == 3
 
 
 # -------------------------------------------------------------------------------------------- failures
@@ -274,6 +227,74 @@ def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained_a_seco
     assert errors_end_reason(trials[0], trials, fail_fast=None) == reason
     assert errors_end_reason(trials[0], trials, fail_fast=False) is None
     assert errors_end_reason(trials[0], trials, fail_fast=True) == make_reason("fail-fast", trial="0", error=error)
+
+
+# The checkpoints that an attempt's end may quarantine.
+
+POLICY = FailurePolicy(max_failures=99)
+
+
+def saved(*steps: int) -> Trial:
+    checkpoints = tuple(CheckpointRef(step=step, sequence=step) for step in steps)
+    return Trial(trial="t", config={}, attempt=1, step=steps[-1], checkpoints=checkpoints)
+
+
+def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, Verdict]:
+    """Restore the newest checkpoint, end the attempt with `cause`, and apply the verdict."""
+    newest = newest_checkpoint(trial)
+    assert newest is not None
+    begun = Started(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
+    trial = after(trial, begun)
+    trial = after(trial, AttemptEnded(trial="t", cause=cause, reason="boom", at_start=at_start))
+    found = verdict(trial, cause, POLICY)
+    if isinstance(found, Quarantine):
+        aside = Quarantined(trial="t", sequence=found.sequence, reason=found.reason, kills=True)
+        trial = after(trial, aside)
+    return trial, found
+
+
+def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, GiveUp]:
+    for _ in range(99):
+        trial, found = died(trial, cause=cause, at_start=at_start)
+        if isinstance(found, GiveUp):
+            return trial, found
+    raise AssertionError("the policy never gave up")
+
+
+def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> None:
+    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
+    assert code_of(found.reason) == "max-machine-failures"
+    assert [each.step for each in trial.checkpoints] == [10, 20, 30, 40]
+    assert trial.quarantined == ()
+
+
+def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
+    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.USER, at_start=True)
+    assert code_of(found.reason) == "died-at-each-start"
+    assert [each.step for each in trial.checkpoints] == [10, 20, 30]
+
+
+def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
+    trial = saved(10, 20).model_copy(update={"blamed_checkpoints": 1, "phase": Phase.RUNNING})
+    trial = after(trial, Committed(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)))
+    trial = trial.model_copy(update={"phase": Phase.PENDING})
+    verdicts = []
+    for _ in range(POLICY.quarantine_after):
+        trial, found = died(trial, cause=Cause.USER, at_start=True)
+        verdicts.append(type(found))
+    assert verdicts == [TryAgain, TryAgain, Quarantine]
+
+
+def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
+    """The damage was found before the checkpoint was loaded."""
+    trial = after(saved(10, 20), Quarantined(trial="t", sequence=20, reason="damaged"))
+    assert (trial.blamed_checkpoints, trial.lost_checkpoints) == (0, 1)
+
+
+def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> None:
+    trial = Trial(trial="t", config={}, attempt=1, step=3, phase=Phase.RUNNING)
+    trial = after(trial, Quarantined(trial="t", sequence=7, reason="torn manifest"))
+    assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
 
 
 # -------------------------------------------------------------------------------------------- stoppers
@@ -371,6 +392,11 @@ def test_only_who_needs_the_past_looks_back() -> None:
         lambda: Plateau("loss", std=-1),
         lambda: Plateau("loss", reports=1),
         lambda: Plateau("loss", grace=-1),
+        lambda: MaxFailures(0),
+        lambda: TrialBudget(0),
+        lambda: ExperimentPlateau(top=1),
+        lambda: ExperimentPlateau(std=-1),
+        lambda: ExperimentPlateau(patience=-1),
         lambda: as_stopper({"loss": math.nan}),
         lambda: as_stopper({"loss": True}),
         lambda: as_stopper({"loss": "low"}),
@@ -415,3 +441,118 @@ def test_a_stop_criterion_whose_metric_is_not_reported_names_the_one_that_was_me
 def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
     with pytest.raises(InvalidInput, match="Ray Tune's training_iteration is 'step' here"):
         as_stopper({"training_iteration": 3}).why_stop(reports(1))
+
+
+# ------------------------------------------------------------------------------------------- stoppers of an experiment
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+def report(loss: float) -> StepReport:
+    return StepReport(step=1, metrics={"loss": loss, "score": -loss})
+
+
+def finish(tally: Tally, *losses: float, start: int = 0) -> None:
+    for number, loss in enumerate(losses, start=start):
+        tally.added(str(number))
+        tally.ended(str(number), report(loss), failed=False)
+
+
+def test_max_failures_counts_trials_that_are_errored_now() -> None:
+    tally = MaxFailures(2).begin(None)
+    for trial, failed in (("a", True), ("b", False), ("a", True)):
+        tally.ended(trial, None, failed=failed)
+    assert tally.verdict() is None
+    tally.ended("c", None, failed=True)
+    ended = tally.verdict()
+    assert ended == End(make_reason("failed-trials", count=2, limit=2))
+    assert str(ended.reason) == "2 trials have errored, of MaxFailures(2)"
+    tally.added("a")  # the trial is retried
+    assert tally.verdict() is None
+
+
+def test_a_trial_budget_ends_no_trial_that_has_begun() -> None:
+    tally = TrialBudget(2).begin(None)
+    for trial in ("a", "a"):
+        tally.added(trial)
+    assert tally.verdict() is None
+    tally.added("b")
+    spent = tally.verdict()
+    assert spent == NoMore(make_reason("trial-budget", limit=2))
+    assert str(spent.reason) == "the trial budget of 2 is spent"
+
+
+def test_a_time_budget_counts_what_counts_once() -> None:
+    tally = TimeBudget(timedelta(seconds=10)).begin(None)
+    for trial, seconds in (("a", 4.0), ("a", 5.0), ("b", 4.9), ("a", 3.0), ("a", 5.0)):
+        tally.trained(trial, seconds)
+    assert tally.verdict() is None
+    tally.trained("b", 5.0)
+    ended = tally.verdict()
+    assert ended == End(make_reason("search-time-limit", seconds=10.0, limit=10.0))
+    assert str(ended.reason) == "its trials have trained for 10 s, the limit is 10 s"
+
+
+def test_a_plateau_is_when_the_best_trials_are_all_as_good_as_each_other() -> None:
+    tally = ExperimentPlateau(top=3, std=0.01).begin(LOSS)
+    finish(tally, 0.5, 0.2, 0.9)
+    assert tally.verdict() is None
+    finish(tally, 0.201, 0.8, start=3)
+    assert tally.verdict() is None
+    finish(tally, 0.202, start=5)
+    ended = tally.verdict()
+    assert isinstance(ended, End)
+    assert code_of(ended.reason) == "search-plateau"
+    assert str(ended.reason) == "loss of the best 3 trials has settled: ± 0.000816497"
+
+
+def test_a_plateau_with_patience_waits_for_more_trials_that_do_not_change_it() -> None:
+    tally = ExperimentPlateau(top=2, std=0.01, patience=2).begin(LOSS)
+    finish(tally, 0.2, 0.2, 0.9)
+    assert tally.verdict() is None
+    finish(tally, 0.1, start=3)  # an improvement resets the count
+    finish(tally, 0.1, 0.7, start=4)
+    assert tally.verdict() is None
+    finish(tally, 0.8, start=6)
+    assert isinstance(tally.verdict(), End)
+
+
+def test_a_plateau_passes_over_what_failed_or_reported_something_else_and_what_goes_on() -> None:
+    tally = ExperimentPlateau(top=2, std=0.01).begin(LOSS)
+    finish(tally, 0.2)
+    tally.ended("failed", report(0.2), failed=True)
+    tally.ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
+    tally.ended("nothing", None, failed=False)
+    assert tally.verdict() is None
+    tally.added("0")  # trial 0 was extended
+    tally.ended("0", report(0.2), failed=False)
+    assert tally.verdict() is None
+
+
+def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
+    own = ExperimentPlateau(metric="score", mode="max", top=2, std=0.01).begin(None)
+    finish(own, 0.2, 5.0, 0.2)
+    assert isinstance(own.verdict(), End)
+    with pytest.raises(InvalidInput, match="expected a metric"):
+        ExperimentPlateau().begin(None)
+
+
+def test_stoppers_of_trials_and_of_the_experiment_are_combined_and_taken_apart() -> None:
+    steps, time = MaxSteps(3), MaxTime(timedelta(seconds=1))
+    whole = steps | MaxFailures(1) | time | TrialBudget(9)
+    assert of_trials(whole) == AnyOf((steps, time))
+    assert list(of_experiment(whole)) == [MaxFailures(1), TrialBudget(9)]
+    assert (of_trials(TrialBudget(9) | steps), of_trials(TrialBudget(9))) == (steps, Never())
+    assert (whole.why_stop([report(1)]), MaxFailures(1).why_stop([report(1)])) == (None, None)
+    assert not MaxFailures(1).looks_back
+
+
+def test_of_several_an_end_comes_before_the_end_of_new_trials() -> None:
+    tally = Tallies([each.begin(None) for each in (TrialBudget(1), MaxFailures(1), TimeBudget(timedelta(days=1)))])
+    assert tally.verdict() is None
+    tally.added("a")
+    assert isinstance(tally.verdict(), NoMore)
+    tally.trained("a", 1.0)
+    tally.ended("a", None, failed=True)
+    assert tally.verdict() == End(make_reason("failed-trials", count=1, limit=1))
+    assert Tallies([]).verdict() is None

@@ -1,17 +1,19 @@
-"""The table of status transitions: every pair of status and event, and the resulting trial."""
+"""The table of transitions: every pair of phase and event, the resulting trial, and the words for its status."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import get_args
 
 import pytest
 
 from prefect_tune.core.errors import IllegalTransition
-from prefect_tune.core.experiment.summary import wasted_words
+from prefect_tune.core.experiment.summary import status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import (
     Clone,
     Phase,
+    Status,
     Trial,
     after,
     is_collectable,
@@ -48,10 +50,12 @@ from prefect_tune.core.journal_events import (
     Retired,
     SlotFreed,
     Started,
+    StopAsked,
 )
-from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport
+from tests.fakes.searches.journal_builder import JournalBuilder
 
 PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
@@ -397,3 +401,83 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
 
 def _origin_of(key: CheckpointKey) -> CheckpointOrigin:
     return CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
+
+
+# ------------------------------------------------------------------------------------------------ the words for people
+
+
+def said(*events: OneTrialsEvent | StopAsked, steps: int = 3) -> tuple[str, str]:
+    """Return the status, and its label, of a trial that has trained so many steps before these events."""
+    search = JournalBuilder()
+    search.adds("t", {"x": 1})
+    if steps:
+        search.starts("t")
+    for step in range(1, steps + 1):
+        search.trains("t", step, {"loss": 1 / step})
+    for event in events:
+        search.record(event)
+    trial = search.state.trial("t")
+    return str(trial.status), status_label(trial.status, trial.step)
+
+
+def decides(decision: Decision) -> Decided:
+    return Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.3}), decision=decision)
+
+
+def finishes(kind: FinishKind) -> Finished:
+    return Finished(trial="t", reason="enough", kind=kind)
+
+
+PAUSE, RESUME = Paused(trial="t", reason="rung 3"), Resumed(trial="t")
+AGAIN = Started(trial="t", attempt=2, from_step=0)
+BY_ADA = (StopAsked(trial="t", reason="stopped by ada"), finishes(FinishKind.STOPPED))
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "label"),
+    [
+        ([], "running", "running"),
+        ([finishes(FinishKind.CRITERION)], "completed", "completed"),
+        ([finishes(FinishKind.RETURNED)], "completed", "completed"),
+        ([decides(Stop(reason="all", early=False)), finishes(FinishKind.ALL_STEPS)], "completed", "completed"),
+        ([decides(Stop(reason="bad")), finishes(FinishKind.PRUNED)], "pruned", "pruned @3"),
+        ([decides(Pause(reason="rung 3")), PAUSE], "paused", "paused @3"),
+        ([decides(Pause(reason="rung 3")), PAUSE, finishes(FinishKind.PRUNED)], "pruned", "pruned @3"),
+        ([decides(Continue()), *BY_ADA], "interrupted", "interrupted @3"),
+        ([decides(Pause(reason="rung 3")), *BY_ADA], "interrupted", "interrupted @3"),
+        *(
+            ([AttemptEnded(trial="t", cause=cause, reason="stopped")], "interrupted", "interrupted @3")
+            for cause in Cause
+        ),
+        ([EVENTS["attempt-ended"], AGAIN], "running", "running"),
+        ([EVENTS["attempt-ended"], AGAIN, PAUSE, RESUME], "pending", "pending"),
+        ([PAUSE, RESUME, EVENTS["finished"], EVENTS["requeued"]], "pending", "pending"),
+        ([EVENTS["attempt-ended"], EVENTS["gave-up"]], "errored", "errored"),
+    ],
+)
+def test_a_status_follows_from_the_events_of_a_trial(events: list[OneTrialsEvent], status: str, label: str) -> None:
+    assert said(*events) == (status, label)
+
+
+def test_before_its_first_step_a_trial_is_pending_or_interrupted_at_no_step() -> None:
+    assert said(steps=0) == ("pending", "pending")
+    first, stopped = (
+        Started(trial="t", attempt=1, from_step=0),
+        AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=""),
+    )
+    assert said(first, stopped, steps=0) == ("interrupted", "interrupted")
+
+
+def test_a_target_holds_the_phases_that_earlier_releases_wrote() -> None:
+    """These literals are stored on targets and never change."""
+    assert [str(each) for each in Phase] == ["pending", "running", "paused", "finished", "errored"]
+    written = Trial(trial="t", config={}, phase=Phase.FINISHED).model_dump_json()
+    assert json.loads(written)["phase"] == "finished"
+    assert Trial.model_validate_json(written).status is Status.COMPLETED
+
+
+def test_every_phase_has_a_status_and_every_status_a_word_of_its_own() -> None:
+    assert [str(each) for each in Status] == [
+        *("completed", "pruned", "interrupted", "errored", "running", "paused", "pending")
+    ]
+    assert {Trial(trial="t", config={}, phase=phase).status for phase in Phase} <= set(Status)

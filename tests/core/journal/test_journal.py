@@ -11,6 +11,7 @@ from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
     JournalCorrupt,
+    StoreUnavailable,
     Superseded,
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
@@ -541,3 +542,26 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
     first = opened(store)
     after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=nothing_yet(JOURNAL))
     assert (after.number, after.term) == (2, first.term + 1)
+
+
+# ------------------------------------------------------------------------------------------- a missing journal
+
+
+def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
+    """An unmounted target shows the empty folder below its mount point, which accepts every write."""
+    store = MemoryStore()
+    state = running(store)
+    mounted, store.objects = store.objects, {}
+    with pytest.raises(StoreUnavailable, match="still mounted"):
+        journal.append(store, state, [report(1)], stamp("c"))
+    assert store.objects == {}
+    store.objects = mounted
+    assert journal.append(store, state, [report(1)], stamp("c")).trial("t").step == 1
+
+
+def test_a_first_entry_needs_none_before_it_and_is_needed_by_the_second() -> None:
+    store = MemoryStore()
+    state = take_over(store)
+    del store.objects[JOURNAL.entry_path(1)]
+    with pytest.raises(StoreUnavailable):
+        journal.append(store, state, [Adopted()], stamp("a"))

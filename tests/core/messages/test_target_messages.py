@@ -1,12 +1,14 @@
-"""Stop requests: the owner that each addresses applies it once, despite deletions and races."""
+"""Objects on the target: a stop request is applied once, despite deletions and races; the newest live status counts."""
 
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
-from prefect_tune.core.errors import CommitUnknown, IllegalTransition
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events import (
+    AttemptEnded,
     Cause,
     Event,
     Finished,
@@ -14,41 +16,44 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Opened,
     Owner,
+    Started,
     StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.messages.target_messages import (
+    LastKnown,
+    LiveStatus,
     NodeAddress,
+    RunningTrial,
     StopRequest,
     ask,
+    delete_live_status,
     is_journaled,
     is_lost,
+    last_known_reports,
     newest_address,
+    newest_live_status,
     node_objects_up_to,
     read_request,
     stop_event,
+    view_of,
+    write_live_status,
 )
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import NodesKey, delete_numbered
 from prefect_tune.core.storage.object_store import Buffer
-from tests.core.driver import KEY
-from tests.fakes.checkpoints import first_generation
+from prefect_tune.core.values import StepReport
+from tests.core.driver import JOURNAL, KEY
+from tests.fakes.searches.experiments import after
 from tests.fakes.stores.memory_store import MemoryStore
 
 OWNER = Owner(name="first", host="here", pid=1)
 
 
 def running() -> Experiment:
-    state = nothing_yet(first_generation("e"))
-    events: list[Event] = [
-        Opened(experiment="e", generation=1, term=1, owner=OWNER),
-        TrialAdded(trial="a", config={}),
-        TrialAdded(trial="b", config={}),
-    ]
-    for event in events:
-        state = after_event(state, event, 1)
-    return state
+    opened = Opened(experiment="e", generation=1, term=1, owner=OWNER)
+    return after(nothing_yet(JOURNAL), [opened, TrialAdded(trial="a", config={}), TrialAdded(trial="b", config={})])
 
 
 def request(write_id: str = "w", *, term: int = 1, trial: str | None = None) -> StopRequest:
@@ -62,8 +67,8 @@ def after_request(state: Experiment, asked: StopRequest) -> Experiment:
 def test_what_is_asked_is_read_under_its_number_and_asking_again_changes_nothing() -> None:
     store, state = MemoryStore(), running()
     assert [ask(store, state, request("one")), ask(store, state, request("two"))] == [1, 2]
-    assert read_request(store, first_generation("e"), 1) == request("one")
-    assert read_request(store, first_generation("e"), 3) is None
+    assert read_request(store, JOURNAL, 1) == request("one")
+    assert read_request(store, JOURNAL, 3) is None
 
 
 class LosesReplies(MemoryStore):
@@ -75,7 +80,7 @@ class LosesReplies(MemoryStore):
 def test_a_reply_that_is_lost_is_no_second_request() -> None:
     store, state = LosesReplies(), running()
     numbers = [ask(store, state, request()), ask(store, state, request())]
-    assert (numbers, read_request(store, first_generation("e"), 2)) == ([1, 1], None)
+    assert (numbers, read_request(store, JOURNAL, 2)) == ([1, 1], None)
 
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
@@ -109,9 +114,9 @@ def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, r
     state = after_request(running(), request("before"))
     state = after_event(state, Finished(trial="a", reason="done"), 3)
     noted = stop_event(state, asked)
-    after = after_event(state, noted, 4)
+    then = after_event(state, noted, 4)
     assert noted.refused == refused
-    assert (after.stops, len(after.stop_requests)) == ({}, 2)
+    assert (then.stops, len(then.stop_requests)) == ({}, 2)
 
 
 def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
@@ -122,9 +127,9 @@ def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
 
 def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     store, state = MemoryStore(), running()
-    store.create(first_generation("e").request_path(1), b"{}")
+    store.create(JOURNAL.request_path(1), b"{}")
     assert ask(store, state, request()) == 2
-    damaged = read_request(store, first_generation("e"), 1)
+    damaged = read_request(store, JOURNAL, 1)
     assert damaged is not None
     assert stop_event(state, damaged).refused == make_reason("request-unreadable")
     assert len(after_request(state, damaged).stop_requests) == 1
@@ -134,26 +139,26 @@ def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
     store, state = MemoryStore(), running()
     for name in ("one", "two"):
         ask(store, state, request(name))
-    delete_numbered(store, before=first_generation("e").request_path(2))
-    assert (read_request(store, first_generation("e"), 1), read_request(store, first_generation("e"), 2)) == (
+    delete_numbered(store, before=JOURNAL.request_path(2))
+    assert (read_request(store, JOURNAL, 1), read_request(store, JOURNAL, 2)) == (
         None,
         request("two"),
     )
-    delete_numbered(store, before=first_generation("e").request_path(2))
+    delete_numbered(store, before=JOURNAL.request_path(2))
     assert store.operations["delete"] == 1
 
 
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
     ask(store, before, request("fast"))
-    after = after_request(before, request("fast"))
-    delete_numbered(store, before=first_generation("e").request_path(2))
+    later = after_request(before, request("fast"))
+    delete_numbered(store, before=JOURNAL.request_path(2))
     number = ask(store, before, request("slow"))  # it listed the requests before all that
     assert number == 1
-    assert is_lost(after, request("slow"), number)
-    assert not is_lost(after, request("fast"), 1)
-    assert ask(store, after, request("slow")) == 2
-    assert is_journaled(after_request(after, request("slow")), request("slow"))
+    assert is_lost(later, request("slow"), number)
+    assert not is_lost(later, request("fast"), 1)
+    assert ask(store, later, request("slow")) == 2
+    assert is_journaled(after_request(later, request("slow")), request("slow"))
 
 
 def test_the_newest_attempt_is_the_one_that_is_joined_and_older_addresses_are_found_to_be_deleted() -> None:
@@ -169,3 +174,155 @@ def test_the_newest_attempt_is_the_one_that_is_joined_and_older_addresses_are_fo
     assert [listed.path for listed in node_objects_up_to(store, KEY, 10)] == [keys[0].address_path]
     store.objects[keys[1].address_path] = b"damaged"
     assert newest_address(store, KEY, 3) is None
+
+
+# The live status: only the newest object is kept, only the present owner's counts, and the journal prevails.
+
+WRITTEN = "2026-11-23T01:00:00+00:00"
+LATER = "2026-11-23T01:02:20+00:00"
+
+
+def training(*events: Event, term: int = 1) -> Experiment:
+    opened = [Opened(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1)]
+    begun = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
+    return after(nothing_yet(JOURNAL), [*opened, *begun, *events])
+
+
+def status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
+    report = StepReport(step=step, metrics={"loss": 0.5})
+    trial = RunningTrial(trial="a", attempt=attempt, began_at=WRITTEN, host="h", report=report, reported_at=LATER)
+    return LiveStatus(term=term, owner=owner, number=number, at=LATER, period_seconds=5, trials=(trial,))
+
+
+@pytest.mark.parametrize("seconds", [0, 24 * 3600 + 1, float("inf")])
+def test_a_period_that_no_owner_has_is_refused(seconds: float) -> None:
+    with pytest.raises(ValidationError):
+        LiveStatus(term=1, owner=OWNER, number=1, at=LATER, period_seconds=seconds, trials=())
+
+
+def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
+    store = MemoryStore()
+    write_live_status(store, JOURNAL, status(1))
+    store.operations.clear()
+    for number in range(2, 12):
+        write_live_status(store, JOURNAL, status(number))
+    assert store.operations == {"put": 10, "delete": 10}
+    assert list(store.objects) == ["e/1/live/0000000001-0000000011.json"]
+    assert newest_live_status(store, JOURNAL) == status(11)
+
+
+def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_first_object_on() -> None:
+    store = MemoryStore()
+    for term, number in ((0, 2), (1, 6), (1, 7)):
+        store.put(JOURNAL.live_status_path(term, number), b"left by a kill")
+    for name in (".keep", "notes.txt"):
+        store.put(f"{JOURNAL.live}/{name}", b"a foreign file")
+    write_live_status(store, JOURNAL, status(1, term=2))
+    assert newest_live_status(store, JOURNAL) == status(1, term=2)
+    assert len(store.objects) == 3
+    write_live_status(store, JOURNAL, status(8, term=1))  # a paused machine resumes
+    assert newest_live_status(store, JOURNAL) == status(1, term=2)
+
+
+def test_the_end_of_an_owner_deletes_its_own_and_earlier_ones_and_no_later_ones() -> None:
+    store = MemoryStore()
+    for term in (1, 2, 3):
+        store.put(JOURNAL.live_status_path(term, 4), b"")
+    delete_live_status(store, JOURNAL, 2)
+    assert list(store.objects) == [JOURNAL.live_status_path(3, 4)]
+
+
+def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
+    store = MemoryStore()
+    write_live_status(store, JOURNAL, status(1))
+    view = view_of(store, training(), WRITTEN)
+    assert (view.experiment.trial("a").step, view.experiment.trial("a").metrics) == (59, {"loss": 0.5})
+    assert (view.as_of, view.running("a")) == (LATER, status(1).trials[0])
+
+
+@pytest.mark.parametrize(
+    ("state", "written"),
+    [
+        (training(term=2), status(1)),  # of an earlier owner
+        (training(), status(1, owner=Owner(name="o", host="h", pid=2))),  # of a deleted experiment of this name
+        (training(), status(1, attempt=2)),  # of an attempt that the journal does not name yet
+        (training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost")), status(1)),
+    ],
+)
+def test_the_journal_decides_which_attempts_run(state: Experiment, written: LiveStatus) -> None:
+    store = MemoryStore()
+    write_live_status(store, JOURNAL, written)
+    view = view_of(store, state, WRITTEN)
+    assert view.running("a") is None
+    assert view.experiment == state
+
+
+def test_an_attempt_that_has_ended_is_not_running_while_another_trial_is() -> None:
+    store = MemoryStore()
+    write_live_status(store, JOURNAL, status(1))
+    another = (TrialAdded(trial="b", config={}), Started(trial="b", attempt=1, from_step=0))
+    state = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), *another)
+    view = view_of(store, state, WRITTEN)
+    assert view.live is not None
+    assert (view.running("a"), view.experiment.trial("a").step) == (None, 0)
+
+
+def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None:
+    store = MemoryStore()
+    write_live_status(store, JOURNAL, status(1, step=3))
+    state = training()
+    state = state.model_copy(
+        update={"trials": state.trials.with_trial(state.trial("a").model_copy(update={"step": 4}))}
+    )
+    assert view_of(store, state, WRITTEN).experiment.trial("a").step == 4
+
+
+def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one() -> None:
+    store = MemoryStore()
+    assert last_known_reports(store, training(term=2)) == LastKnown()
+    write_live_status(store, JOURNAL, status(1))
+    last = last_known_reports(store, training(term=2))
+    assert ({name: each.step for name, each in last.reports.items()}, last.at) == ({"a": 59}, status(1).at)
+    ended = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
+    assert last_known_reports(store, ended) == LastKnown()
+
+
+@pytest.mark.parametrize("damage", [b"torn", b'{"format":"prefect-tune/live-status","version":9}'])
+def test_one_that_cannot_be_read_leaves_the_journals_view(damage: bytes) -> None:
+    store = MemoryStore()
+    store.put(JOURNAL.live_status_path(1, 1), damage)
+    view = view_of(store, training(), WRITTEN)
+    assert (view.as_of, view.live) == (WRITTEN, None)
+
+
+def test_an_experiment_without_a_running_trial_costs_no_request() -> None:
+    store = MemoryStore()
+    ended = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
+    assert view_of(store, ended, WRITTEN).experiment == ended
+    assert not store.operations
+
+
+def test_one_that_is_replaced_while_it_is_read_is_read_again() -> None:
+    class Replaced(MemoryStore):
+        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            if path == JOURNAL.live_status_path(1, 1):
+                write_live_status(self, JOURNAL, status(2))
+            return super().read(path, offset=offset, length=length)
+
+    store = Replaced()
+    write_live_status(store, JOURNAL, status(1))
+    assert newest_live_status(store, JOURNAL) == status(2)
+
+
+def test_a_write_that_the_target_refuses_leaves_the_one_before() -> None:
+    class Full(MemoryStore):
+        def put(self, path: str, data: Buffer) -> None:
+            if self.objects:
+                raise StoreUnavailable(f"{path}: full")
+            super().put(path, data)
+
+    store = Full()
+    write_live_status(store, JOURNAL, status(1))
+    with pytest.raises(StoreUnavailable):
+        write_live_status(store, JOURNAL, status(2))
+    assert newest_live_status(store, JOURNAL) == status(1)

@@ -353,27 +353,27 @@ def _parts(stopper: Stopper) -> Sequence[Stopper]:
     return [part for each in stopper.stoppers for part in _parts(each)] if isinstance(stopper, AnyOf) else [stopper]
 
 
+@dataclass(slots=True)
 class Tallies(Tally):
     """Several tallies, any of which can end the experiment."""
 
-    def __init__(self, tallies: Sequence[Tally]) -> None:
-        self._tallies = tallies
+    tallies: Sequence[Tally]
 
     def added(self, trial: TrialId) -> None:
-        for each in self._tallies:
+        for each in self.tallies:
             each.added(trial)
 
     def trained(self, trial: TrialId, seconds: float) -> None:
-        for each in self._tallies:
+        for each in self.tallies:
             each.trained(trial, seconds)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        for each in self._tallies:
+        for each in self.tallies:
             each.ended(trial, report, failed=failed)
 
     def verdict(self) -> Verdict:
         """Return the first `End`, else the first `NoMore`, else None."""
-        verdicts = [verdict for each in self._tallies if (verdict := each.verdict())]
+        verdicts = [verdict for each in self.tallies if (verdict := each.verdict())]
         return next((each for each in verdicts if isinstance(each, End)), next(iter(verdicts), None))
 
 
@@ -394,23 +394,22 @@ class MaxFailures(ExperimentStopper):
         return _Failures(self.failures)
 
 
+@dataclass(slots=True)
 class _Failures(Tally):
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._failed: set[TrialId] = set()
+    limit: int
+    failed: set[TrialId] = field(default_factory=set)
 
     def added(self, trial: TrialId) -> None:
-        self._failed.discard(trial)
+        self.failed.discard(trial)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         del report
         if failed:
-            self._failed.add(trial)
+            self.failed.add(trial)
 
     def verdict(self) -> Verdict:
-        if len(self._failed) < self._most:
-            return None
-        return End(make_reason("failed-trials", count=len(self._failed), limit=self._most))
+        count = len(self.failed)
+        return End(make_reason("failed-trials", count=count, limit=self.limit)) if count >= self.limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,17 +426,16 @@ class TrialBudget(ExperimentStopper):
         return _TrialTally(self.trials)
 
 
+@dataclass(slots=True)
 class _TrialTally(Tally):
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: set[TrialId] = set()
+    limit: int
+    known: set[TrialId] = field(default_factory=set)
 
     def added(self, trial: TrialId) -> None:
-        self._known.add(trial)
+        self.known.add(trial)
 
     def verdict(self) -> Verdict:
-        spent = len(self._known) >= self._most
-        return NoMore(make_reason("trial-budget", limit=self._most)) if spent else None
+        return NoMore(make_reason("trial-budget", limit=self.limit)) if len(self.known) >= self.limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,20 +456,21 @@ class TimeBudget(ExperimentStopper):
         return _Time(self.time)
 
 
+@dataclass(slots=True)
 class _Time(Tally):
-    def __init__(self, most: timedelta) -> None:
-        self._most = most
-        self._seconds: dict[TrialId, float] = {}
-        self._sum = 0.0
+    limit: timedelta
+    seconds: dict[TrialId, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
 
     def trained(self, trial: TrialId, seconds: float) -> None:
-        self._sum += seconds - self._seconds.get(trial, 0.0)
-        self._seconds[trial] = seconds
+        self.total_seconds += seconds - self.seconds.get(trial, 0.0)
+        self.seconds[trial] = seconds
 
     def verdict(self) -> Verdict:
-        if timedelta(seconds=self._sum) < self._most:
+        if timedelta(seconds=self.total_seconds) < self.limit:
             return None
-        return End(make_reason("search-time-limit", seconds=self._sum, limit=self._most.total_seconds()))
+        limit_seconds = self.limit.total_seconds()
+        return End(make_reason("search-time-limit", seconds=self.total_seconds, limit=limit_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,34 +503,35 @@ class ExperimentPlateau(ExperimentStopper):
         return _Best(self, by)
 
 
+@dataclass(slots=True)
 class _Best(Tally):
-    def __init__(self, plateau: ExperimentPlateau, objective: Objective) -> None:
-        self._plateau = plateau
-        self._objective = objective
-        self._losses: dict[TrialId, float] = {}
-        self._sorted: list[float] = []
-        self._settled = 0  # how many trials in a row have finished with the best values settled
+    plateau: ExperimentPlateau
+    objective: Objective
+    losses: dict[TrialId, float] = field(default_factory=dict)
+    in_order: list[float] = field(default_factory=list)
+    settled_count: int = 0
+    """How many trials in a row have finished with the best values settled."""
 
     def added(self, trial: TrialId) -> None:
-        if (loss := self._losses.pop(trial, None)) is not None:
-            self._sorted.remove(loss)
+        if (loss := self.losses.pop(trial, None)) is not None:
+            self.in_order.remove(loss)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         from prefect_tune.core.experiment.summary import losses_in  # the flows import this module, and need no journal
 
-        losses = losses_in(report.metrics, self._objective) if report and not failed else None
+        losses = losses_in(report.metrics, self.objective) if report and not failed else None
         if losses is None:
             return
-        self._losses[trial] = losses[0]
-        insort(self._sorted, losses[0])
-        enough = len(self._sorted) >= self._plateau.top
-        self._settled = self._settled + 1 if enough and self._spread() <= self._plateau.std else 0
+        self.losses[trial] = losses[0]
+        insort(self.in_order, losses[0])
+        is_settled = len(self.in_order) >= self.plateau.top and self._spread() <= self.plateau.std
+        self.settled_count = self.settled_count + 1 if is_settled else 0
 
     def _spread(self) -> float:
-        return pstdev(self._sorted[: self._plateau.top])
+        return pstdev(self.in_order[: self.plateau.top])
 
     def verdict(self) -> Verdict:
-        if self._settled <= self._plateau.patience:
+        if self.settled_count <= self.plateau.patience:
             return None
-        settled = {"metric": self._objective.metrics[0], "top": self._plateau.top, "spread": self._spread()}
+        settled = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._spread()}
         return End(make_reason("search-plateau", **settled))

@@ -1,14 +1,18 @@
-"""The best trial, for each scope."""
+"""The best trial, for each scope, and the learning curves."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import (
+    Curves,
     Scope,
     best_first,
     best_label,
+    curve,
     front,
     losses_in,
     ranked,
@@ -16,7 +20,7 @@ from prefect_tune.core.experiment.summary import (
     valid_scope,
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
-from prefect_tune.core.journal_events import CheckpointRef, Cloned, Started
+from prefect_tune.core.journal_events import CheckpointRef, Cloned, Entry, Event, Reported, Started
 from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.values import StepReport
 
@@ -112,3 +116,57 @@ def test_one_mode_serves_all_metrics() -> None:
     both = objective_of(["loss", "size"], "max")
     assert both == Objective(metrics=("loss", "size"), modes=("max", "max"))
     assert objective_of(None, "min") is None
+
+
+# Learning curves.
+
+
+def report(step: int, loss: float, trial: str = "t") -> Reported:
+    return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
+
+
+def entry(*events: Event) -> Entry:
+    return Entry(number=1, term=1, write_id="w", at="now", previous="", events=events)
+
+
+def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
+    return [(each.step, each.metrics["loss"]) for each in reports]
+
+
+AGAIN = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    report(1, 7.0, "other"),
+    Started(trial="other", attempt=1, from_step=0),
+    Started(trial="t", attempt=2, from_step=1, from_sequence=4),
+    report(2, 2.0),
+)
+CLONED = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    Cloned(
+        trial="t",
+        checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
+        source="other",
+        reason="it is better",
+    ),
+    Started(trial="t", attempt=2, from_step=8, from_sequence=9),
+    report(9, 0.05),
+)
+
+
+@pytest.mark.parametrize(("events", "counted"), [(AGAIN, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
+def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
+    events: tuple[Event, ...], counted: list[tuple[int, object]]
+) -> None:
+    curves = Curves()
+    curves.tell(entry(*events))
+    assert losses(curves.of("t")) == counted
+    assert curve([entry(*events)], "t") == curves.of("t")
+
+
+def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:
+    curves = Curves()
+    curves.tell(entry(report(1, 1.0), report(2, 2.0)))
+    curves.tell_event(report(1, 7.0, "other"))
+    assert (losses(curves.of("t")), losses(curves.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    assert curves.of("silent") == []
+    assert curves.report_count == 3
