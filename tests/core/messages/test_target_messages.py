@@ -184,7 +184,7 @@ LATER = "2026-11-23T01:02:20+00:00"
 
 def training(*events: Event, term: int = 1) -> Experiment:
     opened = [Opened(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1)]
-    begun = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
+    begun: list[Event] = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
     return after(nothing_yet(JOURNAL), [*opened, *begun, *events])
 
 
