@@ -451,8 +451,9 @@ class _Supervisor:
         grace = self._spec.grace
         if timedelta(seconds=time.monotonic() - self._stop_asked_at) <= grace:
             return self._failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_abandoned() else None
-        code = "upload-unfinished" if self._is_uploading else "no-checkpoint"
-        return self._failure(Cause.PREEMPTED, make_reason(code, seconds=grace.total_seconds()))
+        seconds = grace.total_seconds()
+        reason = make_reason("upload-unfinished" if self._is_uploading else "no-checkpoint", seconds=seconds)
+        return self._failure(Cause.PREEMPTED, reason)
 
 
 # What the ranks add to a step: the parts of its checkpoint, and their metrics.
