@@ -184,6 +184,11 @@ class CommitHarness:
         refs = self.state().checkpoints
         return [CheckpointKey(trial=TRIAL, step=each.step, sequence=each.sequence) for each in refs]
 
+    def quarantine_oldest(self) -> None:
+        """Quarantine a checkpoint, as another writer."""
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            quarantine(store, TRIAL.of_experiment, {self.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+
     def rot_oldest_blob(self) -> None:
         oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
         oldest.chmod(0o644)
@@ -217,6 +222,12 @@ def ended(cause: Cause, message: str) -> AttemptEnded:
     return AttemptEnded(trial=TRIAL.trial, cause=cause, reason=message)
 
 
+def lose(commit_worker: CommitWorker) -> None:
+    """End the attempt as a failure of the machine."""
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+
+
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     target = FaultyTarget(path=str(tmp_path / "target"))
@@ -242,19 +253,6 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_comm
     assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
     events = [[type(event) for event in entry.events] for entry in harness.entries()[before:]]
     assert events == [[Reported, Committed], [Finished]]
-
-
-def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
-    directory = harness.folder / "last"
-    directory.mkdir()
-    (directory / "latest").symlink_to("nothing")
-    done = StepDone(report=report(1), checkpoint=str(directory), finish_reason="enough")
-    save_step(commit_worker, done, harness.committed.append)
-    until(lambda: commit_worker.error)
-    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
-    commit_worker.close()
-    assert (harness.state().phase, harness.state().user_failures) == (Phase.PENDING, 1)
 
 
 # ----------------------------------------------------------------------------- checkpoints that cannot be saved
@@ -342,12 +340,10 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     until(lambda: harness.committed == [1, 2, 3])
     harness.rot_oldest_blob()
     assert damaged(harness) == [2, 3]
-    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        quarantine(store, TRIAL.of_experiment, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+    harness.quarantine_oldest()
     for step in (4, 5, 6):
         harness.save(commit_worker, step, backbone=b"frozen")
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
+    lose(commit_worker)
     assert (commit_worker.error, harness.committed) == (None, [1, 2, 3, 4, 5, 6])
     assert [key.step for key in harness.live()] == [5, 6]
     assert damaged(harness) == []
@@ -361,8 +357,7 @@ def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finishe
         harness.save(commit_worker, step, backbone=b"frozen")
     until(lambda: harness.committed == [1, 2])
     harness.rot_oldest_blob()
-    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        quarantine(store, TRIAL.of_experiment, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+    harness.quarantine_oldest()
     harness.save(commit_worker, 3, backbone=b"frozen", finish_reason="enough")
     commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
@@ -380,16 +375,13 @@ def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(harne
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
+    lose(commit_worker)
     assert commit_worker.error is None
     assert harness.committed == [1, 2, 3]
     assert [each.step for each in harness.state().checkpoints] == [3]
     assert harness.blobs() == 3
     INJECTED.wrong = lambda _path: None
-    again = harness.attempt()
-    again.end(ended(Cause.MACHINE, "away"))
-    again.close()
+    lose(harness.attempt())
     assert harness.blobs() == 1
 
 
@@ -402,8 +394,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     monkeypatch.setattr(module, "leftover", refuse)
     commit_worker = harness.attempt()
     harness.save(commit_worker, 1)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
+    lose(commit_worker)
     assert (commit_worker.error, harness.committed) == (None, [1])
 
 
@@ -433,8 +424,7 @@ def test_reports_are_journaled_after_the_period_without_another_one(harness: Com
     commit_worker.note(report(2))
     until(lambda: harness.reported() == [1, 2])
     assert harness.state().phase is Phase.RUNNING
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
+    lose(commit_worker)
 
 
 @pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
@@ -453,33 +443,9 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarnes
     commit_worker.note(report(2))
     INJECTED.wrong = lambda _path: None
     harness.save(commit_worker, 3)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
+    lose(commit_worker)
     assert commit_worker.error is None
     assert harness.reported() == [1, 2, 3]
-
-
-def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(harness: CommitHarness) -> None:
-    """The read after the lost reply fails too; the retry writes the same entry, which is recognized."""
-    often(harness, 0.05)
-    commit_worker = harness.attempt()
-    lost: list[str] = []
-
-    def lose(path: str) -> TuneError | None:
-        lost.append(path)
-        return CommitUnknown("no reply") if len(lost) == 1 else None
-
-    INJECTED.after = lose
-    INJECTED.hidden = lost
-    commit_worker.note(report(1))
-    until(lambda: lost)
-    time.sleep(0.2)  # several sync periods: the entry was retried
-    INJECTED.hidden = ()
-    harness.save(commit_worker, 2)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
-    assert commit_worker.error is None
-    assert harness.reported() == [1, 2]
 
 
 def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_journaled_before_it(
@@ -519,33 +485,13 @@ def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> Non
     commit_worker.asks_at = 2
     harness.save(commit_worker, 2)
     commit_worker.note(report(3))
-    commit_worker.end(ended(Cause.MACHINE, "enough"))
-    commit_worker.close()
+    lose(commit_worker)
     events = [event for entry in harness.entries() for event in entry.events]
     asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
     assert asks == {1: False, 2: True, 3: False}
 
 
-@pytest.mark.parametrize(("days", "lines"), [(1, ["1"]), (0, ["1", "2", "3"])])
-def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
-    harness: CommitHarness,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    days: int,
-    lines: Sequence[str],
-) -> None:
-    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=days))
-    caplog.set_level("INFO", logger="commits")
-    commit_worker = harness.attempt()
-    for step in (1, 2, 3):
-        harness.save(commit_worker, step)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
-    assert [each.split()[1] for each in caplog.messages if " committed" in each] == lines
-    assert "step 1 committed, loss 1: 100 B" in caplog.messages
-
-
-def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
+def test_one_commit_in_a_period_has_a_line_with_its_metrics_and_the_count_of_those_without(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=1))
@@ -555,7 +501,11 @@ def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
         harness.save(commit_worker, step)
     until(lambda: harness.committed == [1, 2, 3])
     monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(0))
-    harness.save(commit_worker, 4)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
-    commit_worker.close()
-    assert caplog.messages[-1] == "step 4 committed, loss 0.25: 100 B; 2 others since the last line"
+    for step in (4, 5):
+        harness.save(commit_worker, step)
+    lose(commit_worker)
+    assert [line for line in caplog.messages if " committed" in line] == [
+        "step 1 committed, loss 1: 100 B",
+        "step 4 committed, loss 0.25: 100 B; 2 others since the last line",
+        "step 5 committed, loss 0.2: 100 B",
+    ]

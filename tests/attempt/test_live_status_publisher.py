@@ -61,7 +61,6 @@ def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_live
     until(lambda: bucket.operations["put"] > 3)
     running.close()
     found = newest_live_status(bucket, KEY)
-    assert found is not None
     assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
     assert found.number > 3
 
@@ -113,7 +112,6 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     running._run(OFTEN)
     assert pauses == [0.0, OFTEN.total_seconds(), 40.0, 40.0]
     found = newest_live_status(bucket, KEY)
-    assert found is not None
     assert found.period_seconds == 40
 
 

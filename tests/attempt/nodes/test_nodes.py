@@ -22,8 +22,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.target_messages import NodeAddress, newest_address
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import NodesKey
-from tests.attempt.nodes.cluster import TRIAL, Cluster, make_silent, read_end
-from tests.attempt.nodes.node_process import STEPS
+from tests.attempt.nodes.cluster import STEPS, TRIAL, Cluster, make_silent, read_end
 from tests.long_cases import long_after
 
 

@@ -19,6 +19,7 @@ from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import QUIET, Module, Trains, different
+from tests.fakes.checkpoints import write
 from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import (
     Family,
@@ -37,9 +38,8 @@ pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its 
 def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
     trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
-    found = trains(5)
-    assert [each["x"] for each in found] == [0, 1, 2, 3, 4]
-    assert (len(module.imports), different(found)) == (1, 5)
+    found = trains(3)
+    assert (len(module.imports), different(found)) == (1, 3)
     assert module.imports[0] not in {each["pid"] for each in found}
     assert recorder.reasons == []
 
@@ -49,10 +49,87 @@ def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module
     assert module.imports == [each["pid"] for each in found]
 
 
-def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, recorder: LogRecorder) -> None:
-    module.write(QUIET + "\nimport sys; print('hello'); print('beware', file=sys.stderr)")
-    trains(3)
-    assert sorted(recorder.reasons) == ["beware", "hello"]
+BEARABLE = {
+    "nothing": ("", []),
+    "lines that it prints": ("import sys; print('hello'); print('beware', file=sys.stderr)", ["beware", "hello"]),
+    "a child that it forks": ("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()", []),
+    "a program that it starts and terminates": (
+        "import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()",
+        [],
+    ),
+    "lines of a handler at each fork": (
+        "os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))",
+        ["x" * 30_000],
+    ),
+    "no stdout": ("import sys\nsys.stdout = None", []),
+    "a stdout that cannot be flushed": (
+        "import sys\nclass Odd:\n    def write(self, text): pass\nsys.stdout = Odd()",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEARABLE)
+def test_what_forks_bear_is_no_reason_against_them(
+    trains: Trains, module: Module, recorder: LogRecorder, name: str
+) -> None:
+    body, lines = BEARABLE[name]
+    module.write(f"{body}\n{QUIET}")
+    found = trains(3)
+    assert [each["x"] for each in found] == [0, 1, 2]
+    assert (len(module.imports), different(found), sorted({*recorder.reasons})) == (1, 3, lines)
+
+
+MADE_BY_IMPORT = {
+    "a folder that is first on the path": (
+        """
+        import importlib, sys
+        sys.path.insert(0, FOLDER + "/vendored")
+        def measured(config):
+            sys.modules.pop("part", None)
+            return {"found": importlib.import_module("part").found}
+        """,
+        {"part.py": "found = 'beside'", "vendored/part.py": "found = 'vendored'"},
+        "vendored",
+    ),
+    "other finders of modules": (
+        "import sys\nsys.meta_path[:] = sys.meta_path[1:]\ndef measured(config): return {'found': 'it trains'}",
+        {},
+        "it trains",
+    ),
+    "variables that are set before what reads them is imported": (
+        "os.environ['READ_ONCE'] = '1'\nimport numpy\ndef measured(config): return {'found': numpy.found}",
+        {
+            "numpy/__init__.py": "import os\nfound = os.environ.get('READ_ONCE')",
+            "numpy/random.py": "def seed(number=None): pass\nraise ImportError('wrong ABI')",
+        },
+        "1",
+    ),
+    "threads that report for each trial": (
+        """
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'found': 'by a thread'}).result()
+            return {'found': 'by a thread'}
+        """,
+        {},
+        "by a thread",
+    ),
+}
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("name", MADE_BY_IMPORT)
+def test_each_trial_has_what_the_import_has_made(
+    trains: Trains, module: Module, tmp_path: Path, name: str, reuse: Reuse
+) -> None:
+    body, files, expected = MADE_BY_IMPORT[name]
+    write(tmp_path, {path: text.encode() for path, text in files.items()})
+    module.write(body.replace("FOLDER", repr(str(tmp_path))))
+    assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
 
 
 @pytest.mark.long
@@ -89,46 +166,6 @@ def test_what_the_import_sets_is_set_in_each_trial(
     assert different(found, "numpy") == 3
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_a_folder_that_the_import_puts_first_on_the_path_stays_first(
-    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
-) -> None:
-    vendored = tmp_path / "vendored"
-    vendored.mkdir()
-    for folder in (tmp_path, vendored):
-        (folder / f"{module.name}_part.py").write_text(f"found = {folder.name!r}")
-    module.write(f"""
-        import importlib, sys
-        sys.path.insert(0, {str(vendored)!r})
-        def measured(config):
-            sys.modules.pop("{module.name}_part", None)
-            return {{"found": importlib.import_module("{module.name}_part").found}}
-    """)
-    assert [each["found"] for each in trains(2, reuse)] == ["vendored"] * 2
-
-
-@pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_the_import_may_replace_the_finders_of_modules(trains: Trains, module: Module, reuse: Reuse) -> None:
-    module.write("import sys\nsys.meta_path[:] = sys.meta_path[1:]\n" + QUIET)
-    assert [each["x"] for each in trains(2, reuse)] == [0, 1]
-
-
-def test_a_child_that_the_import_forks_does_not_answer_for_it(
-    trains: Trains, module: Module, recorder: LogRecorder
-) -> None:
-    module.write("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()\n" + QUIET)
-    assert different(trains(2)) == 2
-    assert recorder.reasons == []
-
-
-def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
-    trains: Trains, module: Module, recorder: LogRecorder
-) -> None:
-    module.write("os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))\n" + QUIET)
-    assert (different(trains(8)), len(module.imports)) == (8, 1)
-    assert set(recorder.reasons) == {"x" * 30_000}
-
-
 @pytest.mark.long
 def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
     module.write("""
@@ -139,21 +176,6 @@ def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, mod
     first, second = trains(2), trains(2)
     assert (different(first, "run"), different([*first, *second], "run")) == (1, 2)
     assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
-
-
-@pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_a_module_sets_variables_before_it_imports_what_reads_them(
-    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
-) -> None:
-    (tmp_path / "numpy").mkdir()
-    (tmp_path / "numpy/__init__.py").write_text("import os\nfound = os.environ.get('READ_ONCE')")
-    (tmp_path / "numpy/random.py").write_text("def seed(number=None): pass\nraise ImportError('wrong ABI')")
-    module.write("""
-        os.environ["READ_ONCE"] = "1"
-        import numpy
-        def measured(config): return {"found": numpy.found}
-    """)
-    assert [each["found"] for each in trains(2, reuse)] == ["1", "1"]
 
 
 @pytest.mark.long
@@ -236,19 +258,6 @@ def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
     assert module.imports[1:] == [each["pid"] for each in found]
 
 
-FORKED = {
-    "no stdout": "sys.stdout = None",
-    "a stdout that cannot be flushed": "class Odd:\n    def write(self, text): pass\nsys.stdout = Odd()",
-}
-
-
-@pytest.mark.parametrize("hazard", FORKED)
-def test_what_forks_bear_is_no_reason(hazard: str, trains: Trains, module: Module, recorder: LogRecorder) -> None:
-    module.write(f"import sys\n{FORKED[hazard]}\n{QUIET}")
-    assert [each["x"] for each in trains(3)] == [0, 1, 2]
-    assert (len(module.imports), recorder.reasons) == (1, [])
-
-
 def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
     trains: Trains, recorder: LogRecorder
 ) -> None:
@@ -258,22 +267,6 @@ def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     assert ([each["x"] for each in found], recorder.reasons) == ([0, 1], [])
-
-
-@pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_threads_that_the_import_has_started_report_for_each_trial(
-    trains: Trains, module: Module, reuse: Reuse
-) -> None:
-    module.write("""
-        import concurrent.futures
-        import prefect_tune as pt
-        threads = concurrent.futures.ThreadPoolExecutor(1)
-        threads.submit(int).result()
-        def measured(config):
-            threads.submit(pt.report, {'from': 'a thread'}).result()
-            return {'x': config['x']}
-    """)
-    assert [each["from"] for each in trains(2, reuse)] == ["a thread"] * 2
 
 
 @pytest.mark.parametrize(
@@ -303,11 +296,6 @@ def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Tr
     """
     module.write(body.replace("PORT", str(port)))
     assert [each["x"] for each in trains(2)] == [0, 1]
-
-
-def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, module: Module) -> None:
-    module.write("import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()\n" + QUIET)
-    assert (len(trains(2)), len(module.imports)) == (2, 1)
 
 
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:

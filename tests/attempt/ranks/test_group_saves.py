@@ -29,19 +29,16 @@ def test_a_checkpoint_is_whole_with_its_last_part_whichever_that_is() -> None:
     assert saves.add(2, part(4, "/nowhere/2")) is None
     assert saves.hand_over(done(4)) is None
     whole = saves.add(1, part(4, None))
-    assert whole is not None
     assert (whole.done.report.step, dict(whole.parts)) == (4, {2: Path("/nowhere/2")})
 
     assert saves.add(1, part(6, "/nowhere/1")) is None
     assert saves.add(2, part(6, None)) is None
     whole = saves.hand_over(done(6))
-    assert whole is not None
     assert dict(whole.parts) == {1: Path("/nowhere/1")}
 
 
 def test_one_process_is_whole_by_itself() -> None:
     whole = GroupSaves(1).hand_over(done(1))
-    assert whole is not None
     assert not whole.parts
 
 
@@ -65,7 +62,6 @@ def test_a_late_part_fails_its_checkpoint_alone_and_its_files_are_removed(tmp_pa
     saves.hand_over(done(2, str(first)))
     saves.add(1, part(2, str(second)))
     failed = saves.overdue()
-    assert failed is not None
     assert (failed.step, failed.reason) == (2, make_reason("part-late", ranks=[2], seconds=0.0))
     assert not first.exists()
     assert not second.exists()

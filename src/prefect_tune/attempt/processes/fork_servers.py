@@ -70,32 +70,37 @@ class ProcessKey:
 
 def make_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
     """Return what a process adopts: these variables, a temporary directory, and this process's working directory."""
+
+    def as_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
+        return os.fsencode(text).decode("latin-1")
+
     directory = ""  # if it was removed: a fork inherits it anyway
     with suppress(FileNotFoundError):
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ProcessEnvironment(
-        environment={_as_latin(name): _as_latin(value) for name, value in of_trial(environment, temporary).items()},
-        working_directory=_as_latin(directory),
+        environment={as_latin(name): as_latin(value) for name, value in of_trial(environment, temporary).items()},
+        working_directory=as_latin(directory),
     )
-
-
-def _as_latin(text: str) -> str:
-    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
-    return os.fsencode(text).decode("latin-1")
 
 
 class ForkedProcess:
     """A forked process under its subreaper, as its supervisor controls it."""
 
     def __init__(
-        self, status: socket.socket, output: int, home: Path, connection: Connection | None, closed: ExitStack
+        self,
+        subreaper: int,
+        status: socket.socket,
+        output: int,
+        home: Path,
+        connection: Connection | None,
+        closed: ExitStack,
     ) -> None:
         self.output = output
         """Descriptor of the pipe that carries its stdout and stderr."""
-        self._status, self._home, self._connection, self._closed = status, home, connection, closed
+        self._subreaper, self._status, self._home = subreaper, status, home
+        self._connection, self._closed = connection, closed
         self.was_killed = False
         """Whether `end` killed it, since it did not exit by itself in time."""
-        self._subreaper = 0
         self._temporary_count = 0
         self._code: int | None = None
 
@@ -126,26 +131,18 @@ class ForkedProcess:
                         descriptors = [channel.fileno(), their_output, their_status.fileno()]
                         socket.send_fds(control, [request], descriptors)
                     os.close(their_output)
-            process = ForkedProcess(status, output, home, connection, undo)
-            if not process._wait_for_fork():
-                return None
-            process._closed = undo.pop_all()
-            return process
-
-    def _wait_for_fork(self) -> bool:
-        message = read_message(self._status, _FORK_TIMEOUT)
-        match (message if message is not None else "no answer yet").split(maxsplit=1):
-            case ["born", subreaper]:
-                self._subreaper = int(subreaper)
-                return True
-            case ["failed", number]:
-                raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
-            case ["unsafe", *reason]:
-                raise OSError(" ".join(reason))
-            case []:
-                return False
-            case _:
-                raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
+            message = read_message(status, _FORK_TIMEOUT)
+            match (message if message is not None else "no answer yet").split(maxsplit=1):
+                case ["born", subreaper]:
+                    return ForkedProcess(int(subreaper), status, output, home, connection, undo.pop_all())
+                case ["failed", number]:
+                    raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
+                case ["unsafe", *reason]:
+                    raise OSError(" ".join(reason))
+                case []:
+                    return None
+                case _:
+                    raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
 
     @property
     def connection(self) -> Connection:
@@ -279,25 +276,22 @@ class Template:
         """Return a trial's process. Call it when the template is ready and `unsafe_reason` is None."""
         return ForkedProcess.request(self._control)
 
-    def end(self) -> None:
-        """End it: it exits after the processes that it forked. During the import: end it at once."""
-        self._end(_EXIT_TIMEOUT)
-
     def detach(self) -> None:
         """Send no more requests, and do not wait: it exits after the last process that it forked."""
-        threading.Thread(target=self._end, args=(None,), name="template", daemon=True).start()
+        threading.Thread(target=self.end, args=(None,), name="template", daemon=True).start()
 
     def kill(self) -> None:
         """Kill it, and all that it forked."""
-        self._end(timedelta(0))
+        self.end(timedelta(0))
 
-    def _end(self, timeout: timedelta | None) -> None:
+    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
+        """End it: it exits after the processes that it forked, and is killed after `timeout`; at once while it imports.
+
+        With None it has no limit.
+        """
         self._leaving.set()  # an import that still runs is not waited for
         self._ready.wait()
         self._control.close()
-        self._end_process(timeout)
-
-    def _end_process(self, timeout: timedelta | None) -> None:
         if self.process is not None:
             self.process.end(timeout)
             self._output.stop()
@@ -312,8 +306,9 @@ class Template:
         except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` wait for ever
             self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
-            if self.unsafe_reason is not None:
-                self._end_process(timedelta(0))
+            if self.unsafe_reason is not None and self.process is not None:
+                self.process.end(timedelta(0))
+                self._output.stop()
             self._ready.set()
 
     def _wait_for_import(self, process: ForkedProcess) -> str | None:

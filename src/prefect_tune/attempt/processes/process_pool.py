@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,7 +62,7 @@ class TrialProcessPool:
         self._servers = ForkServers("never" if slots == 0 else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
-        self._idle: list[_IdleProcess] = []
+        self._idle: list[_LeasedProcess] = []
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -157,14 +157,14 @@ class TrialProcessPool:
         """Fork no more trials like this one after its import: it has failed for that reason."""
         self._servers.refuse(request.key, reason, request.log)
 
-    def keep(self, key: ProcessKey, process: ForkedProcess, log: Log) -> None:
-        """Keep a process for another trial; end it if there are enough. `log` is that of its last trial."""
+    def keep(self, process: _LeasedProcess) -> None:
+        """Keep a process for another trial; end it if there are enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._idle) <= self._slots
             if is_kept:
-                self._idle.append(_IdleProcess(key, process, log))
+                self._idle.append(process)
         if not is_kept:
-            _end_idle([_IdleProcess(key, process, log)])
+            _end_idle([process])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,41 +175,11 @@ class _Request:
     stop: threading.Event
 
 
-@dataclass(frozen=True, slots=True)
-class _IdleProcess:
-    """A process that waits for another trial."""
-
-    key: ProcessKey
-    process: ForkedProcess
-    log: Log
-    """Of its last trial."""
-
-
-def _end_idle(leaving: list[_IdleProcess]) -> None:
-    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
-    for idle in leaving:
-        idle.process.connection.close()
-    deadline = Deadline.after(_EXIT_TIMEOUT)
-    for idle in leaving:
-        idle.process.end(timedelta(seconds=deadline.remaining_seconds))
-        _log_kill(idle.process, idle.log)
-
-
-def _log_kill(process: ForkedProcess, log: Log) -> None:
-    if process.was_killed:
-        log.warning(
-            "its process had not exited %g s after its end, and was killed: handlers of atexit, or the trainable's "
-            "cleanup, did not run to their end",
-            _EXIT_TIMEOUT.total_seconds(),
-        )
-
-
 class _LeasedProcess:
-    """A process that serves an attempt; its output goes to the attempt's log."""
+    """A process that serves an attempt, or waits for another one; its output goes to the log of its last attempt."""
 
-    def __init__(self, process: ForkedProcess, log: Log) -> None:
-        self.process = process
-        self._log = log
+    def __init__(self, process: ForkedProcess, log: Log, key: ProcessKey) -> None:
+        self.process, self.key, self._log = process, key, log
         self.output = TrialOutput(log)
         self._end: ProcessEnd | None = None
         self.exits = False
@@ -220,18 +190,34 @@ class _LeasedProcess:
 
     def end(self) -> ProcessEnd:
         if self._end is None:
-            code = self.process.end(_EXIT_TIMEOUT if self.exits else _KILL_TIMEOUT)
-            self._end = make_process_end(code, self.output.stop())
-            if self.exits:
-                _log_kill(self.process, self._log)
+            self._end = self.end_within(_EXIT_TIMEOUT if self.exits else _KILL_TIMEOUT)
         return self._end
+
+    def end_within(self, timeout: timedelta) -> ProcessEnd:
+        code = self.process.end(timeout)
+        if self.exits and self.process.was_killed:
+            self._log.warning(
+                "its process had not exited %g s after its end, and was killed: handlers of atexit, or the trainable's "
+                "cleanup, did not run to their end",
+                _EXIT_TIMEOUT.total_seconds(),
+            )
+        return make_process_end(code, self.output.stop())
+
+
+def _end_idle(leaving: Sequence[_LeasedProcess]) -> None:
+    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
+    for idle in leaving:
+        idle.process.connection.close()
+    deadline = Deadline.after(_EXIT_TIMEOUT)
+    for idle in leaving:
+        idle.end_within(timedelta(seconds=deadline.remaining_seconds))
 
 
 class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process; a kept process that cannot serve it is replaced."""
 
     def __init__(self, pool: TrialProcessPool, request: _Request, kept: ForkedProcess | None) -> None:
-        self._leased = _LeasedProcess(kept or pool.fork(request), request.log)
+        self._leased = _LeasedProcess(kept or pool.fork(request), request.log, request.key)
         super().__init__(self._leased.process.connection, self._leased, self._leased.output)
         self._pool = pool
         self._request = request
@@ -303,7 +289,7 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             self._closed = True
         if self.keeps:
-            self._pool.keep(self._request.key, self._leased.process, self._request.log)
+            self._pool.keep(self._leased)
 
     def _replace(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
         """Take a new process: this one declined the trial, was killed, failed or hung, before it reported anything.
@@ -317,7 +303,7 @@ class _PooledChannel(TrialChannel):
                 "%s %s; a new one is started", which, visible(reason or with_last_output(end, end.output))
             )
         with self._changing:
-            self._leased = _LeasedProcess(self._pool.fork(request), request.log)
+            self._leased = _LeasedProcess(self._pool.fork(request), request.log, request.key)
             self.go_over_to(self._leased.process.connection, self._leased, self._leased.output)
             self._is_kept = False
             self.begin(has_deadline=has_deadline)
@@ -326,11 +312,11 @@ class _PooledChannel(TrialChannel):
 # ------------------------------------------------------------------------------------------ the pools of a worker
 
 
+@dataclass(slots=True)
 class _SharedPool:
-    def __init__(self, reuse: Reuse) -> None:
-        self.pool = TrialProcessPool(slots=None, reuse=reuse)
-        self.user_count = 0
-        self.end: threading.Timer | None = None
+    pool: TrialProcessPool
+    user_count: int = 0
+    end: threading.Timer | None = None
 
 
 _guard = threading.Lock()
@@ -348,7 +334,7 @@ def worker_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
     for each in others:
         each.pool.close()
     with _guard:
-        shared = _pools.setdefault(search, _SharedPool(reuse))
+        shared = _pools.setdefault(search, _SharedPool(TrialProcessPool(slots=None, reuse=reuse)))
         shared.user_count += 1
         if shared.end is not None:
             shared.end.cancel()
