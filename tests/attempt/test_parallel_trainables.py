@@ -106,13 +106,6 @@ def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path
     assert found_by(trial_in_place, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_fork_that_leaves_the_trainable_says_nothing_of_the_trials_end(
-    opened: Opened, tmp_path: Path, raises: bool
-) -> None:
-    assert found_by(opened, parallel.returns_in_a_fork, tmp_path, raises=raises) == {"where": "in the trial"}
-
-
 # ------------------------------------------------------------------------------------- each end of the trial
 
 

@@ -1,4 +1,4 @@
-"""A relative path is resolved where it is passed, whatever the working directory is later."""
+"""A relative path is resolved where it is passed; an entry of a checkpoint that cannot be saved is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import prefect_tune as pt
 from prefect_tune.artifact_sync import TargetSyncer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import import_path
@@ -23,6 +24,7 @@ from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.long_cases import long_after
 from tests.trainables.processes import reporters
+from tests.trainables.unreadable import Unreadable, reports_unreadable
 
 LOG = log_to(LogRecorder())
 
@@ -124,3 +126,22 @@ def test_a_logger_goes_on_writing_where_it_began(tmp_path: Path, monkeypatch: py
 def test_a_target_on_this_machine_has_an_absolute_path(location: str) -> None:
     with pytest.raises(ValueError, match="expected an absolute path"):
         FsspecTarget(location=location)
+
+
+# An entry of a checkpoint that cannot be saved is an error of the trainable, at its first save.
+
+
+KINDS = ["a link to itself", "a long path", "many levels", "a name that is not UTF-8", "a pipe", "a device"]
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize("kind", long_after(1, KINDS))
+@pytest.mark.parametrize("trainable", [Unreadable, reports_unreadable])
+def test_an_entry_that_cannot_be_saved_fails_the_first_attempt_with_its_path(
+    trainable: Any, kind: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"stop": {"step": 2}, "checkpoint": pt.Cadence(every_steps=1)}
+    with pytest.raises(pt.TrialFailed, match=r"failure 1 of the trainable.*/bad"):
+        pt.durable_trainable(trainable, {"kind": kind}, target=str(tmp_path), experiment="e", **options)
+    [trial] = pt.load_results(str(tmp_path), "e").trials.values()
+    assert trial.attempt == 1

@@ -26,7 +26,6 @@ from prefect_tune.executors.trial_executor import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.driver import until
 from tests.long_cases import long_after
-from tests.trainables.moody import Moody
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -133,17 +132,6 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
 
 
 @pytest.mark.long
-def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: 6)
-    monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
-    results = tenants(tmp_path, max_concurrent_trials=2, config={"share": 2})
-    assert set(values_of(results, "threads")) == {"3"}
-
-
-@pytest.mark.long
 def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
     assert set(values_of(results, "gpus")) == {"any"}
@@ -194,14 +182,29 @@ def limited(folder: Path, **options: Any) -> pt.Results:
     return tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
 
 
+@contextmanager
+def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
+    """Create global concurrency limits; yield a function that changes them."""
+
+    def change(to: int) -> None:
+        with get_client(sync_client=True) as client:
+            for name in names:
+                client.update_global_concurrency_limit(name, GlobalConcurrencyLimitUpdate(limit=to))
+
+    with get_client(sync_client=True) as client:
+        for name in names:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=limit))
+        yield change
+        for name in names:
+            client.delete_global_concurrency_limit_by_name(name)
+
+
 @pytest.fixture
 def limit() -> Iterator[str]:
     """A global concurrency limit of one."""
     name = f"gpu-{uuid4().hex}"
-    with get_client(sync_client=True) as client:
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
+    with limits_of(name, limit=1):
         yield name
-        client.delete_global_concurrency_limit_by_name(name)
 
 
 @pytest.mark.long
@@ -219,23 +222,6 @@ def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Pa
     assert time.monotonic() - began < 150
     assert {str(each.phase) for each in results.trials.values()} == {"pending"}
     assert {each.attempt for each in results.trials.values()} == {0}
-
-
-@contextmanager
-def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
-    """Create global concurrency limits; yield a function that changes them."""
-
-    def change(to: int) -> None:
-        with get_client(sync_client=True) as client:
-            for name in names:
-                client.update_global_concurrency_limit(name, GlobalConcurrencyLimitUpdate(limit=to))
-
-    with get_client(sync_client=True) as client:
-        for name in names:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=limit))
-        yield change
-        for name in names:
-            client.delete_global_concurrency_limit_by_name(name)
 
 
 def test_trials_wait_while_a_limit_is_0_and_begin_when_it_is_raised(tmp_path: Path) -> None:
@@ -273,19 +259,6 @@ def test_a_tag_of_the_caller_is_that_of_its_attempts_only_and_their_waits_end_wi
 
     expected = {f"train {trial} · attempt 1" for trial in results.trials}
     until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
-
-
-def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
-    tag = f"found-{uuid4().hex}"
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": 1}, "num_samples": 1}
-    pt.tune(Moody, {}, trial_tags=[tag], **options)
-
-    def names() -> list[str]:
-        with get_client(sync_client=True) as client:
-            tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
-            return [run.name for run in client.read_task_runs(task_run_filter=tagged)]
-
-    until(lambda: names() == ["train 00000 · attempt 1"], seconds=60, what=lambda: str(names()))
 
 
 # ------------------------------------------------------------------------------------------- other task runners

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.attempt.processes.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
-from tests.attempt.processes.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
+from tests.attempt.processes.modules import (  # noqa: F401 - fixtures
+    module,
+    one_pool,
+    ours,
+    pool,
+    recorder,
+    trains,
+    whole_family,
+)
 from tests.integrations.examples import Example
 
 

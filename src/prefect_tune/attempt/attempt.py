@@ -10,7 +10,7 @@ it; a trial that starts from nothing while it has checkpoints that cannot be use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,7 +45,6 @@ from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
-    CheckpointRef,
     Finished,
     FinishKind,
     Outcome,
@@ -114,7 +113,7 @@ class Attempt:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
             with self.meter.restoring():
                 restored = self._restore_newest(journal, scratch / "restored")
-            _log_lost_steps(journal.trial, log)
+            self._log_lost_steps(journal.trial)
             start = self._begin(journal, scratch, restored)
             artifacts.begin(start.attempt)
             self.meter.environment = self.request.environment
@@ -208,7 +207,12 @@ class Attempt:
         supervisor = self.link.supervisor
         where = {"supervisor": supervisor, "task_run": None if supervisor else task_run.id}
         journal.write([next_start(journal.trial, self.meter.began_at).model_copy(update=where)])
-        trial = journal.trial
+        trial, newest = journal.trial, newest_checkpoint(journal.trial)
+        curve: Sequence[StepReport] = ()
+        if newest is not None and spec.needs_curve:
+            curve = tuple(report for report in request.curve if report.step <= newest.step)
+        elif newest is not None:
+            curve = (StepReport(step=newest.step, metrics=newest.metrics, trained_seconds=newest.trained_seconds),)
         return Start(
             experiment=spec.trial.experiment,
             trial=trial.trial,
@@ -223,7 +227,7 @@ class Attempt:
             restored=str(restored) if restored else None,
             from_step=trial.step,
             trained_seconds=trial.trained_seconds,
-            curve=self._curve(newest_checkpoint(trial)),
+            curve=curve,
             cadence=spec.cadence,
             overlap=spec.sync.commit == "async",
             milestone=request.milestone,
@@ -232,35 +236,24 @@ class Attempt:
             required_metrics=spec.required_metrics,
         )
 
-    def _curve(self, start: CheckpointRef | None) -> Sequence[StepReport]:
-        """Return the valid reports up to `start`; the last one only, if the stopper needs no others."""
-        if start is None:
-            return ()
-        if self.spec.needs_curve:
-            return tuple(report for report in self.request.curve if report.step <= start.step)
-        return (StepReport(step=start.step, metrics=start.metrics, trained_seconds=start.trained_seconds),)
+    def _log_lost_steps(self, trial: Trial) -> None:
+        """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
+        if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
+            self.log.warning(
+                "no checkpoint was committed: its %s trained again; save%s",
+                plural(trial.step, "step is", "steps are"),
+                ", or use ASHA(variant='stopping')" if trial.cause is None else " checkpoints regularly",
+            )
 
 
 def _log_quarantined(trial: Trial, log: Log) -> None:
     """Log the quarantined checkpoints newer than the one being resumed; nothing else reports them."""
     newest = newest_checkpoint(trial)
-    for each in trial.quarantined_checkpoints:
-        if each.checkpoint.sequence > (newest.sequence if newest else 0):
+    for quarantined in trial.quarantined_checkpoints:
+        step, reason = quarantined.checkpoint.step, visible(quarantined.reason)
+        if quarantined.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
-            log.error(
-                "step %d was quarantined; the trial resumes from %s: %s",
-                *(each.checkpoint.step, where, visible(each.reason)),
-            )
-
-
-def _log_lost_steps(trial: Trial, log: Log) -> None:
-    """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
-    if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
-        log.warning(
-            "no checkpoint was committed: its %s trained again; save%s",
-            plural(trial.step, "step is", "steps are"),
-            ", or use ASHA(variant='stopping')" if trial.cause is None else " checkpoints regularly",
-        )
+            log.error("step %d was quarantined; the trial resumes from %s: %s", step, where, reason)
 
 
 def next_start(trial: Trial, at: str | None = None) -> Started:
@@ -300,15 +293,9 @@ class CurveReader:
 
 def has_had_enough(trial: Trial, stopper: Stopper, curves: CurveReader) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
-    return meets(trial, stopper, lambda: curves.of(trial))
-
-
-def meets(trial: Trial, stopper: Stopper, curve: Callable[[], Sequence[StepReport]]) -> bool:
-    """As `has_had_enough`; `curve` returns the trial's reports, and is called only if the stopper looks back."""
-    is_over = trial.finish_kind not in (None, FinishKind.CRITERION)
-    if is_over or trial.metrics.get("done") is True:
+    if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
-    reports = curve() if stopper.looks_back else [last_report(trial)]
+    reports = curves.of(trial) if stopper.looks_back else [last_report(trial)]
     return bool(reports) and stopper.why_stop(reports) is not None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 from datetime import timedelta
@@ -178,15 +177,6 @@ def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, mod
     assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
 
 
-@pytest.mark.long
-def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
-    before = trains(2)
-    module.write("def measured(config): return {'x': 'changed'}")
-    after = trains(2)
-    assert ([each["x"] for each in before], [each["x"] for each in after]) == ([0, 1], ["changed"] * 2)
-    assert len(module.imports) == 2
-
-
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
     module: Module, recorder: LogRecorder
 ) -> None:
@@ -284,20 +274,6 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
     assert f"cannot be imported: {said}" in recorder.reasons[0]
 
 
-def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    body = """
-        import socket, subprocess, sys
-        listens = "import socket; s = socket.create_server(('127.0.0.1', PORT)); print(flush=True); s.accept()"
-        server = subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE)
-        assert server.stdout.readline()
-        def measured(config): return {"x": config["x"]}
-    """
-    module.write(body.replace("PORT", str(port)))
-    assert [each["x"] for each in trains(2)] == [0, 1]
-
-
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
     module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
@@ -361,20 +337,6 @@ def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     noted = sorted((tmp_path / "exits").read_text().splitlines())
     imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
     assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
-
-
-def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: Trains, module: Module) -> None:
-    module.write("""
-        import atexit, shutil, tempfile
-        from pathlib import Path
-        folder = tempfile.mkdtemp(prefix="matplotlib-")
-        atexit.register(shutil.rmtree, folder)
-        other = tempfile.TemporaryDirectory(prefix="matplotlib-")
-        def measured(config):
-            own = tempfile.TemporaryDirectory()
-            return {"there": Path(folder).exists() and Path(other.name).exists()}
-    """)
-    assert [each["there"] for each in trains(3)] == [True] * 3
 
 
 @pytest.mark.long

@@ -128,16 +128,6 @@ def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tupl
     assert peak_bytes < 8 * _MEBIBYTE
 
 
-def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
-    _, output = logged(pipe)
-    for _ in range(20):
-        os.write(pipe[1], b"y" * 60_000 + b"\n")
-    os.write(pipe[1], b"RuntimeError: the cause\n")
-    last = output.stop()
-    assert len(last) <= 65_536
-    assert last.endswith("\nRuntimeError: the cause")
-
-
 @pytest.mark.parametrize(
     ("printed", "last"),
     [
@@ -199,12 +189,6 @@ def test_what_is_printed_after_the_stop_is_for_the_next_log(pipe: tuple[int, int
         os.write(pipe[1], f"{line}\n".encode())
         output.stop()
         assert recorder.lines == [line]
-
-
-def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
-    _, output = logged(pipe)
-    os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
-    assert output.stop().split() == [str(number) for number in range(80, 100)]
 
 
 CALLER: ContextVar[str] = ContextVar("caller")

@@ -27,7 +27,6 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import StepDone, StopAndSave, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
-from prefect_tune.core.shown_text import first_line
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
     Family,
@@ -43,7 +42,7 @@ from tests.fakes.trial_processes import (
 )
 from tests.long_cases import long_after
 from tests.trainables.processes.forked import daemonizes, dies, exits_at_sigterm, looks_around, prints, waits
-from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
+from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp
 from tests.trainables.witness import Act, acts_of
 
 LOG = log_to(LogRecorder())
@@ -457,16 +456,6 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         began = time.monotonic()
         pool.close()
         assert time.monotonic() - began < 15  # one by one it takes 20
-
-
-def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    directory, staging = tmp_path / "checkpoint", tmp_path / "staging"
-    directory.mkdir()
-    start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
-    with family(), TrialProcessPool(slots=1) as made, made.process(start, LOG) as channel:
-        failure = require_failure(messages_of(channel, seconds=30)[-1])
-    refused = f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"
-    assert first_line(failure.reason) == refused
 
 
 # ------------------------------------------- unclosed files, which Python reports as `ResourceWarning`

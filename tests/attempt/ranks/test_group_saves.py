@@ -37,11 +37,6 @@ def test_a_checkpoint_is_whole_with_its_last_part_whichever_that_is() -> None:
     assert dict(whole.parts) == {1: Path("/nowhere/1")}
 
 
-def test_one_process_is_whole_by_itself() -> None:
-    whole = GroupSaves(1).hand_over(done(1))
-    assert not whole.parts
-
-
 def test_a_part_without_a_checkpoint_of_rank_0_is_dropped_if_it_is_empty_and_refused_if_it_is_not() -> None:
     saves = GroupSaves(2)
     saves.add(1, part(1, None))

@@ -1,4 +1,4 @@
-"""Trainables with code that keeps running: a fork that exits, a thread that reports, an endless cleanup, a pipe."""
+"""Trainables with code that keeps running: a fork that exits, a thread that reports, an endless cleanup."""
 
 from __future__ import annotations
 
@@ -82,9 +82,3 @@ class NeverCleansUp(_Stateless):
 
     def cleanup(self) -> None:
         hold(self.config["gate"], seconds=600)
-
-
-def reports_a_pipe(config: Config) -> None:
-    """Its checkpoint holds a named pipe without a writer."""
-    os.mkfifo(Path(config["directory"], "pipe"))
-    pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(config["directory"]))

@@ -199,13 +199,3 @@ def forks_from_a_thread(config: Config) -> Metrics:
         found = list(threads.map(lambda _: _code_of_terminated(config, signal.SIGTERM), range(12)))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     return {"codes": sorted(set(found), key=str), "blocked": len(blocked), "threads": threading.active_count()}
-
-
-def returns_in_a_fork(config: Config) -> Metrics:
-    """Forks by hand, and returns in the child too (or raises): an accident, whose victim is not the trial."""
-    if os.fork() == 0:
-        if config["raises"]:
-            raise RuntimeError("in the fork")
-        return {"where": "in the fork"}
-    os.wait()
-    return {"where": "in the trial"}
