@@ -36,7 +36,7 @@ class Search:
     def parameters(self) -> dict[str, Any]:
         files = {"hurry": str(self.folder / "hurry"), "mended": str(self.folder / "mended")}
         return {
-            "trainable": "tests.trainables.watched:Descent",
+            "trainable": "tests.trainables.counting:Descent",
             "space": {**self.space, **files, "lingers_at": LINGERS_AT},
             "target": str(self.folder / "target"),
             "experiment": self.experiment,

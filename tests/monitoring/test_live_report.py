@@ -45,8 +45,8 @@ from prefect_tune.terminal.progress_view import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until
+from tests.trainables.counting import Patient
 from tests.trainables.digits_table import DigitsTable
-from tests.trainables.patient import Patient
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")

@@ -17,7 +17,7 @@ from tests.flows.training import experiment_at
 SCRIPT = """
 import sys
 import prefect_tune as pt
-from tests.trainables.fragile import Fragile
+from tests.trainables.counting import Fragile
 
 pt.tune(
     Fragile, {"x": pt.grid_search([1, 2]), "gate": sys.argv[2]}, target=sys.argv[1], experiment="e", metric="loss",

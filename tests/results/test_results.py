@@ -19,7 +19,7 @@ from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.testing import without_server
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses
-from tests.trainables.scripted import Scripted
+from tests.trainables.counting import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
 A, B, C, BROKEN = "00000", "00001", "00002", "00003"

@@ -60,7 +60,7 @@ def at(server: RotatingS3) -> S3Target:
 
 def searched(server: RotatingS3, profile: Path) -> pt.Results:
     return pt.tune(
-        "tests.trainables.patient:Patient",
+        "tests.trainables.counting:Patient",
         {"until": str(profile.with_name("expired")), "x": pt.uniform(0, 1)},
         target=at(server),
         experiment="e",
@@ -75,7 +75,7 @@ def searched(server: RotatingS3, profile: Path) -> pt.Results:
 
 def trained(server: RotatingS3, profile: Path) -> TrialResult:
     return pt.durable_trainable(
-        "tests.trainables.patient:Patient",
+        "tests.trainables.counting:Patient",
         {"until": str(profile.with_name("expired"))},
         target=at(server),
         experiment="e",

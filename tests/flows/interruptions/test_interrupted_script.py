@@ -21,7 +21,7 @@ from tests.trainables.moody import train
 SCRIPT = """
 import sys
 import prefect_tune as pt
-from tests.trainables.fragile import Fragile
+from tests.trainables.counting import Fragile
 
 space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
 pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)

@@ -165,7 +165,7 @@ def _run_of_deployment(
     if program == "tune":
         entrypoint = "prefect_tune.flows.tune.tune"
         parameters |= {
-            "trainable": "tests.trainables.fragile:Fragile",
+            "trainable": "tests.trainables.counting:Fragile",
             "space": {"step_seconds": 0.2, "x": {"grid_search": [1, 2]}},
             "experiment": "e",
             "metric": "loss",

@@ -18,7 +18,7 @@ from prefect_tune import cli
 from prefect_tune.blocks import LocalTarget, SyncConfig
 from tests.flows.driver import Driver, Drivers, Flow, until
 
-_PATIENT = "tests.trainables.patient:Patient"
+_PATIENT = "tests.trainables.counting:Patient"
 _SOON_SECONDS = 240
 """Far less than the period in which reports are journaled, which is the default of 300 s here."""
 

@@ -20,7 +20,7 @@ from prefect_tune.results import Results
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run
-from tests.trainables.fragile import Fragile
+from tests.trainables.counting import Fragile
 from tests.trainables.witness import acts_of
 
 NAME = "shown"
@@ -209,7 +209,7 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
     options |= {"metric": "loss", "num_samples": 2, "max_concurrent_trials": 2} if flow == "tune" else {}
     names = ["00000", "00001"] if flow == "tune" else ["trial"]
 
-    first = drivers.start("tests.trainables.fragile:Fragile", config, **options)
+    first = drivers.start("tests.trainables.counting:Fragile", config, **options)
     until(
         lambda: sum(each.step == 3 for each in acts_of(witness)) == len(names),
         seconds=120,
@@ -221,7 +221,7 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
           seconds=60, what=lambda: str(states_of_attempts(dead)))  # fmt: skip
     first.kill_everything()
     gate.touch()
-    second = drivers.start("tests.trainables.fragile:Fragile", config, **options)
+    second = drivers.start("tests.trainables.counting:Fragile", config, **options)
     assert "error" not in second.wait(seconds=200)
 
     owner = owners_at(local_target, NAME)[second.pid]
