@@ -27,9 +27,8 @@ from prefect_tune.parameters.forms import (
     TargetField,
     WarmStartField,
 )
-from prefect_tune.parameters.resume_compatibility import require_search
-from prefect_tune.parameters.search_limits import require_no_fewer, require_one_count
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settings, only_in_code
+from prefect_tune.parameters.plan_checks import require_no_fewer, require_search
+from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results import Results
 from prefect_tune.suspension.resume_forms import chosen_before
@@ -135,18 +134,22 @@ def resume(
             again to continue.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
-    require_one_count(num_samples, samples_per_run)
     where = resolve_target(target)
+    options = {name: parameters[name] for name, each in OPTIONS.items() if each.at_resume}
+    given = {name: value for name, value in options.items() if value is not None}
+    SearchOptions(**{"trainable": print, **given, "target": where, "experiment": experiment})  # before it is opened
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: a resume starts at the last entry; to start at another one, name the fork: fork='name'")
-    options = {name: parameters[name] for name, each in OPTIONS.items() if each.at_resume}
     plan_of = partial(_plan_of, where, options, trusted_here(trusted_packages))
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         if (source := fork_source(where, request)) is not None:
             plan_of(source)  # it raises before the fork exists
         experiment = fork_experiment(where, request).name
-    known = _found(where, experiment)
+    known = read_known(where, experiment)
+    if not known.number:
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(where, experiment)}")
+    require_search(known, where.uri)
     plan = plan_of(known)
     if callbacks is None and "callbacks" in only_in_code(known.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
@@ -164,12 +167,3 @@ def _plan_of(
         require_no_fewer(options["num_samples"], state)
     here = {"target": target, "experiment": state.name, "resume": "must"}
     return from_settings(state.settings, {**run, **here}, changed)
-
-
-def _found(target: StorageTarget, experiment: str) -> Experiment:
-    known = read_known(target, experiment)
-    state = known
-    if not state.number:
-        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
-    require_search(state, target.uri)
-    return known

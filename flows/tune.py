@@ -186,10 +186,8 @@ def tune(
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     # What only a call needs: `flow_with_server` imports it while the server and the trainable are loaded.
     from prefect_tune.ownership import name_by_call
-    from prefect_tune.parameters.search_limits import require_one_count
     from prefect_tune.parameters.search_plan import SearchPlan
     from prefect_tune.tuner.run_search import searched
 
-    require_one_count(num_samples, samples_per_run)
     plan = SearchPlan(**parameters)
     return searched(name_by_call(plan) if experiment is None else plan)

@@ -54,8 +54,7 @@ from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import spec_of_one_trial
+from prefect_tune.parameters.plan_checks import require_same_training, spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.call_paths import own_context

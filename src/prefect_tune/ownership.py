@@ -73,8 +73,7 @@ from prefect_tune.journal_access import (
     read_undamaged,
     utc_now,
 )
-from prefect_tune.parameters.argument_checks import require_one_runner
-from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.parameters.plan_checks import require_goes_on, require_one_runner
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path, require_order
 from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand

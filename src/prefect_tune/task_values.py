@@ -29,7 +29,7 @@ from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
 from prefect_tune.core.values import ExperimentName, Number, StepReport, TrialId, Value
 from prefect_tune.parameters.argument_checks import storable_config
-from prefect_tune.parameters.options import ValidatedParameters
+from prefect_tune.parameters.search_plan import ValidatedParameters
 
 Directory: TypeAlias = str | os.PathLike[str]
 End: TypeAlias = Literal["completed", "paused", "errored"]

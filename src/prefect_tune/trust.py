@@ -23,8 +23,7 @@ from prefect_tune.core.storage.documents import has_signature, is_signed, signed
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
-from prefect_tune.parameters.options import Stored
-from prefect_tune.parameters.search_plan import OPTIONS
+from prefect_tune.parameters.search_plan import OPTIONS, Stored
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")

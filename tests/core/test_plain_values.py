@@ -24,8 +24,14 @@ from prefect_tune.core.metrics import is_number, plain_scalar, storable
 from prefect_tune.core.schedulers.pbt import as_mutations
 from prefect_tune.core.search.space import resolve, valid_space
 from prefect_tune.core.values import canonical_json
-from prefect_tune.parameters.argument_checks import stopper_for, storable_config
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json
+from prefect_tune.parameters.argument_checks import (
+    scheduler_from,
+    search_from,
+    stop_to_json,
+    stopper_for,
+    storable_config,
+    to_json,
+)
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 
 

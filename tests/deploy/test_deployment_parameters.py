@@ -224,6 +224,11 @@ def test_what_nobody_will_be_asked_for_must_be_there() -> None:
     assert given(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
 
 
+def test_a_resume_may_change_what_only_fits_the_options_in_the_journal() -> None:
+    for changed in ({"min_nodes": 2}, {"resources_total": {"gpu": 2}}, {"trial_job_variables": {"cpu": 1}}):
+        assert given(RESUME, complete=True, experiment="digits", target="/runs", **changed)
+
+
 def test_all_that_a_form_offers_is_accepted() -> None:
     full: dict[str, Any] = {
         **GIVEN,

@@ -12,9 +12,9 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.stoppers import StopCriteria, as_stopper
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.objective import objective_of
+from prefect_tune.parameters.argument_checks import scheduler_from, search_from, stop_from, to_json, with_samples
 from prefect_tune.parameters.forms import ResumeLike, SchedulerName, SearchName
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_from, to_json, with_samples
-from prefect_tune.parameters.search_limits import warn_of_limits
+from prefect_tune.parameters.plan_checks import warn_of_limits
 from prefect_tune.parameters.search_plan import resuming
 from prefect_tune.registry import BUILT_IN
 

@@ -20,7 +20,7 @@ from prefect_tune.flows.durable_trainable import durable_trainable
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
-from prefect_tune.parameters.search_limits import warn_of_constants
+from prefect_tune.parameters.plan_checks import warn_of_constants
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
 from prefect_tune.tasks.trials import run_trial
 

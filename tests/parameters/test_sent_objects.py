@@ -16,8 +16,7 @@ from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.search.space_json import class_of_fields, space_from_json
-from prefect_tune.parameters.argument_checks import stopper_for, storable_config
-from prefect_tune.parameters.json_specs import scheduler_from, search_from
+from prefect_tune.parameters.argument_checks import scheduler_from, search_from, stopper_for, storable_config
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.registry import BUILT_IN, FIELDS
 

@@ -9,8 +9,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.options import Stored
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settings
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, Stored, from_settings
 from prefect_tune.trust import _FINDERS, code_choices
 
 

@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import Cause, Event, GaveUp, Started, TrialAdded
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.reasons import Reason, format_error, make_reason
-from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
+from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.tuner.search_failure import failure_of
 from tests.fakes.checkpoints import first_generation

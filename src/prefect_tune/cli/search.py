@@ -43,8 +43,7 @@ from prefect_tune.deploy.deployment_specs import (
     of_one_experiment,
     wanted,
 )
-from prefect_tune.parameters.options import Flag, Panel, flags_of
-from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.parameters.search_plan import Flag, Panel, SearchPlan, flags_of
 
 if TYPE_CHECKING:
     from prefect_tune.deploy.automations import Installed
@@ -298,9 +297,7 @@ _SOME_ERRORED = 3
 def check_parameters(parameters: Mapping[str, Any]) -> None:
     """Check what needs neither the target nor a server, before one is started."""
     from prefect_tune.blocks import LocalTarget
-    from prefect_tune.parameters.search_limits import require_one_count
 
-    require_one_count(parameters.get("num_samples"), parameters.get("samples_per_run"))
     given = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
     # A saved block would be read from the server, and the journal's trainable from the target.
     SearchPlan(**{"trainable": print, "experiment": "any", **given, "target": LocalTarget(path=str(Path.cwd()))})

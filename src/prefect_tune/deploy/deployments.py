@@ -31,11 +31,9 @@ from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.shown_text import did_you_mean_or_has, format_duration
 from prefect_tune.core.values import ExperimentName
 from prefect_tune.deploy.deployment_specs import TAG, DeploymentSchedule, DeploymentSpec, Interval
-from prefect_tune.parameters.argument_checks import import_string, stopper_for
+from prefect_tune.parameters.argument_checks import import_string, stopper_for, with_samples
 from prefect_tune.parameters.forms import GroupedFlow, flattened, form_of
-from prefect_tune.parameters.json_specs import with_samples
-from prefect_tune.parameters.search_limits import require_one_count
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
+from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan
 from prefect_tune.prefect_api.api_client import prefect_server
 from prefect_tune.stores.open_location import BLOCK_SLUG
 from prefect_tune.trust import trusted_here
@@ -91,21 +89,20 @@ def checked(
         found["sync"] = _sync(sync, blocks)
     given = {name: value for name, value in found.items() if value is not None}
     is_resume = "trials" not in schema["properties"]  # whose journal has the other settings
-    if is_resume and "trial_job_variables" in given:
-        given["trials"] = "deployment"
-    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
     if "trusted_packages" in given:
         trusted_here(given["trusted_packages"])
-    plan = _DeployedPlan(**{name: value for name, value in given.items() if name in OPTIONS})
+    kind = _DeployedOptions if is_resume else _DeployedPlan
+    plan = kind(**{name: value for name, value in given.items() if name in OPTIONS})
     try:
         validate(found, dict(schema), raise_on_error=True, ignore_required=not complete)
     except SchemaError as error:
         raise InvalidInput(f"parameters: {error}") from None
-    if complete and not is_resume and plan.search is not None:
-        search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
-        search.begin(plan.space or {}, plan.objective, seed=0)
-    if complete and not is_resume and plan.scheduler is not None:
-        begun(plan.scheduler, plan.objective, seed=0)
+    if complete and isinstance(plan, _DeployedPlan):
+        if plan.search is not None:
+            search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
+            search.begin(plan.space or {}, plan.objective, seed=0)
+        if plan.scheduler is not None:
+            begun(plan.scheduler, plan.objective, seed=0)
     return found
 
 
@@ -163,8 +160,8 @@ def _named_as(where: str) -> AfterValidator:
     return AfterValidator(lambda name: ":".join(import_string(name, where)))
 
 
-class _DeployedPlan(SearchPlan):
-    """The plan of a deployment's runs: their code is installed there, so here only the form of its name is checked."""
+class _DeployedOptions(SearchOptions):
+    """Options of a deployment's runs: their code is installed there, so here only the form of its name is checked."""
 
     trainable: Annotated[str, _named_as("trainable")] = "later:Later"
     target: Any = None  # like `sync`, it is checked above
@@ -186,6 +183,10 @@ class _DeployedPlan(SearchPlan):
             import_string(self.stop, "stop")
             return stopper_for(None)  # the run imports it
         return super().stopper
+
+
+class _DeployedPlan(_DeployedOptions, SearchPlan):
+    """The plan of a deployment's searches."""
 
 
 _Times: TypeAlias = CronSchedule | IntervalSchedule

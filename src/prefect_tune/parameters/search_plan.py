@@ -1,17 +1,29 @@
-"""`SearchPlan`: the parameters of a search, parsed and validated once, and the settings that the journal stores."""
+"""`SearchPlan`: the parameters of a search, parsed and validated once, and the settings that the journal stores.
+
+    name: Annotated[type, Option(stored, at_resume, fixed), Flag(flag, metavar, help, panel)] = default
+                              │       │          │               └──► `prefect-tune run` and `resume`, and messages
+                              │       └──────────┴──► what a resume may change
+                              └──► the settings in the journal, and the check of what a journal may choose
+
+The flows repeat name, type and default in their signatures, for checkers and forms: tests compare them.
+Nothing here imports Prefect at the top: the help of a command reads these declarations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import Enum, StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     InstanceOf,
     PlainValidator,
@@ -40,11 +52,14 @@ from prefect_tune.parameters.argument_checks import (
     experiment_name,
     name_of,
     plain_json,
+    scheduler_from,
+    search_from,
+    stop_to_json,
     stopper_for,
+    to_json,
     valid_trainable,
+    with_samples,
 )
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
-from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, options_of
 from prefect_tune.runtime.load_named import import_path_of, load_named
 from prefect_tune.runtime.trainable import Reuse, require_saves
 
@@ -52,6 +67,92 @@ if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget, SyncConfig
 else:  # the help of the command line reads this plan, and does not wait for Prefect
     StorageTarget = SyncConfig = Any
+
+
+class Stored(Enum):
+    """What the values of an option in a journal may choose."""
+
+    DATA = "data"
+    """No value names code, a file, a place or a command."""
+    CHOICE = "choice"
+    """A value may name one of these: `prefect_tune.trust` examines it before a resume uses it."""
+
+
+class Panel(StrEnum):
+    """The panels of the help of `prefect-tune run`, in their order."""
+
+    SEARCH = "Options"
+    FAILURES = "Checkpoints and failures"
+    MORE = "More on the search"
+    RESUME = "If EXPERIMENT exists"
+    WHERE = "Where trials run"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of the command line that sets an option of the search; unless it is given, the default stays."""
+
+    metavar: str | None
+    """None for a switch."""
+    help: str
+    panel: Panel | None = Panel.SEARCH
+    """Its panel in the help of `run`; None if `run` does not have it."""
+    kind: Any = None
+    """The type of its values; None for a number with `at_least`, else that of the option, or text for a value."""
+    at_least: int | None = None
+    flag: str = ""
+    """By default the option's name: `--keep-best` for `keep_best`."""
+    resume_place: int | None = None
+    """Its place in the help of `resume`; None if `resume` does not have it."""
+
+    @property
+    def name(self) -> str:
+        """Its name among the parameters of a command: `keep_best` for `--keep-best`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is known of an option of a search, beside its flags."""
+
+    stored: Stored | None = None
+    """What its values in the journal may choose; None if it is of one run: the journal does not store it."""
+    at_resume: bool = False
+    """Whether `pt.resume` takes it."""
+    fixed: str = ""
+    """Why a resume may not change it; empty if it may."""
+
+
+def flags_of(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
+    """Return the flags of each option that a class declares, in the order of its fields."""
+    return {
+        name: [
+            replace(each, flag=each.flag or f"--{name.replace('_', '-')}")
+            for each in field.metadata
+            if isinstance(each, Flag)
+        ]
+        for name, field in plan.model_fields.items()
+    }
+
+
+class ValidatedParameters(Value):
+    """Parsed and validated parameters of a flow or task; the fields have the names and defaults of the parameters.
+
+    Raises:
+        InvalidInput: a parameter is invalid; the message names it.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    def __init__(self, **parameters: Any) -> None:
+        invalid: Exception | None = None
+        try:
+            super().__init__(**parameters)
+        except ValidationError as error:
+            invalid = argument_error(error)
+        if invalid is not None:
+            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
+
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials run again.
 
@@ -143,15 +244,15 @@ def space_of(space: object) -> dict[str, object]:
     return made
 
 
-class SearchPlan(ValidatedParameters):
-    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, parsed and validated.
+class SearchOptions(ValidatedParameters):
+    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, each parsed and validated by itself.
 
     The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
     default changes every search that is resumed. `fixed` and `at_resume` say what a resume may change;
-    `resume_compatibility.py` refuses the rest, and `require_no_fewer` in `search_limits.py` fewer samples.
+    `plan_checks.py` refuses the rest, and fewer samples.
 
     Raises:
-        InvalidInput: a parameter is invalid, or does not fit another one.
+        InvalidInput: a parameter is invalid.
     """
 
     trainable: Annotated[
@@ -352,6 +453,32 @@ class SearchPlan(ValidatedParameters):
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")
+    def _require_valid(self) -> Self:
+        if self.num_samples is not None and self.samples_per_run is not None:
+            raise InvalidInput(
+                f"num_samples={self.num_samples} is the total, samples_per_run={self.samples_per_run} is what this run "
+                "adds: give one of them"
+            )
+        for name in ("resources_per_trial", "resources_total"):
+            if (given := getattr(self, name)) is not None:
+                resources_of(given, name)
+        _ = self.stopper
+        return self
+
+    @property
+    def stopper(self) -> Stopper:
+        """The stopper of the trials and of the experiment."""
+        return stopper_for(self.stop)
+
+
+class SearchPlan(SearchOptions):
+    """The parameters of a search that fit each other, and what they mean together.
+
+    Raises:
+        InvalidInput: a parameter is invalid, or does not fit another one.
+    """
+
+    @model_validator(mode="after")
     def _require_consistent(self) -> Self:
         """Compute what a plan means: it raises for parameters that contradict each other."""
         if self.trials == "deployment" and self.resources_per_trial is not None:
@@ -361,6 +488,8 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        if self.resources_total is not None and self.resources_per_trial is None:
+            raise InvalidInput("resources_total: resources_per_trial divides it among the trials; pass that too")
         if self.metric is None and self.mode is not None:
             raise InvalidInput(f"mode={self.mode!r}: it is the direction of a metric; name it: metric='loss'")
         is_range = not isinstance(self.processes_per_trial, int)
@@ -382,11 +511,7 @@ class SearchPlan(ValidatedParameters):
             raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
-        _ = self.objective, self.stopper, self.proposer, self.resources
-        if self.resources_total is not None:
-            resources_of(self.resources_total, "resources_total")
-            if self.resources_per_trial is None:
-                raise InvalidInput("resources_total: resources_per_trial divides it among the trials; pass that too")
+        _ = self.objective, self.proposer
         if self.space is not None:
             require_drawable(self.space, self.seed_of_draws)
         return self
@@ -395,11 +520,6 @@ class SearchPlan(ValidatedParameters):
     def objective(self) -> Objective | None:
         """The metrics that trials are compared by; None without any."""
         return objective_of(self.metric, self.mode or "min")
-
-    @property
-    def stopper(self) -> Stopper:
-        """The stopper of the trials and of the experiment."""
-        return stopper_for(self.stop)
 
     @property
     def proposer(self) -> Search:
@@ -469,40 +589,40 @@ class SearchPlan(ValidatedParameters):
         return self.model_copy(update=changes)
 
 
-OPTIONS: Mapping[str, Option] = options_of(SearchPlan)
-"""What is declared of each option, by name."""
+OPTIONS: Mapping[str, Option] = {
+    name: option
+    for name, field in SearchPlan.model_fields.items()
+    for option in field.metadata
+    if isinstance(option, Option)
+}
+"""What is declared of each option, by name, in the order of the fields."""
 
 
 def _json_of(name: str, value: Any) -> object | None:
-    match value:
-        case Value():
-            return value.model_dump(mode="json")
-        case Scheduler() | Search():
-            return to_json(value)
-        case _ if name == "sync":
-            return _or_none(value.parameters)
-        case _ if name == "stop":
-            return stop_to_json(value)
-        case _ if name == "space":
-            return _or_none(lambda: space_to_json(value)) if _has_named_functions(value) else None
-        case _ if name == "trainable":
-            return value if isinstance(value, str) else import_path_of(value)
-        case _ if name == "callbacks":
-            named = [each if isinstance(each, str) else import_path_of(each) for each in value]
-            return None if None in named else named
-        case _:
-            return _or_none(lambda: canonical_json(value) and value)
-
-
-def _has_named_functions(space: dict[str, object]) -> bool:
-    """Whether each function of the space is imported under the name that its JSON has."""
-    functions = [each.function for each in domains_in(space) if isinstance(each, SampleFrom) and each.path is None]
-    return all(import_path_of(each) is not None for each in functions)
-
-
-def _or_none(write: Callable[[], object]) -> object | None:
+    """Return the JSON of an option; None if it has none."""
     try:
-        return write()
+        match value:
+            case Value():
+                return value.model_dump(mode="json")
+            case Scheduler() | Search():
+                return to_json(value)
+            case _ if name == "sync":
+                return cast("object", value.parameters())
+            case _ if name == "stop":
+                return stop_to_json(value)
+            case _ if name == "space":
+                functions = [
+                    each.function for each in domains_in(value) if isinstance(each, SampleFrom) and each.path is None
+                ]
+                are_named = all(import_path_of(each) is not None for each in functions)  # by the name in their JSON
+                return space_to_json(value) if are_named else None
+            case _ if name == "trainable":
+                return value if isinstance(value, str) else import_path_of(value)
+            case _ if name == "callbacks":
+                named = [each if isinstance(each, str) else import_path_of(each) for each in value]
+                return None if None in named else named
+            case _:
+                return canonical_json(value) and value
     except (InvalidInput, TypeError, ValueError):
         return None
 
@@ -528,6 +648,6 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
             "pt.tune(...) as before, with the same experiment name"
         )
     kept = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
-    if "search" in changed:
-        kept.pop("num_samples", None)  # it belonged to the earlier search
+    if "search" in changed or run.get("samples_per_run") is not None:
+        kept.pop("num_samples", None)  # it belonged to the earlier search, or is what this run adds to
     return SearchPlan(**{**kept, **run, **changed})

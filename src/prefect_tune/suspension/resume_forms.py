@@ -27,8 +27,7 @@ from prefect_tune.core.journal_events import Answered
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.values import metric_in
-from prefect_tune.parameters.argument_checks import stopper_for
-from prefect_tune.parameters.json_specs import stop_to_json
+from prefect_tune.parameters.argument_checks import stop_to_json, stopper_for
 from prefect_tune.prefect_api.flow_runs import in_order, is_resumed, set_with_form, suspended_state
 from prefect_tune.reporting.page import escaped
 

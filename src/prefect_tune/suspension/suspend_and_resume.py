@@ -39,9 +39,9 @@ from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
-from prefect_tune.parameters import search_limits
+from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.argument_checks import code_of
-from prefect_tune.parameters.resume_compatibility import code_note
+from prefect_tune.parameters.plan_checks import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path
 from prefect_tune.prefect_api.flow_runs import is_suspended
@@ -229,9 +229,9 @@ def first_search_turn(plan: SearchPlan, known: Experiment | None) -> Turn:
     """Return the first turn of a search's flow run, with the samples that it adds. Raises what `first_turn` raises."""
     shown = last_form()
     if shown is None and plan.samples_per_run is None:
-        return Turn(plan if known is None else search_limits.with_default_samples(plan, known), known)
+        return Turn(plan if known is None else plan_checks.with_default_samples(plan, known), known)
     known = known or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = search_limits.extended(plan, known, lambda: call_path(plan.experiment).key)
+    plan, _ = plan_checks.extended(plan, known, lambda: call_path(plan.experiment).key)
     return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
 
 
@@ -262,7 +262,7 @@ def _search_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 def _search_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
     page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), why)
-    return form_of_search(_search_limits(search_limits.with_default_samples(plan, state), state), page)
+    return form_of_search(_search_limits(plan_checks.with_default_samples(plan, state), state), page)
 
 
 SEARCH_QUESTION = ResumeQuestion(_search_limits, _search_extended, _search_form)

@@ -49,10 +49,9 @@ from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport, canonical_json
-from prefect_tune.parameters.json_specs import scheduler_from
-from prefect_tune.parameters.options import Stored
-from prefect_tune.parameters.search_limits import with_default_samples
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
+from prefect_tune.parameters.argument_checks import scheduler_from
+from prefect_tune.parameters.plan_checks import with_default_samples
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, Stored, only_in_code
 from prefect_tune.trust import code_choices
 from prefect_tune.tuner.run_search import policy_of
 from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, open_decision, trial_id

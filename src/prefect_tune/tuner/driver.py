@@ -54,7 +54,7 @@ from prefect_tune.executors.trial_executor import (
 )
 from prefect_tune.journal_access import JournalWriter, begin_run_clock, new_write_id, run_now, set_attempt_crashed
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions

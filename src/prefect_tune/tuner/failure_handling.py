@@ -26,7 +26,7 @@ from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.executors.trial_executor import Message, PostReceived
-from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import retry_of
 from prefect_tune.tuner.stop_requests import Stopping

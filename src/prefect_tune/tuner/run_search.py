@@ -51,30 +51,29 @@ from prefect_tune.monitoring.search_observer import (
     SearchObserver,
     SearchRecorder,
 )
-from prefect_tune.parameters import search_limits
-from prefect_tune.parameters.argument_checks import require_one_runner, runner_elsewhere
+from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.resume_compatibility import (
+from prefect_tune.parameters.plan_checks import (
     CODE_TRAINS,
     CODE_UNUSED,
+    SearchLimits,
     log_code,
     log_errored,
     log_fewer_samples,
     log_space,
     require_code,
+    require_one_runner,
+    require_possible,
     require_presence,
     require_same,
+    runner_elsewhere,
     settings_before_training,
-    with_seed_of,
-)
-from prefect_tune.parameters.search_limits import (
-    SearchLimits,
-    require_possible,
     trial_spec,
     warn_of_constants,
     warn_of_limits,
     warn_of_mode,
     warn_of_no_metric,
+    with_seed_of,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path
@@ -243,7 +242,8 @@ def _searched(turn: Turn) -> Results:
 
     def search(stop: threading.Event) -> Experiment:
         with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
-            _require_fit(plan, policy)
+            if not check_target(plan.target).conditional_create:
+                require_one_runner(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
             state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts, slots)
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, turn.reached)
@@ -295,7 +295,7 @@ def _opened(
         require_code(known, plan)
     state = take_over(turn, known, slots.count)
     warn_of_takeover(known, log)
-    now, added = search_limits.extended(with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key)
+    now, added = plan_checks.extended(with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     log_space(state, now, log)
@@ -312,17 +312,6 @@ def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Eve
     if settings_before_training(state, plan.settings) == plan.settings:
         return ()
     return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
-
-
-def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
-    """Refuse a search with several writers of one journal if the target cannot keep them apart; write nothing."""
-    if check_target(plan.target).conditional_create:
-        return
-    require_one_runner(
-        plan.target.uri,
-        exploiting=type(plan.scheduler).__name__ if policy.saves_first else "",
-        elsewhere="trials='deployment'" if plan.trials == "deployment" else "",
-    )
 
 
 def _subscribers(plan: SearchPlan) -> Subscribers:

@@ -30,8 +30,7 @@ from prefect_tune.monitoring.progress import SearchLog, progress
 from prefect_tune.monitoring.search_observer import DisplayGroup, LiveStatusPublisher, SearchRecorder
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import SearchLimits, spec_of_one_trial
+from prefect_tune.parameters.plan_checks import SearchLimits, require_same_training, spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals

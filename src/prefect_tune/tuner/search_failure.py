@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.reasons import Reason, error_of
 from prefect_tune.core.shown_text import plural
-from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
+from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.terminal.formatting import errors_by_cause
 

@@ -46,7 +46,7 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey, delete_number
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
-from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.pending_entry import PendingEntry

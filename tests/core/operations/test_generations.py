@@ -321,7 +321,7 @@ def test_only_a_placeholder_and_the_drill_name_a_generation_themselves() -> None
     root = Path(__file__).parents[3]
     rooms = ("src", "flows", "tasks", "blocks")
     sources = [path for room in rooms for path in (root / room).rglob("*.py") if "generation=1" in path.read_text()]
-    assert sorted(path.name for path in sources) == ["run_drill.py", "search_limits.py"]
+    assert sorted(path.name for path in sources) == ["plan_checks.py", "run_drill.py"]
 
 
 # ------------------------------------------------------------------------------------------------- mutants

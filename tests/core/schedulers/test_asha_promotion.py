@@ -15,7 +15,7 @@ from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.parameters.json_specs import scheduler_from, to_json
+from prefect_tune.parameters.argument_checks import scheduler_from, to_json
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
 from tests.fakes.searches.virtual_driver import Config, State, Table, VirtualRun, World
 

@@ -28,7 +28,7 @@ from prefect_tune.journal_access import (
     write_directly,
 )
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import SearchPolicy

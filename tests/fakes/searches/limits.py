@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.parameters.search_plan import SearchPlan
 
 

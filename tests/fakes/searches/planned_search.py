@@ -40,7 +40,7 @@ from prefect_tune.journal_access import (
     write_directly,
 )
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.search_limits import SearchLimits, trial_spec
+from prefect_tune.parameters.plan_checks import SearchLimits, trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.run_search import policy_of

@@ -15,7 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.cli import main
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
+from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until

@@ -18,7 +18,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Configured
 from prefect_tune.journal_access import read_known
-from prefect_tune.parameters.search_limits import extended
+from prefect_tune.parameters.plan_checks import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.call_paths import call_path
 from tests.fakes.checkpoints import first_generation
@@ -141,9 +141,8 @@ def test_how_many_there_are_to_be_is_said_once(options: Any, said: str, local_ta
     count = {"samples_per_run": 3} if options else {"samples_per_run": -2}
     with pytest.raises(pt.InvalidInput, match=said):
         pt.tune(DIGITS, {"row": 1}, target=local_target, **count, **options)
-    if options:
-        with pytest.raises(pt.InvalidInput, match=said):
-            pt.resume("nightly", target=local_target, **count, **options)
+    with pytest.raises(pt.InvalidInput, match=said):
+        pt.resume("nightly", target=local_target, **count, **options)
     assert not Path(local_target.path).exists()
 
 

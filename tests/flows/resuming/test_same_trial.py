@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Plateau, Stop
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.argument_checks import name_of
-from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.plan_checks import require_same_training
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
 from tests.flows.training import trial_at

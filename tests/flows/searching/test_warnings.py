@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Cause, Configured, Decided, Event, GaveUp, TrialAdded
 from prefect_tune.core.values import StepReport
-from prefect_tune.parameters.resume_compatibility import (
+from prefect_tune.parameters.plan_checks import (
     CODE_TRAINS,
     KEEPS_CONFIGURATIONS,
     log_code,
@@ -21,8 +21,11 @@ from prefect_tune.parameters.resume_compatibility import (
     log_fewer_samples,
     log_space,
     require_same,
+    warn_of_constants,
+    warn_of_limits,
+    warn_of_mode,
+    warn_of_no_metric,
 )
-from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode, warn_of_no_metric
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after

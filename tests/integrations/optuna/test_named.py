@@ -10,7 +10,7 @@ from optuna import samplers
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.integrations.optuna import OptunaSearch
-from prefect_tune.parameters.json_specs import search_from, to_json
+from prefect_tune.parameters.argument_checks import search_from, to_json
 from tests.integrations.optuna.experiments import LOSS, SEED
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")

@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import Configured, Event, Owner, TrialAdded
 from prefect_tune.core.values import Stamp
-from prefect_tune.parameters.resume_compatibility import require_search
+from prefect_tune.parameters.plan_checks import require_search
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 

@@ -13,22 +13,16 @@ from prefect.task_runners import ProcessPoolTaskRunner
 import prefect_tune as pt
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.executors.launchers import DeploymentLauncher
+from prefect_tune.journal_access import read_known
 from tests.flows.searching.test_tune import searched
 from tests.flows.training import statuses
 
 pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
-PBT = pt.PBT(perturbation_interval=1, hyperparam_mutations={"x": pt.uniform(0, 1)})
-SPACE = {"x": pt.uniform(0, 1)}
-
 
 @pytest.fixture
 def target(tmp_path: Path) -> FsspecTarget:
     return FsspecTarget(location=f"memory://{tmp_path.name}")
-
-
-def _exploits(folder: Path, target: FsspecTarget) -> None:
-    searched(folder, target=target, scheduler=PBT, space=SPACE)
 
 
 def _trains_in_deployments(folder: Path, target: FsspecTarget) -> None:
@@ -43,7 +37,6 @@ def _trains_on_other_processes(_: Path, target: FsspecTarget) -> None:
 
 
 REFUSED = {
-    "PBT": (_exploits, "scheduler: PBT"),
     "deployments": (_trains_in_deployments, "trials='deployment'"),
     "another task runner": (_trains_on_other_processes, "task runner: ProcessPoolTaskRunner"),
 }
@@ -64,11 +57,12 @@ def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
         assert [each.path for each in store.list("")] == []
 
 
-def test_others_are_not(tmp_path: Path, target: FsspecTarget) -> None:
-    assert statuses(searched(tmp_path, target=target, scheduler=pt.ASHA(max_t=3, variant="stopping"), space=SPACE)) == [
-        "completed"
-    ]
-
-
-def test_where_two_may_write_they_may_exploit(tmp_path: Path) -> None:
-    assert statuses(searched(tmp_path, scheduler=PBT, space=SPACE)) == ["completed"]
+def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it(
+    tmp_path: Path, target: FsspecTarget
+) -> None:
+    scheduler = pt.PBT(1, {"x": pt.uniform(0, 1)}, quantile_fraction=0.5, resample_probability=1)
+    results = searched(tmp_path, target=target, scheduler=scheduler, space={"x": pt.grid_search([1.0, 100.0])})
+    assert statuses(results) == ["completed", "completed"]
+    exploited = read_known(target, "e").trial("00001")
+    assert exploited.config["x"] <= 1
+    assert next(each for each in exploited.checkpoints if each.origin).origin

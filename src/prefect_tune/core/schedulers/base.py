@@ -110,10 +110,7 @@ class Schedule(ABC):
     """
 
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of the same step before `decide` is called, for others to clone.
-
-    If set, a target that supports one runner only is refused: an exploit writes to another trial's journal.
-    """
+    """Whether a trial commits a checkpoint of the same step before `decide` is called, for others to clone."""
 
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
