@@ -232,7 +232,9 @@ class PromotionSchedule(Climbing):
         self._no_more = False
 
     def resume_next(self) -> TrialId | None:
-        return self._promotable() or (None if self._has_finalist else self._best_of_the_highest_rung())
+        if (promotable := self._promotable()) or self._has_finalist or self._running or not self._no_more:
+            return promotable
+        return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
     def resumed(self, trial: TrialId) -> None:
         self._release(trial)
@@ -280,11 +282,6 @@ class PromotionSchedule(Climbing):
     def _promotable(self) -> TrialId | None:
         found = (rung.promotable(self._brackets.reduction_factor) for rung in self._highest_first)
         return next((trial for trial in found if trial), None)
-
-    def _best_of_the_highest_rung(self) -> TrialId | None:
-        if self._running or not self._no_more:
-            return None
-        return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
     def _rank_reason(self, rung: Rung, place: RungEntry) -> Reason:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""

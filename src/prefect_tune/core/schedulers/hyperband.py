@@ -185,7 +185,10 @@ class _HyperbandSchedule(Schedule):
         return self._answer(report.trial, bracket)
 
     def resume_next(self) -> TrialId | None:
-        return self._first_to_resume() or self._best_of_a_bracket_that_never_fills()
+        bracket = self._filling
+        if self._to_resume or not (self._no_more and bracket) or bracket.is_full or bracket.training:
+            return self._first_to_resume()
+        return bracket.best()  # of a bracket that will never fill
 
     def resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_of.get(trial)
@@ -237,12 +240,6 @@ class _HyperbandSchedule(Schedule):
 
     def _first_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)
-
-    def _best_of_a_bracket_that_never_fills(self) -> TrialId | None:
-        bracket = self._filling
-        if self._no_more and bracket and not bracket.is_full and not bracket.training:
-            return bracket.best()
-        return None
 
 
 def _wait_reason(trial: TrialId, bracket: Bracket) -> Reason:

@@ -112,7 +112,10 @@ class _MedianStoppingSchedule(Schedule):
         if number <= curve.judged:
             return self._again(curve)
         self.resumed(report.trial)  # it reports, so it was not paused, even if the last answer to it was a pause
-        self._fill_gap(curve, number)
+        if curve.count:  # it has passed milestones without a report: its mean so far counts there
+            for passed in range(curve.judged + 1, number):
+                insort(self._means[passed], curve.mean)
+        curve.judged = number
         curve.best = min(curve.best, loss)
         if number < 0:
             return Continue()
@@ -123,7 +126,9 @@ class _MedianStoppingSchedule(Schedule):
         return decision
 
     def resume_next(self) -> TrialId | None:
-        ready = next((trial for trial in self._paused if self._can_be_judged(self._curves[trial])), None)
+        # A paused trial is counted at its milestone too: it needs that many others.
+        needed, means = self._rule.min_samples_required, self._means
+        ready = next((trial for trial in self._paused if len(means[self._curves[trial].judged]) > needed), None)
         if ready or not self._no_more:
             return ready
         return min(self._paused, key=lambda trial: self._curves[trial].judged, default=None)
@@ -150,17 +155,15 @@ class _MedianStoppingSchedule(Schedule):
             return Pause(reason=make_reason("waits-for-others", step=curve.paused_at))
         return curve.stopped or Continue()
 
-    def _fill_gap(self, curve: _Curve, number: int) -> None:
-        """Add the trial's mean so far at the milestones that it has passed without a report."""
-        if curve.count:
-            for passed in range(curve.judged + 1, number):
-                insort(self._means[passed], curve.mean)
-        curve.judged = number
-
     def _judged(self, trial: TrialId, curve: _Curve, step: int) -> Decision:
         others = self._means[curve.judged]
         if len(others) < self._rule.min_samples_required:
-            return self._too_few(trial, curve, step)
+            longest = self._rule.min_time_slice
+            if longest is None or step - curve.slot_since < longest:
+                return Continue()
+            curve.paused_at = step
+            self._paused[trial] = None
+            return self._again(curve)
         middle = len(others) // 2
         median = (others[middle] + others[~middle]) / 2
         if curve.best <= median:
@@ -169,15 +172,3 @@ class _MedianStoppingSchedule(Schedule):
         result = {"metric": self._objective.metrics[0], "best": best, "median": needed}
         curve.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
         return curve.stopped
-
-    def _too_few(self, trial: TrialId, curve: _Curve, step: int) -> Decision:
-        longest = self._rule.min_time_slice
-        if longest is None or step - curve.slot_since < longest:
-            return Continue()
-        curve.paused_at = step
-        self._paused[trial] = None
-        return self._again(curve)
-
-    def _can_be_judged(self, curve: _Curve) -> bool:
-        """Return whether enough others have reached its milestone; the trial itself is counted there, too."""
-        return len(self._means[curve.judged]) > self._rule.min_samples_required

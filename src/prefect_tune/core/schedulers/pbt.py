@@ -27,7 +27,17 @@ from prefect_tune.core.schedulers.base import (
     metric_arguments,
     reported_value,
 )
-from prefect_tune.core.search.domains import Branch, Choice, Float, Grid, Integer, Normal, Range, SampleFrom, frozen
+from prefect_tune.core.search.domains import (
+    Branch,
+    Choice,
+    Float,
+    Integer,
+    Normal,
+    Range,
+    SampleFrom,
+    domains_in,
+    frozen,
+)
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import is_same
 from prefect_tune.core.shown_text import did_you_mean_or_has
@@ -77,13 +87,20 @@ class Explorer:
     def _changed(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
         again = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
-        if not again and isinstance(domain, Choice) and (place := _place_of(value, domain)) is not None:
+        drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
+        if isinstance(domain, Choice):  # its options are taken as ordered
+            places = (index for index, option in enumerate(domain.options) if is_same(option, value))
+            if again or (place := next(places, None)) is None:
+                return domain.options[int(drawn)]
             neighbor = place + (1 if factor > 1 else -1)
             return domain.options[min(max(neighbor, 0), len(domain.options) - 1)]
-        if not again and not isinstance(domain, Choice) and is_number(value) and (value or _step_of(domain)):
-            return _perturbed(value, domain, factor)
-        drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
-        return domain.options[int(drawn)] if isinstance(domain, Choice) else drawn
+        step = domain.step if isinstance(domain, Integer) else domain.q
+        if again or not is_number(value) or not (value or step):
+            return drawn
+        moved = domain.nearest(value * factor)
+        if step is not None and moved == value:
+            return domain.nearest(value + math.copysign(step, factor - 1))
+        return moved
 
 
 def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
@@ -98,16 +115,12 @@ def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
     return {name: _as_mutation(mutation, f"{where}[{name!r}]") for name, mutation in named.items()}
 
 
-def require_names_of(space: Mapping[str, object], mutations: Mutations, where: str) -> None:
-    """Return if every mutation names a parameter of `space`: the trainable would not read any other value.
+def require_names_of(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
+    """Require that every mutation names a parameter of a space in `nodes`: the trainable would read no other value.
 
     Raises:
         InvalidInput: a mutation does not.
     """
-    _require_below([space], mutations, where)
-
-
-def _require_below(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
     there = list(chain.from_iterable(map(_spaces_in, nodes)))
     if any(isinstance(each, SampleFrom) for each in there):
         return  # its value is only known when it is computed
@@ -119,7 +132,7 @@ def _require_below(nodes: Sequence[object], mutations: Mutations, where: str) ->
             raise InvalidInput(f"{where}[{name!r}]: expected a parameter of the space at this place; {hint}")
         if isinstance(mutation, Mapping):
             below = [each[name] for each in spaces if name in each]
-            _require_below(below, mutation, f"{where}[{name!r}]")
+            require_names_of(below, mutation, f"{where}[{name!r}]")
 
 
 def _spaces_in(node: object) -> Iterator[object]:
@@ -139,61 +152,29 @@ def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | 
             raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_CONSTANT}")
         return mutation
     if isinstance(mutation, Choice | list | tuple):
-        return _as_choice(mutation if isinstance(mutation, Choice) else Choice(tuple(mutation)), where)
+        choice = mutation if isinstance(mutation, Choice) else Choice(tuple(mutation))
+        if any(any(domains_in(option)) for option in choice.options):
+            raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
+        if all(is_same(option, choice.options[0]) for option in choice.options):
+            raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_CONSTANT}")
+        return choice
     if callable(mutation):
-        return _as_function(mutation, where)
+        try:
+            inspect.signature(mutation).bind({})
+        except TypeError as unfit:  # also one without a parameter, as in Ray: it can only draw, and not the same twice
+            raise InvalidInput(
+                f"{where}: expected a function of the configuration, found one that cannot be called with it "
+                f"({unfit}). For random values use a domain: pt.uniform(...), pt.choice(...)"
+            ) from unfit
+        return SampleFrom(mutation)
     raise InvalidInput(
         f"{where}: expected a domain (pt.uniform(...)), a list of options, a function of the configuration, or a "
         f"dict of these, found {mutation!r}"
     )
 
 
-def _as_choice(choice: Choice, where: str) -> Choice:
-    if any(map(_holds_a_domain, choice.options)):
-        raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
-    if all(is_same(option, choice.options[0]) for option in choice.options):
-        raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_CONSTANT}")
-    return choice
-
-
-def _holds_a_domain(option: object) -> bool:
-    if isinstance(option, Mapping):
-        return any(map(_holds_a_domain, option.values()))
-    if isinstance(option, list):
-        return any(map(_holds_a_domain, option))
-    return isinstance(option, Range | Choice | Grid | SampleFrom)
-
-
-def _as_function(function: Callable[..., object], where: str) -> SampleFrom:
-    """Return the function; refuse one without a parameter, as in Ray: it can only draw, and differently on a resume."""
-    try:
-        inspect.signature(function).bind({})
-    except TypeError as unfit:
-        raise InvalidInput(
-            f"{where}: expected a function of the configuration, found one that cannot be called with it ({unfit}). "
-            "For random values use a domain: pt.uniform(...), pt.choice(...)"
-        ) from unfit
-    return SampleFrom(function)
-
-
 def _inner(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
-
-
-def _place_of(value: object, domain: Choice) -> int | None:
-    """Return the index of the first option that is `value`; None for no option. The options are taken as ordered."""
-    return next((index for index, option in enumerate(domain.options) if is_same(option, value)), None)
-
-
-def _step_of(domain: Range) -> float | None:
-    return domain.step if isinstance(domain, Integer) else domain.q
-
-
-def _perturbed(value: float, domain: Range, factor: float) -> float:
-    moved, step = domain.nearest(value * factor), _step_of(domain)
-    if step is None or moved != value:
-        return moved
-    return domain.nearest(value + math.copysign(step, factor - 1))
 
 
 def _with_computed(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
@@ -280,7 +261,7 @@ class PBT(Scheduler):
         """Return if every mutation is in `space`, or `space` is empty: then the search has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
-            require_names_of(space, as_mutations(self.hyperparam_mutations, where), where)
+            require_names_of([space], as_mutations(self.hyperparam_mutations, where), where)
 
 
 @dataclass(slots=True)

@@ -169,16 +169,15 @@ class _RepeatedProposals(Proposals):
         group[number] = None if failed else last
         if len(group) == self._times:
             reports = [report for _, report in sorted(group.items()) if report is not None]
-            self._search.ended(number // self._times, _mean(reports), failed=not reports)
+            mean = _mean(reports) if reports else None
+            self._search.ended(number // self._times, mean, failed=not reports)
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
         plain = {key: value for key, value in config.items() if key != self._index_as}
         return self._search.learn(plain, last, stopped=stopped)
 
 
-def _mean(reports: Sequence[StepReport]) -> StepReport | None:
-    if not reports:
-        return None
+def _mean(reports: Sequence[StepReport]) -> StepReport:
     flat = [dict(leaves(each.metrics)) for each in reports]
     names = set.intersection(*map(set, flat))
     columns = {name: [value for metrics in flat if is_number(value := metrics[name])] for name in sorted(names)}

@@ -445,7 +445,9 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
             return plain
         case Mapping():
             named = plain_keys(plain, where)
-            return {_key(key, where): frozen(value, f"{where}.{key}", levels - 1) for key, value in named.items()}
+            if wrong := [key for key in named if not (isinstance(key, str) and is_unicode(key))]:
+                raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {wrong[0]!a}")
+            return {key: frozen(value, f"{where}.{key}", levels - 1) for key, value in named.items()}
         case MutableSequence() | tuple() if not isinstance(plain, bytearray):
             return [frozen(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
         case _:
@@ -474,12 +476,6 @@ def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
 def has_grid(node: object) -> bool:
     """Return whether a part of a space holds a grid."""
     return any(isinstance(each, Grid) for each in domains_in(node))
-
-
-def _key(key: object, where: str) -> str:
-    if isinstance(key, str) and is_unicode(key):
-        return key
-    raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {key!a}")
 
 
 def _options(options: Sequence[object], name: str) -> tuple[object, ...]:

@@ -28,7 +28,11 @@ class NamedOptions(HasJsonForm):
         defaults = {option: None if option.default is MISSING else option.default for option in fields(options)}
         values = {option: getattr(options, option.name) for option in defaults}
         changed = {option: value for option, value in values.items() if value != defaults[option]}
-        form = {name: {option_name(each): _option_json(each, value) for each, value in changed.items()}}
+        form: dict[str, dict[str, object]] = {name: {}}
+        for option, value in changed.items():
+            kind = option.metadata.get("json")
+            written = value.total_seconds() if kind == "seconds" else space_to_json(value) if kind == "space" else value
+            form[name][option_name(option)] = written
         try:
             canonical_json(form)
         except (TypeError, ValueError):
@@ -39,13 +43,3 @@ class NamedOptions(HasJsonForm):
 def option_name(option: Field[Any]) -> str:
     """Return the name of a field in JSON."""
     return f"{option.name}_seconds" if option.metadata.get("json") == "seconds" else option.name
-
-
-def _option_json(option: Field[Any], value: Any) -> object:
-    match option.metadata.get("json"):
-        case "seconds":
-            return value.total_seconds()
-        case "space":
-            return space_to_json(value)
-        case _:
-            return value

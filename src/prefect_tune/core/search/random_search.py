@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_count, shown
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
@@ -16,6 +15,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import (
     agrees,
     below,
+    draw_of_trial,
     fixed_by,
     holds,
     option,
@@ -74,7 +74,11 @@ def points_of(value: object, node: object) -> list[int]:
         ]
     points, base = [0], 1
     for key, child in _children(node):
-        inner = [each for held in _held(value, key) for each in points_of(held, child)]
+        if isinstance(key, str):
+            held = [value[key]] if isinstance(value, Mapping) and key in value else []
+        else:
+            held = [value[key]] if isinstance(value, list | tuple) and key < len(value) else []
+        inner = [each for part in held for each in points_of(part, child)]
         points = [point + base * each for each in inner for point in points]
         base *= point_count(child)
     return points
@@ -94,14 +98,6 @@ def _children(node: object) -> Iterator[tuple[str | int, object]]:
             yield from enumerate(node)
         case _:
             return
-
-
-def _held(value: object, key: str | int) -> Iterator[object]:
-    """Yield the configuration's value under `key`, if it has one."""
-    if isinstance(key, str) and isinstance(value, Mapping) and key in value:
-        yield value[key]
-    if isinstance(key, int) and isinstance(value, list | tuple) and key < len(value):
-        yield value[key]
 
 
 DEFAULT_SAMPLES = 10
@@ -187,9 +183,7 @@ class _RandomProposals(Proposals):
         given = self._waiting[0][1] if self._waiting else {}
         fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}
         index = self._next // self._points if self._draws_per_sample else number
-        config = resolve(
-            self._space, lambda name, domain: domain.at(seeded_random.uniform(self._seed, "space", index, name)), fixed
-        )
+        config = resolve(self._space, draw_of_trial(self._seed, index), fixed)
         self.recall(number, config)
         return Proposed(config)
 

@@ -11,8 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias, overload
+from typing import TypeAlias, cast, overload
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
@@ -25,7 +24,6 @@ from prefect_tune.core.search.domains import (
     Grid,
     Integer,
     Normal,
-    Range,
     SampleFrom,
     domains_in,
     frozen,
@@ -87,11 +85,12 @@ def require_drawable(space: Mapping[str, object], seed: int) -> None:
     if not any(isinstance(each, SampleFrom) for each in domains_in(space)):
         return
     for number, fixed in enumerate([_NOTHING, *_branches(space, "")][:_MOST_DRAWS]):
-        resolve(space, partial(_drawn_for, seed, number), fixed)
+        resolve(space, draw_of_trial(seed, number), fixed)
 
 
-def _drawn_for(seed: int, number: int, name: str, domain: Domain) -> float:
-    return domain.at(seeded_random.uniform(seed, "space", number, name))
+def draw_of_trial(seed: int, number: int) -> Draw:
+    """Return what draws each parameter of a trial: by the seed, the trial's number and the parameter's name alone."""
+    return lambda name, domain: domain.at(seeded_random.uniform(seed, "space", number, name))
 
 
 def _branches(node: object, name: str) -> Iterator[dict[str, object]]:
@@ -134,7 +133,9 @@ class _Resolution:
             case Float() | Integer() | Normal():
                 return self._drawn(node, name)
             case SampleFrom():
-                return self._computed(node, name)
+                if name not in self._known:
+                    self._known[name] = self._call(node, name)
+                return self._known[name]
             case _:
                 return node
 
@@ -157,11 +158,6 @@ class _Resolution:
         assert isinstance(value, int | float), name  # noqa: S101 - fixed values were read from the same space
         return value
 
-    def _computed(self, node: SampleFrom, name: str) -> object:
-        if name not in self._known:
-            self._known[name] = self._call(node, name)
-        return self._known[name]
-
     def _call(self, node: SampleFrom, name: str) -> object:
         if name in self._computing:
             circle = " -> ".join([*self._computing[self._computing.index(name) :], name])
@@ -179,7 +175,13 @@ class _Resolution:
             ) from error
         finally:
             self._computing.pop()
-        return _value(returned, f"sample_from at {name}")
+        value = frozen(returned, f"sample_from at {name}")
+        if any(domains_in(value)):
+            raise InvalidInput(
+                f"sample_from at {name}: expected a value, found {returned!r}: draw in a parameter of its own, such as "
+                "uniform(0, 1), and compute from that"
+            )
+        return value
 
 
 class _Config(Mapping[str, object]):
@@ -218,16 +220,6 @@ class _Config(Mapping[str, object]):
         return len(self._node)
 
 
-def _value(returned: object, where: str) -> object:
-    value = frozen(returned, where)
-    if any(domains_in(value)):
-        raise InvalidInput(
-            f"{where}: expected a value, found {returned!r}: draw in a parameter of its own, such as uniform(0, 1), "
-            "and compute from that"
-        )
-    return value
-
-
 # Invert a space: find the draws that give a configuration, to replay earlier trials and to fix initial points.
 
 
@@ -260,6 +252,7 @@ Reading: TypeAlias = Found | Misfit | Missing
 
 _MISFIT = 2
 _DISTANCE: Mapping[type[Reading], int] = {Found: 0, Missing: 1, Misfit: _MISFIT}
+"""How far a reading is from an exact match: a parameter is left out, or does not fit."""
 
 
 def read(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[Reading]:
@@ -301,9 +294,19 @@ def _read(node: object, value: object, name: str) -> Iterator[Reading]:
             for index, child in enumerate(node):
                 yield from _read(child, value[index], below(name, index))
         case Choice() | Grid():
-            yield from _branch(node, value, name)
+            readings = [list(_read(each, value, option(name, index))) for index, each in enumerate(node.options)]
+            distances = [max((_DISTANCE[type(each)] for each in each_reading), default=0) for each_reading in readings]
+            if (nearest := min(distances)) == _MISFIT:
+                yield Misfit(name, repr(node), value)
+            else:
+                index = distances.index(nearest)
+                yield Found(name, node, index)
+                yield from readings[index]
         case Float() | Integer() | Normal():
-            yield _number(node, value, name)
+            if is_number(value) and node.contains(value):
+                yield Found(name, node, int(value) if isinstance(node, Integer) else float(value))
+            else:
+                yield Misfit(name, repr(node), value)
         case SampleFrom():
             yield Found(name, node, value)
         case _:  # a constant, or a value of another JSON type
@@ -322,29 +325,6 @@ def _object(node: Mapping[str, object], value: Mapping[str, object], name: str) 
             yield Misfit(below(name, key), f"one of {sorted(node)}", value[key])
 
 
-def _number(node: Range, value: object, name: str) -> Reading:
-    if not is_number(value) or not node.contains(value):
-        return Misfit(name, repr(node), value)
-    return Found(name, node, int(value) if isinstance(node, Integer) else float(value))
-
-
-def _branch(node: Branch, value: object, name: str) -> Iterator[Reading]:
-    readings = [list(_read(each, value, option(name, index))) for index, each in enumerate(node.options)]
-    distances = [_distance(each) for each in readings]
-    nearest = min(distances)
-    if nearest == _MISFIT:
-        yield Misfit(name, repr(node), value)
-    else:
-        index = distances.index(nearest)
-        yield Found(name, node, index)
-        yield from readings[index]
-
-
-def _distance(readings: list[Reading]) -> int:
-    """Return 0 for an exact match, 1 if a parameter is left out, 2 if a part does not fit."""
-    return max((_DISTANCE[type(each)] for each in readings), default=0)
-
-
 # Initial points: configurations of the user that a search tries first.
 
 Point = Mapping[str, object]
@@ -356,7 +336,13 @@ def valid_points(points: Sequence[Point]) -> tuple[dict[str, object], ...]:
     Raises:
         InvalidInput: a point is not an object of plain values.
     """
-    return tuple(_point(each, index) for index, each in enumerate(points))
+    copied = [frozen(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
+    for index, point in enumerate(copied):
+        if not isinstance(point, dict) or any(domains_in(point)):
+            raise InvalidInput(
+                f"points_to_evaluate[{index}]: expected a configuration of plain values, found {points[index]!r}"
+            )
+    return tuple(cast("list[dict[str, object]]", copied))
 
 
 def fixed_by(point: Point, space: Mapping[str, object]) -> dict[str, object]:
@@ -373,11 +359,3 @@ def fixed_by(point: Point, space: Mapping[str, object]) -> dict[str, object]:
                 f"in {dict(point)!r}; correct the point, or widen the space"
             )
     return {each.name: each.drawn for each in readings if isinstance(each, Found)}
-
-
-def _point(point: object, index: int) -> dict[str, object]:
-    where = f"points_to_evaluate[{index}]"
-    copied = frozen(point, where)
-    if isinstance(copied, dict) and not any(domains_in(copied)):
-        return copied
-    raise InvalidInput(f"{where}: expected a configuration of plain values, found {point!r}")
