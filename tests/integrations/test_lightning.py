@@ -65,6 +65,7 @@ def test_a_training_resumed_from_any_of_its_checkpoints_reports_and_ends_as_undi
         resumed = Reports({}, 0, tmp_path, restored_step=step)
         end_of_resumed = run(kind, limit, every_steps, resumed)
         assert resumed.metrics == {later: undisturbed.metrics[later] for later in undisturbed.metrics if later > step}
+        assert resumed.may_lack == {later: undisturbed.may_lack[later] for later in undisturbed.metrics if later > step}
         if step < len(undisturbed.metrics):  # Lightning does not begin a training that has reached its limit
             assert flat(end_of_resumed) == flat(end)
 
@@ -91,6 +92,26 @@ def test_trials_that_get_a_signal_report_as_undisturbed(sent: signal.Signals, tm
         curves.setdefault(trial.config["every_steps"], []).append(curve)
     for undisturbed, *others in curves.values():
         assert others == [undisturbed] * 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("metric", "is_reported"), [("val_loss", True), ("val_los", False)])
+def test_only_reports_before_the_first_validation_may_lack_the_metric_of_the_search(
+    metric: str, is_reported: bool, tmp_path: Path
+) -> None:
+    from tests.integrations.lightning_runs import killed
+
+    with without_server():
+        results = pt.tune(
+            killed,
+            {"every_steps": 4, "kill_at": None, "signal": 0},
+            target=str(tmp_path / "runs"),
+            experiment="e",
+            metric=metric,
+            num_samples=1,
+        )
+    (trial,) = results.trials.values()
+    assert (trial.status, trial.step) == (("completed", 6) if is_reported else ("errored", 1))
 
 
 @pytest.mark.parametrize("every_steps", [None, 3])

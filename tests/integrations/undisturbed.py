@@ -29,7 +29,7 @@ class Undisturbed:
     step: int = 0
     trains_here: bool = True
 
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None], **_: object) -> None:
         del metrics
         if self.step == self.steps:
             raise TrialOver(Paused(trial="trial", reason="it was over before"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, ToTrial
@@ -88,6 +88,14 @@ def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: 
         for _ in range(3):
             session.report_step({"loss": 1.0}, save)
     assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
+
+
+def test_a_report_may_lack_the_metric_of_the_search_only_where_its_caller_says_so(tmp_path: Path) -> None:
+    session = session_in(tmp_path)
+    session.start = session.start.model_copy(update={"required_metrics": ("val_loss",)})
+    session.report_step({"loss": 1.0}, written, may_lack=True)
+    with pytest.raises(BadMetric, match="allow_missing_metric"):
+        session.report_step({"loss": 1.0}, written)
 
 
 class Writes(Trainable):

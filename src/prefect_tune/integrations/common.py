@@ -21,27 +21,30 @@ MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
 
 
-def chosen(metrics: Mapping[str, object], wanted: MetricNames) -> Mapping[str, object]:
-    """Return the wanted ones of a framework's metrics.
+def chosen(metrics: Mapping[str, object], wanted: MetricNames, *, may_lack: bool = False) -> Mapping[str, object]:
+    """Return the wanted ones of a framework's metrics; with `may_lack` those of them that are there.
 
     Raises:
         BadMetric: one is not among them.
     """
     if wanted is None:
         return dict(metrics)
-    names = _by_name_here(wanted)
-    if absent := [name for name in names.values() if name not in metrics]:
+    names = [wanted] if isinstance(wanted, str) else wanted
+    by_name_here = names if isinstance(names, Mapping) else {name: name for name in names}
+    absent = [name for name in by_name_here.values() if name not in metrics]
+    if absent and not may_lack:
         raise BadMetric(f"expected metrics {absent}, found only {sorted(metrics)}")
-    return {here: metrics[there] for here, there in names.items()}
+    return {here: metrics[there] for here, there in by_name_here.items() if there in metrics}
 
 
-def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None]) -> bool:
+def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False) -> bool:
     """Report a step, with a checkpoint if one is due; return False if the trial is over and the loop must end.
 
-    Code after the loop runs as after early stopping; its reports are ignored.
+    Code after the loop runs as after early stopping; its reports are ignored. With `may_lack` the report may lack the
+    metric of the search: no validation, which measures it, has ended yet.
     """
     try:
-        report_step(metrics, save)
+        report_step(metrics, save, may_lack=may_lack)
     except TrialOver:
         return False
     return True
@@ -108,12 +111,6 @@ def callbacks_beside(callback: object) -> Sequence[object]:
             return callbacks
         frame = frame.f_back
     return ()
-
-
-def _by_name_here(wanted: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
-    if isinstance(wanted, str):
-        return {wanted: wanted}
-    return wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}
 
 
 def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:

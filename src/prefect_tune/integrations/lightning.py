@@ -76,7 +76,8 @@ class TuneReportCheckpointCallback(Callback):
 
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
-        every_steps: report each so many steps of the optimizer. Default: at the end of each epoch.
+        every_steps: report each so many steps of the optimizer. Default: at the end of each epoch. Until the first
+            validation has ended, reports may lack the metric of the search.
     """
 
     def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
@@ -85,6 +86,7 @@ class TuneReportCheckpointCallback(Callback):
         self._every_steps = every_steps
         self._restored: Mapping[str, Any] | None = None
         self._reported_step = 0
+        self._has_validated = False
         self._due: Mapping[str, object] | None = None
         self._rank = 0
         self._trainer: Any = None
@@ -96,12 +98,14 @@ class TuneReportCheckpointCallback(Callback):
             "validation": validation._state_dicts() if validation is not None else [],
             "random": random_state(),
             "reported_step": self._reported_step,
+            "has_validated": self._has_validated,
             "metrics": dict(self._trainer.callback_metrics),
             "should_stop": self._trainer.should_stop,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored, self._reported_step = state_dict, state_dict["reported_step"]
+        self._has_validated = state_dict["has_validated"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse another number of processes than the trial's, before anything is trained, and keep its files apart.
@@ -122,6 +126,10 @@ class TuneReportCheckpointCallback(Callback):
         self._trainer = trainer
         if stage == "fit":
             self._enter_loops(trainer.fit_loop)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        self._has_validated |= not trainer.sanity_checking
 
     def _enter_loops(self, fit_loop: Any) -> None:
         """Let this callback act between Lightning's batches and epochs, where nothing of them is left to do.
@@ -207,8 +215,9 @@ class TuneReportCheckpointCallback(Callback):
 
     def _report(self, metrics: Mapping[str, object]) -> None:
         self._due = None
-        reported = {} if self._rank else chosen(metrics, self._metrics)  # those of rank 0 count
-        if not goes_on_after(reported, self._save):
+        may_lack = self._trainer.enable_validation and not self._has_validated
+        reported = {} if self._rank else chosen(metrics, self._metrics, may_lack=may_lack)  # those of rank 0 count
+        if not goes_on_after(reported, self._save, may_lack=may_lack):
             self._trainer.should_stop = True
 
     def _save(self, directory: str) -> None:

@@ -15,15 +15,15 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
 from prefect_tune.integrations.common import missing
@@ -178,8 +178,8 @@ class CheckpointWriter(StorageWriter):
                 start = file.tell()
                 is_object = item.type is WriteItemType.BYTE_IO
                 file.write(_loadable(item.index.fqn, data) if is_object else _bytes_of(item.index.fqn, data))
-                place = (plan.storage_data, start, file.tell() - start)
-                written.append(WriteResult(item.index, place[2], place))
+                place = {"file": plan.storage_data, "start": start, "length": file.tell() - start}
+                written.append(WriteResult(item.index, place["length"], place))
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
@@ -200,7 +200,7 @@ class CheckpointWriter(StorageWriter):
                     requires_grad=stored.properties.requires_grad,
                     chunks=[
                         _Chunk(
-                            **_named(places[MetadataIndex(name, each.offsets)]),
+                            **places[MetadataIndex(name, each.offsets)],
                             offsets=tuple(each.offsets),
                             sizes=tuple(each.sizes),
                         )
@@ -208,8 +208,13 @@ class CheckpointWriter(StorageWriter):
                     ],
                 )
             else:
-                objects[name] = _Bytes(**_named(places[MetadataIndex(name)]))
-        document = _Document(tensors=tensors, objects=objects, paths=_paths(metadata.planner_data))
+                objects[name] = _Bytes(**places[MetadataIndex(name)])
+        try:
+            document = _Document(tensors=tensors, objects=objects, paths=metadata.planner_data)
+        except ValidationError as error:
+            raise InvalidInput(
+                f"CheckpointWriter: expected DCP's default planner, found another with data: {error}"
+            ) from error
         Path(self._directory, _METADATA).write_text(document.model_dump_json())
 
     @classmethod
@@ -285,7 +290,10 @@ class CheckpointReader(StorageReader):
         for name, of_file in groupby(parts, key=attrgetter("file")):
             with self._open(name) as file:
                 for run in _runs(of_file):
-                    self._load_run(file, run, planner)
+                    start = run[0].start // _ALIGNED_BYTES * _ALIGNED_BYTES
+                    raw = memoryview(_read(file, start, max(part.end for part in run) - start))
+                    for part in run:
+                        self._load(part, raw[part.start - start : part.end - start], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -299,21 +307,20 @@ class CheckpointReader(StorageReader):
         first = place.start + item.storage_offsets[0] * row_bytes
         return _Part(place.file, first, first + item.lengths[0] * row_bytes, item)
 
-    def _load_run(self, file: IO[bytes], run: Sequence[_Part], planner: Any) -> None:
-        begins = run[0].start // _ALIGNED_BYTES * _ALIGNED_BYTES
-        raw = memoryview(_read(file, begins, max(each.end for each in run) - begins))
-        for each in run:
-            self._load(each, raw[each.start - begins : each.end - begins], planner)
-
     def _load(self, part: _Part, raw: memoryview, planner: Any) -> None:
         item = part.item
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, _harmless(item.storage_index.fqn, raw))
             return
         stored = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[item.storage_index.fqn])
-        place = self._metadata.storage_data[item.storage_index]
+        whole = self._metadata.storage_data[item.storage_index].sizes
+        dtype = stored.properties.dtype
+        values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        if whole:  # the bytes are those of whole rows
+            rows = values.reshape((item.lengths[0], *whole[1:]))
+            values = narrow_tensor_by_index(rows, (0, *item.storage_offsets[1:]), item.lengths)
         target = planner.resolve_tensor(item).detach()
-        target.copy_(_rows(raw, place.sizes, stored.properties.dtype, item.storage_offsets, item.lengths))
+        target.copy_(values if whole else values.reshape(()))
         planner.commit_tensor(item, target)
 
     def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
@@ -365,21 +372,6 @@ def _harmless(name: str, raw: memoryview) -> io.BytesIO:
     return data
 
 
-def _named(place: tuple[str, int, int]) -> dict[str, Any]:
-    return dict(zip(_Bytes.model_fields, place, strict=True))
-
-
-def _paths(planner_data: object) -> dict[str, _Path] | None:
-    if planner_data is None:
-        return None
-    try:
-        return TypeAdapter(dict[str, _Path]).validate_python(planner_data)
-    except ValidationError as error:
-        raise InvalidInput(
-            f"CheckpointWriter: expected DCP's default planner, found another with data: {error}"
-        ) from error
-
-
 def _metadata_of(document: _Document) -> Metadata:
     stored: dict[str, Any] = {name: BytesStorageMetadata() for name in document.objects}
     places: dict[MetadataIndex, _Bytes] = {MetadataIndex(name): each for name, each in document.objects.items()}
@@ -390,10 +382,13 @@ def _metadata_of(document: _Document) -> Metadata:
         if not isinstance(dtype, torch.dtype):
             raise _DoesNotFit(f"{name}: expected a type of tensors, found {tensor.dtype!r}")
         for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # an empty one may begin where another does
-            _require_fit(name, tensor, chunk, dtype.itemsize)
+            has_its_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
+            ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
+            is_inside = has_its_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))
+            if not is_inside or chunk.length != math.prod(chunk.sizes) * dtype.itemsize:
+                raise _DoesNotFit(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
             places[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
-        is_whole = sum(math.prod(each.sizes) for each in tensor.chunks) == math.prod(tensor.sizes)
-        if not is_whole or _has_overlap(tensor):
+        if sum(math.prod(each.sizes) for each in tensor.chunks) != math.prod(tensor.sizes):
             raise _DoesNotFit(
                 f"{name}: expected parts that make up {tensor.sizes}, each element once, found {len(tensor.chunks)} "
                 "parts that leave elements out, or overlap"
@@ -403,44 +398,7 @@ def _metadata_of(document: _Document) -> Metadata:
             torch.Size(tensor.sizes),
             [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
         )
-    _require_own_bytes([each for each in places.values() if each.length])
     return Metadata(stored, planner_data=document.paths, storage_data=places)
-
-
-def _has_overlap(tensor: _Tensor) -> bool:
-    """Return whether two parts hold the same element."""
-    chunks = [each for each in tensor.chunks if each.length]
-    if len(chunks) < 2:
-        return False
-    # Parts are compared that begin before an earlier one ends, in the dimension that separates most of them.
-    first = max(range(len(tensor.sizes)), key=lambda axis: len({each.offsets[axis] for each in chunks}))
-    chunks.sort(key=lambda each: each.offsets[first])
-    for number, chunk in enumerate(chunks):
-        end = chunk.offsets[first] + chunk.sizes[first]
-        for other in takewhile(lambda each: each.offsets[first] < end, chunks[number + 1 :]):  # noqa: B023 - it is used up in this round
-            if all(map(_meet, chunk.offsets, chunk.sizes, other.offsets, other.sizes)):
-                return True
-    return False
-
-
-def _meet(begin: int, size: int, other_begin: int, other_size: int) -> bool:
-    return begin < other_begin + other_size and other_begin < begin + size
-
-
-def _require_own_bytes(places: list[_Bytes]) -> None:
-    """Refuse values that share bytes of a file: each has its own."""
-    places.sort(key=attrgetter("file", "start"))
-    for place, following in pairwise(places):
-        if place.file == following.file and following.start < place.start + place.length:
-            raise _DoesNotFit(f"expected that each value has its own bytes, found {place!r} and {following!r}")
-
-
-def _require_fit(name: str, tensor: _Tensor, chunk: _Chunk, item_bytes: int) -> None:
-    is_inside = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes) and all(
-        offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.sizes, strict=True)
-    )
-    if not is_inside or chunk.length != math.prod(chunk.sizes) * item_bytes:
-        raise _DoesNotFit(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
 
 
 def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
@@ -452,16 +410,6 @@ def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
             run = []
         run.append(each)
     yield run
-
-
-def _rows(
-    raw: memoryview, whole: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
-) -> torch.Tensor:
-    """Return a part of a chunk of these sizes from the bytes of the rows that it is in."""
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    if not whole:
-        return flat.reshape(())
-    return narrow_tensor_by_index(flat.reshape((sizes[0], *whole[1:])), (0, *offsets[1:]), sizes)
 
 
 def _read(file: IO[bytes], start: int, length: int) -> bytearray:

@@ -57,6 +57,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     Args:
         metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
         every_steps: report each so many steps of the optimizer, and at the last. Default: at the end of each epoch.
+            Until the first evaluation has ended, reports may lack the metric of the search.
     """
 
     def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
@@ -133,10 +134,17 @@ class TuneReportCheckpointCallback(TrainerCallback):
             return
         self._asked_at = None
         folder, args.output_dir = args.output_dir, self._output_dir
-        # The metrics of rank 0 count, and only it has them.
-        metrics = {} if self._rank else {**chosen(self._metrics, self._wanted), "should_checkpoint": True}
-        saved = Path(folder, f"checkpoint-{state.global_step}")
-        self._over = not goes_on_after(metrics, lambda directory: _move_files(saved, Path(directory)))
+        has_evaluated = any(name.startswith("eval_") for logs in state.log_history for name in logs)
+        may_lack = args.eval_strategy != "no" and not has_evaluated
+
+        def move(directory: str) -> None:
+            for path in sorted(Path(folder, f"checkpoint-{state.global_step}").iterdir()):
+                shutil.move(path, Path(directory, path.name))
+
+        metrics: dict[str, object] = {}
+        if not self._rank:  # the metrics of rank 0 count, and only it has them
+            metrics = {**chosen(self._metrics, self._wanted, may_lack=may_lack), "should_checkpoint": True}
+        self._over = not goes_on_after(metrics, move, may_lack=may_lack)
         shutil.rmtree(folder)
         control.should_training_stop = control.should_training_stop or self._over
 
@@ -153,8 +161,3 @@ def _move_output_dir(args: Any) -> None:
     option = None if args.output_dir in _DEFAULT_OUTPUT_DIRS else "TrainingArguments(output_dir)"
     args.output_dir = path_of_trial(args.output_dir, option)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-
-
-def _move_files(source: Path, directory: Path) -> None:
-    for path in sorted(source.iterdir()):
-        shutil.move(path, directory / path.name)

@@ -286,10 +286,12 @@ class TrialSession:
             self.heed_milestone()
             self.end_if_due(saved=directory is not None)
 
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+    def report_step(
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+    ) -> None:
         """Report a step of the class API, and save the state if that is due; raise `TrialOver` as `report` does."""
         with self._reporting("pt.report_step"):
-            report = self.count(metrics)
+            report = self.count(metrics, may_lack=may_lack)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 directory, reason = self._written_by(save), None if self._asking else self._finish_reason()
@@ -384,7 +386,7 @@ class TrialSession:
             require_no_path(returned, directory, self.step)
         return directory
 
-    def count(self, metrics: Mapping[str, object]) -> StepReport:
+    def count(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
         """Make the report of the next step; with `metrics_from="mean"` of what all ranks report for it."""
         step = self.step + 1
         where = f"metrics of step {step}"
@@ -394,7 +396,7 @@ class TrialSession:
             while self._mean is None or self._mean.step != step:
                 self._take_in()
             stored = storable(self._mean.metrics, where)
-        if self.start.rank.rank == 0:
+        if self.start.rank.rank == 0 and not may_lack:
             require_metrics(stored, self.start.required_metrics, where)
         self.step = step
         self._want_save = stored.pop("should_checkpoint", False) is True
@@ -584,9 +586,9 @@ class TrialSession:
 class FollowingSession(TrialSession):
     """The session of another rank: it adds its part to checkpoints, and follows the directives of rank 0."""
 
-    def count(self, metrics: Mapping[str, object]) -> StepReport:
+    def count(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
         """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
-        report = super().count(metrics)
+        report = super().count(metrics, may_lack=may_lack)
         self._send_metrics(report)
         return report
 
@@ -612,9 +614,11 @@ class FollowingSession(TrialSession):
             self._add(directory)
             self._follow(None)
 
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+    def report_step(
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+    ) -> None:
         with self._reporting("pt.report_step"):
-            self.count(metrics)
+            self.count(metrics, may_lack=may_lack)
             self._follow(save)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:

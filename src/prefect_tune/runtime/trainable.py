@@ -259,17 +259,18 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     _reporting_session("pt.report").report(metrics, checkpoint)
 
 
-def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False) -> None:
     """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
 
     It is due by the flow's `Cadence`, at the last step, when the trial is asked to stop, and when a scheduler needs
-    the state: as for a class trainable. `save` is called with an empty directory, before this returns.
+    the state: as for a class trainable. `save` is called with an empty directory, before this returns. With `may_lack`
+    the report may lack the metric of the search.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here.
     """
-    _reporting_session("pt.report_step").report_step(metrics, save)
+    _reporting_session("pt.report_step").report_step(metrics, save, may_lack=may_lack)
 
 
 def save_last_step(save: Callable[[str], None]) -> None:

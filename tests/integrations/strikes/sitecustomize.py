@@ -56,10 +56,10 @@ def _arm() -> None:
             strikers[id(session)] = _Striker(session)
         return strikers[id(session)]
 
-    def report_step(self: TrialSession, metrics: Any, save: Any) -> None:
+    def report_step(self: TrialSession, metrics: Any, save: Any, **options: Any) -> None:
         striker = striker_of(self)
         striker.strike(self.step + 1, "trained")
-        reported(self, metrics, save)
+        reported(self, metrics, save, **options)
         striker.strike(self.step, "reported")
 
     def written_by(self: TrialSession, save: Any) -> Path:
