@@ -2,7 +2,7 @@
 
     python -m benchmarks.search [--write] [--seeds 20]
 
-`tests/integrations/optuna/test_regret.py` and `tests/core/schedulers/test_pbt.py` hold the results to their limits.
+`tests/integrations/optuna/test_search.py` and `tests/core/schedulers/test_pbt.py` hold the results to their limits.
 """
 
 from __future__ import annotations

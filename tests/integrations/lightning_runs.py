@@ -19,7 +19,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
 from prefect_tune.integrations.torch import ResumableLoader
 from prefect_tune.runtime.trainable import enter
-from tests.integrations.reports import Reports
+from tests.integrations.undisturbed import Reports
 
 BATCHES = 6
 """In an epoch."""

@@ -12,8 +12,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.runtime.trainable import enter
 from tests.integrations.examples import Example
-from tests.integrations.reports import Reports
 from tests.integrations.states import flat
+from tests.integrations.undisturbed import Reports
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ class Undisturbed:
     step: int = 0
     trains_here: bool = True
 
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None], **_: object) -> None:
-        del metrics
+    def report_step(
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+    ) -> None:
+        del metrics, may_lack
         if self.step == self.steps:
             raise TrialOver(Paused(trial="trial", reason="it was over before"))
         self.step += 1
@@ -58,6 +60,35 @@ class Undisturbed:
 
     def info(self) -> TrialInfo:
         return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, 0, 1, 0, self)
+
+
+@dataclass
+class Reports(Undisturbed):
+    """Keeps what is reported, and a checkpoint of each step."""
+
+    restored_step: int = 0
+    pause_at: int | None = None
+    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    may_lack: dict[int, bool] = field(default_factory=dict)
+    """Whether a report may lack the metric of the search."""
+
+    def __post_init__(self) -> None:
+        self.step = self.restored_step
+
+    def report_step(self, metrics: Mapping[str, Any], save: Any, *, may_lack: bool = False) -> None:
+        if self.step == self.pause_at:
+            raise TrialOver(Paused(trial="trial", reason="it was paused before"))
+        self.step += 1
+        self.may_lack[self.step] = may_lack
+        self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
+        place = self.directory / str(self.step)
+        place.mkdir(parents=True, exist_ok=True)
+        save(str(place))
+        if self.step == self.pause_at:
+            raise TrialOver(Paused(trial="trial", reason="paused"))
+
+    def restored(self) -> Any:
+        return str(self.directory / str(self.restored_step)) if self.restored_step else None
 
 
 def train(trainable: Any, session: Undisturbed) -> None:

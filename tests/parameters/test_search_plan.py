@@ -21,7 +21,7 @@ from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
 from prefect_tune.parameters.plan_checks import warn_of_constants
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
+from prefect_tune.parameters.search_plan import OPTIONS, Resuming, SearchPlan, resuming
 from prefect_tune.tasks.trials import run_trial
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
@@ -203,3 +203,44 @@ def test_a_run_of_a_deployment_says_how_its_worker_finds_a_module(monkeypatch: p
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker sets it")
     with pytest.raises(InvalidInput, match=r"install .* --job-variable 'env=\{\"PYTHONPATH\": "):
         valid_trainable("my_project.train:Net")
+
+
+# The values of `resume=`: ours, Ray's, and those that are refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, Resuming("auto")),
+        ("auto", Resuming("auto")),
+        (True, Resuming("must")),
+        ("must", Resuming("must")),
+        ("REMOTE", Resuming("must")),
+        ("LOCAL", Resuming("must", local=True)),
+        (False, Resuming("never")),
+        ("never", Resuming("never")),
+        ("AUTO+ERRORED", Resuming("auto", rerun_errored=True)),
+        ("must + errored_only", Resuming("must", rerun_errored="only")),
+        ("ERRORED", Resuming("must", rerun_errored=True)),
+    ],
+)
+def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_on(
+    given: object, meant: Resuming
+) -> None:
+    assert resuming(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("PROMPT", "a flow cannot ask"),
+        ("AUTO+RESTART_ERRORED", "never starts from nothing again"),
+        ("always", "expected True, False, or one of 'auto'"),
+        ("", "expected True, False, or one of 'auto'"),
+        ("must+never", "says both 'must' and 'never'"),
+        (3, "expected 'auto', 'must' or 'never', found 3"),
+    ],
+)
+def test_a_word_that_means_nothing_here_is_refused_with_what_to_say_instead(given: object, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        resuming(given)

@@ -157,7 +157,12 @@ class TuneReportCheckpointCallback(Callback):
             ) from error
 
     def _start_run(self, on_run_start: Callable[[], None]) -> None:
-        _require_exact(self._trainer)
+        loaders = self._trainer.fit_loop._combined_loader.flattened  # the only place where all of them are
+        if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
+            raise InvalidInput(
+                f"{strange}: a resumed training would begin with other batches; use "
+                "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
+            )
         # Lightning's own handler of SIGTERM would end the training at the next batch, before it is reported and saved.
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
@@ -185,7 +190,10 @@ class TuneReportCheckpointCallback(Callback):
             _leave_epochs(validation._combined_loader)
         self._trainer.callback_metrics.update(state["metrics"])
         self._trainer.should_stop |= state["should_stop"]
-        set_random_state(state["random"] if self._rank == 0 else _random_state_of(self._rank, state["random"]))
+        own = Path(restored_directory() or "", _RANK_FILE.format(self._rank))
+        # A rank that the checkpoint is without draws the numbers of rank 0.
+        has_own = self._rank > 0 and own.exists()
+        set_random_state(torch.load(own, weights_only=True) if has_own else state["random"])
 
     def _restore_epoch(self, reset: Callable[[], None]) -> None:
         """Restore the place in the epoch; then nothing of an earlier batch has to be repeated or left out."""
@@ -245,23 +253,8 @@ def _move_logger(logger: Any, option: str | None) -> None:
         logger._version = None
 
 
-def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what this rank saved; that of rank 0 if the checkpoint is one of fewer ranks."""
-    path = Path(restored_directory() or "", _RANK_FILE.format(rank))
-    return dict(torch.load(path, weights_only=True)) if path.exists() else of_first
-
-
 def _leave_epochs(combined_loader: Any) -> None:
     """Say that what was restored is the end of an epoch, although `limit_train_batches` may have left a part of it."""
     for loader in combined_loader.flattened:
         if isinstance(loader, ResumableLoader):
             loader.batch_sampler.set_epoch(0)
-
-
-def _require_exact(trainer: Any) -> None:
-    loaders = trainer.fit_loop._combined_loader.flattened  # the only place where all of them are
-    if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
-        raise InvalidInput(
-            f"{strange}: a resumed training would begin with other batches; use "
-            "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
-        )

@@ -114,7 +114,19 @@ class _OptunaSchedule(Schedule):
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
         del trial
-        return _next_look(self._pruner, step)
+        match self._pruner:
+            case NopPruner():
+                return None
+            case SuccessiveHalvingPruner(
+                _min_resource=int(first), _reduction_factor=factor, _min_early_stopping_rate=rate
+            ):
+                return _next_rung(first * factor**rate, factor, step)
+            case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
+                return _next_rung(first, factor, step)  # of its brackets, taken together
+            case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
+                return max(first, first + ((step - first) // interval + 1) * interval)
+            case _:  # it looks at each value
+                return step + 1
 
     def decide(self, report: TrialReport) -> Decision:
         trial_id, step = self._ids[report.trial], report.report.step
@@ -122,7 +134,9 @@ class _OptunaSchedule(Schedule):
         if last_step is None or step > last_step:
             (value,) = values_of(self._objective, report.report.metrics, f"trial {report.trial!r}, step {step}")
             self._trials.set_trial_intermediate_value(trial_id, step, value)
-            if self._prunes(trial_id):
+            with quiet():
+                is_pruned = self._pruner.prune(self._study, self._trials.get_trial(trial_id))
+            if is_pruned:
                 result = {"metric": self._objective.metrics[0], "value": float(value)}
                 reason = make_reason("pruner", name=type(self._pruner).__name__, **result)
                 self._stops[report.trial] = Stop(reason=reason)
@@ -135,25 +149,6 @@ class _OptunaSchedule(Schedule):
             return
         state = TrialState.PRUNED if trial in self._stops else TrialState.COMPLETE
         self._trials.set_trial_state_values(self._ids[trial], state, [frozen.intermediate_values[frozen.last_step]])
-
-    def _prunes(self, trial_id: int) -> bool:
-        with quiet():
-            return self._pruner.prune(self._study, self._trials.get_trial(trial_id))
-
-
-def _next_look(pruner: BasePruner, step: int) -> int | None:
-    """Return the first step after `step` whose value the pruner wants to know."""
-    match pruner:
-        case NopPruner():
-            return None
-        case SuccessiveHalvingPruner(_min_resource=int(first), _reduction_factor=factor, _min_early_stopping_rate=rate):
-            return _next_rung(first * factor**rate, factor, step)
-        case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
-            return _next_rung(first, factor, step)  # of its brackets, taken together
-        case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
-            return max(first, first + ((step - first) // interval + 1) * interval)
-        case _:
-            return step + 1
 
 
 def _next_rung(first: int, factor: int, step: int) -> int:
@@ -234,7 +229,10 @@ class _OptunaProposals(Proposals):
         self._waiting = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
         self._objective = objective
         self._sampler = sampler
-        self._check_points()
+        self._has_one_metric = len(objective.metrics) == 1
+        for point, fixed in self._waiting:  # Optuna's grid sampler cannot draw the missing values of a point
+            if sampler.draws_nothing and self._domains.keys() - fixed.keys():
+                raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
         self._study = Study(_NAME, objective.modes)
         self._trials = self._study.trials_stored
         self._seen: dict[int, tuple[int, Mapping[str, object]]] = {}  # by number: Optuna's id, and the configuration
@@ -291,26 +289,17 @@ class _OptunaProposals(Proposals):
         if failed or last is None:
             self._tell(number, TrialState.FAIL, None)
             return
+        state, values = TrialState.PRUNED, None
         try:
-            state, values = self._came_to(number, last, was_stopped=was_stopped)
+            self.reported(number, last)
+            self._describe(*self._seen[number], last, f"trial {number}")
+            if not (was_stopped and self._has_one_metric):
+                values = values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
+                state = TrialState.COMPLETE
         except BadMetric as missing:
             _log.warning("the search counts this trial as failed: %s", missing)
             state, values = TrialState.FAIL, None
         self._tell(number, state, values)
-
-    def _came_to(
-        self, number: int, last: StepReport, *, was_stopped: bool
-    ) -> tuple[TrialState, Sequence[float] | None]:
-        """Return the state and the values of a trial in Optuna's terms, by its last report.
-
-        Raises:
-            BadMetric: the report lacks a metric of the objective or of a constraint.
-        """
-        self.reported(number, last)
-        self._describe(*self._seen[number], last, f"trial {number}")
-        if was_stopped and self._has_one_metric:
-            return TrialState.PRUNED, None
-        return TrialState.COMPLETE, values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
         """Add a trial of another experiment; the sampler, which did not propose it, has no notes on it."""
@@ -330,16 +319,6 @@ class _OptunaProposals(Proposals):
         state = TrialState.PRUNED if pruned else TrialState.COMPLETE
         self._trials.set_trial_state_values(trial_id, state, None if pruned else values)
         return True
-
-    @property
-    def _has_one_metric(self) -> bool:
-        return len(self._objective.metrics) == 1
-
-    def _check_points(self) -> None:
-        """Require whole points for a grid: Optuna's grid sampler cannot draw the missing values of a point."""
-        for point, fixed in self._waiting:
-            if self._sampler.draws_nothing and self._domains.keys() - fixed.keys():
-                raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
 
     def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Return the values that the point of `config` fixes, and remove that point from the waiting ones."""

@@ -105,7 +105,15 @@ def without_functions(space: Mapping[str, object]) -> dict[str, object]:
 
 def without_the_undrawn(space: Mapping[str, object]) -> dict[str, object]:
     """Return a space that reads nothing as an option of weight 0."""
-    return {key: _rebuilt(node, _undrawn_blanked) for key, node in space.items()}
+
+    def blanked(node: object) -> object:
+        if not isinstance(node, Choice):
+            return node
+        drawable = _drawable(node)
+        options = tuple(each if index in drawable else _NEVER for index, each in enumerate(node.options))
+        return Choice(options, node.weights)
+
+    return {key: _rebuilt(node, blanked) for key, node in space.items()}
 
 
 def _rebuilt(node: object, change: Callable[[object], object]) -> object:
@@ -118,14 +126,6 @@ def _rebuilt(node: object, change: Callable[[object], object]) -> object:
             return change(Choice(tuple(_rebuilt(each, change) for each in options), weights))
         case _:
             return change(node)
-
-
-def _undrawn_blanked(node: object) -> object:
-    if not isinstance(node, Choice):
-        return node
-    drawable = _drawable(node)
-    blanked = [each if index in drawable else _NEVER for index, each in enumerate(node.options)]
-    return Choice(tuple(blanked), node.weights)
 
 
 def distribution_of(domain: Domain) -> BaseDistribution:
@@ -325,7 +325,8 @@ class SeededSampler:
         self._chances = [part for part in parts if isinstance(part, _Chance)]
         # Seeded anew before each use, a generator need not be copied.
         self._shared: dict[int, object] = {id(part): part for part in parts if isinstance(part, (*_SHARED, _Chance))}
-        self._shared |= _grids_of(self._pristine)
+        if isinstance(core := core_of(self._pristine), samplers.GridSampler):
+            self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - never changed
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
         self.is_replayed_by_asking = not kinds <= {*_SEES_ONLY_TRIALS}
         self.sees_parts = isinstance(core_of(sampler), _SEES_PARTS)
@@ -402,10 +403,6 @@ def check_sampler(sampler: BaseSampler, names: Collection[str], objective_count:
         raise InvalidInput(f"{name}: it serves one metric, found {objective_count}: take NSGAIISampler or TPESampler")
     if isinstance(core, samplers.GridSampler) and set(core._search_space) != set(names):  # noqa: SLF001 - as above
         raise InvalidInput(f"{name}: expected values for each parameter of the space, {sorted(names)}")
-    _check_fixed(sampler, names)
-
-
-def _check_fixed(sampler: BaseSampler, names: Collection[str]) -> None:
     while isinstance(sampler, samplers.PartialFixedSampler):
         unknown = sampler._fixed_params.keys() - set(names)  # noqa: SLF001 - there is no public way to ask for it
         if unknown:
@@ -421,26 +418,18 @@ def _parts_of(value: object, seen: set[int]) -> Iterator[object]:
         return
     seen.add(id(value))
     yield value
-    if not isinstance(value, _CLOSED):
-        for part in _held_by(value):
-            yield from _parts_of(part, seen)
-
-
-def _held_by(value: object) -> Sequence[object]:
-    if isinstance(value, samplers.GridSampler):
-        return [value._rng]  # noqa: SLF001 - and not each of its points
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return value
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _grids_of(sampler: BaseSampler) -> dict[int, object]:
-    core = core_of(sampler)
-    if not isinstance(core, samplers.GridSampler):
-        return {}
-    return {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - never changed
+    held: Sequence[object]
+    match value:
+        case samplers.GridSampler():
+            held = [value._rng]  # noqa: SLF001 - and not each of its points
+        case Mapping():
+            held = list(value.values())
+        case list() | tuple():
+            held = value
+        case _:
+            held = [] if isinstance(value, _CLOSED) else list(getattr(value, "__dict__", {}).values())
+    for part in held:
+        yield from _parts_of(part, seen)
 
 
 def _settle(part: object, seed: int) -> None:

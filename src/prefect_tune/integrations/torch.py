@@ -229,7 +229,31 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     def __init__(
         self, dataset: Any, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0, **options: Any
     ) -> None:
-        self._order = _order_of(dataset, batch_size, shuffle, seed, options)
+        if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+            raise InvalidInput(
+                f"ResumableLoader: expected a dataset with a length and examples by number, found "
+                f"{type(dataset).__name__}; a loader over a stream has to keep its place itself, by state_dict and "
+                "load_state_dict (torchdata's StatefulDataLoader does)"
+            )
+        for name in ("sampler", "batch_sampler"):
+            if options.pop(name, None) is not None:
+                raise InvalidInput(
+                    f"ResumableLoader({name}=...): expected none, since the loader has the order itself, by shuffle "
+                    "and seed; to train on other examples, or in another order, pass torch.utils.data.Subset(dataset, "
+                    "indexes)"
+                )
+        if options.get("in_order", True) is not True:
+            raise InvalidInput(
+                "ResumableLoader(in_order=False): expected True, or its place would not say what was trained"
+            )
+        for name, number, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if isinstance(number, bool) or not hasattr(number, "__index__") or not least <= number < 1 << 63:
+                raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {least} or more")
+        flags = {"shuffle": shuffle, "drop_last": options.pop("drop_last", False)}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool | np.bool_):
+                raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
+        self._order = _Order(len(dataset), int(batch_size), int(seed), **flags)
         # Its own generator: making an iterator draws a number, which a resumed training draws once more.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._order, **options)
@@ -261,39 +285,6 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         """Continue at that place."""
         self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
         self._order.is_restored = True
-
-
-def _order_of(dataset: Any, batch_size: Any, shuffle: Any, seed: Any, options: dict[str, Any]) -> _Order:
-    """Return the order that a `ResumableLoader` is to have; the options that are left are those of a `DataLoader`.
-
-    Raises:
-        InvalidInput: as the constructor.
-    """
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InvalidInput(
-            f"ResumableLoader: expected a dataset with a length and examples by number, found "
-            f"{type(dataset).__name__}; a loader over a stream has to keep its place itself, by state_dict and "
-            "load_state_dict (torchdata's StatefulDataLoader does)"
-        )
-    for name in ("sampler", "batch_sampler"):
-        if options.pop(name, None) is not None:
-            raise InvalidInput(
-                f"ResumableLoader({name}=...): expected none, since the loader has the order itself, by shuffle and "
-                "seed; to train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
-            )
-    if options.get("in_order", True) is not True:
-        raise InvalidInput(
-            "ResumableLoader(in_order=False): expected True, or its place would not say what was trained"
-        )
-    numbers = {"batch_size": (batch_size, 1), "seed": (seed, 0)}
-    for name, (value, least) in numbers.items():
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value < 1 << 63:
-            raise InvalidInput(f"ResumableLoader({name}={value!r}): expected an integer of {least} or more")
-    flags = {"shuffle": shuffle, "drop_last": options.pop("drop_last", False)}
-    for name, value in flags.items():
-        if not isinstance(value, bool | np.bool_):
-            raise InvalidInput(f"ResumableLoader({name}={value!r}): expected True or False")
-    return _Order(len(dataset), int(batch_size), int(seed), **flags)
 
 
 class _Order:

@@ -129,7 +129,9 @@ def train(
     for begin in range(begun, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
-        booster = xgb.train(seeded, dtrain, end - begin, xgb_model=_plain(booster), callbacks=callbacks, **options)
+        # The trees alone, as a checkpoint has them: a booster in memory would bring its generators.
+        trees = None if booster is None else booster.save_raw("ubj")
+        booster = xgb.train(seeded, dtrain, end - begin, xgb_model=trees, callbacks=callbacks, **options)
         if booster.num_boosted_rounds() < end or reporting.over:
             break
     if booster is None:
@@ -147,19 +149,11 @@ def _move_checkpoints(callbacks: Sequence[object]) -> None:
 
 
 def _goes_on(model: xgb.Booster, evals_log: Any, metrics: MetricNames) -> bool:
-    last = {f"{data}-{name}": _value(log[-1]) for data, logs in evals_log.items() for name, log in logs.items()}
+    last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
+    # Cross-validation gives the mean and the deviation.
+    last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
     return goes_on_after(chosen(last, metrics), partial(_save, model))
 
 
 def _save(model: xgb.Booster, directory: str) -> None:
     model.save_model(Path(directory, _FILE))
-
-
-def _plain(booster: xgb.Booster | None) -> bytearray | None:
-    """The trees alone, as a checkpoint has them: a booster in memory would bring its generators."""
-    return booster.save_raw("ubj") if booster is not None else None
-
-
-def _value(score: Any) -> float:
-    """Cross-validation gives the mean and the deviation."""
-    return float(score[0] if isinstance(score, tuple) else score)

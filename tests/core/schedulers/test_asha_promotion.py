@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.argument_checks import scheduler_from, to_json
-from tests.core.schedulers.asking import LOSS, SCORE, Asked
+from tests.core.schedulers.asking import LOSS, Asked
 from tests.fakes.searches.virtual_driver import Config, State, Table, VirtualRun, World
 
 PROMOTION = ASHA(max_t=27, variant="promotion")
@@ -54,15 +53,6 @@ def test_asking_who_is_next_changes_nothing() -> None:
 
 def test_of_equal_ones_the_earlier_is_promoted() -> None:
     assert promotion(0.2, 0.1, 0.1, 0.1, 0.1, 0.1).resume_all() == ["b", "c"]
-
-
-def test_a_score_is_to_be_large() -> None:
-    asked = Asked(PROMOTION, SCORE)
-    asked.add("a", "b", "c")
-    pauses = [asked.report(trial, 1, score) for trial, score in (("a", 0.9), ("b", 0.8), ("c", 0.7))]
-    assert asked.resume() == "a"
-    rank = {"step": 1, "rank": 3, "ranked": 3, "quota": 1}
-    assert pauses[2] == Pause(reason=make_reason("rank-promoted", metric="score", value=0.7, **rank))
 
 
 def test_the_highest_rung_with_somebody_to_promote_comes_first() -> None:
@@ -158,14 +148,6 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is(
     asked.says("c", 1, 0.3)
     assert asked.resume_all() == []  # the best of three at rung 1 has already continued
     asked.end("a", "b", "c")
-
-
-def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> None:
-    asked = promotion(0.1, 0.2)
-    asked.add("c")
-    with pytest.raises(BadMetric):
-        asked.report("c", 1, float("nan"))
-    assert asked.says("c", 1, 0.0) == "continue"
 
 
 # ----------------------------------------------------------------------------- no new trial is left

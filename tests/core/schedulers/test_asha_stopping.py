@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.reasons import code_of, make_reason
 from prefect_tune.core.schedulers import asha
 from prefect_tune.core.schedulers.base import Continue, Stop
-from tests.core.schedulers.asking import LOSS, SCORE, Asked
+from tests.core.schedulers.asking import SCORE, Asked
 
 ASHA = partial(asha.ASHA, variant="stopping")
 
@@ -61,15 +60,6 @@ def test_a_score_is_to_be_large() -> None:
     assert (
         str(stop.reason) == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
     )
-
-
-def test_a_trial_that_one_other_ends_is_judged_by_one() -> None:
-    asked = Asked(ASHA(max_t=9, reduction_factor=2), SCORE)
-    asked.add("a", "b")
-    assert asked.says("a", 1, 0.5) == "continue"
-    stop = asked.report("b", 1, 0.25)
-    reason = make_reason("cutoff", metric="score", value=0.25, step=1, cutoff=0.5, judges=1)
-    assert stop == Stop(reason=reason)
 
 
 def test_at_max_t_everybody_stops_however_good() -> None:
@@ -142,23 +132,6 @@ def test_what_an_ended_trial_showed_is_still_compared_with() -> None:
     assert asked.says("b", 1, 0.6) == "stop"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.3"])
-def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(value: object) -> None:
-    asked = Asked(ASHA(max_t=27))
-    asked.add("a", "b")
-    with pytest.raises(BadMetric, match="trial 'a', step 1"):
-        asked.report("a", 1, value)
-    assert asked.says("b", 1, 0.9) == "continue"
-    assert asked.says("a", 1, 0.8) == "continue"
-
-
-def test_it_never_pauses_anybody() -> None:
-    schedule = ASHA(max_t=9).begin(LOSS, 0)
-    schedule.exhausted()
-    assert (schedule.resume_next(), schedule.stop_next(), schedule.is_waiting()) == (None, None, False)
-    assert not schedule.saves_first
-
-
 def test_brackets_begin_one_rung_higher_each_and_share_the_steps_as_in_hyperband() -> None:
     asked = Asked(ASHA(max_t=27, brackets=4), seed=3)
     trials = [f"t{number}" for number in range(4_000)]
@@ -196,26 +169,3 @@ def test_with_a_grace_period_of_max_t_everybody_trains_to_the_end() -> None:
     asked.add("a")
     assert asked.schedule.milestone("a", 0) == 9
     assert asked.report("a", 5, 0.5) == Continue()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"max_t": 0}, "max_t and grace_period in whole steps, 1 or more$"),
-        ({"max_t": 27.0}, "whole steps"),
-        ({"max_t": True}, "whole steps"),
-        ({"grace_period": 28}, "a grace_period of at most max_t, which is 27$"),
-        ({"grace_period": 0}, "whole steps, 1 or more$"),
-        ({"reduction_factor": 1.5}, "a reduction_factor of 2 or more$"),
-        ({"reduction_factor": float("inf")}, "a reduction_factor of 2 or more$"),
-        ({"reduction_factor": float("nan")}, "a reduction_factor of 2 or more$"),
-        ({"reduction_factor": True}, "a reduction_factor of 2 or more$"),
-        ({"brackets": 5}, "1 to 4 brackets: there are 3 rungs below max_t"),
-        ({"brackets": 0}, "1 to 4 brackets"),
-        ({"variant": "pausing"}, "'promotion' or 'stopping'"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object], expected: str) -> None:
-    with pytest.raises(InvalidInput, match=expected) as refused:
-        ASHA(**{"max_t": 27, **wrong})
-    assert str(refused.value).startswith("ASHA(")

@@ -1,16 +1,17 @@
-"""Without early stopping no trial is stopped; to each scheduler a retried trial that ends again ends once."""
+"""What holds for every scheduler, and FIFO."""
 
 from __future__ import annotations
 
 import pytest
 
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Continue, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
-from tests.core.schedulers.asking import Asked
+from tests.core.schedulers.asking import LOSS, SCORE, Asked
 from tests.fakes.searches.virtual_driver import would_answer
 
 TRIALS = ("a", "b", "c", "d")
@@ -22,6 +23,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "median stopping": MedianStopping(min_samples_required=1),
     "pbt": PBT(perturbation_interval=1, hyperparam_mutations={"x": uniform(0, 1)}),
 }
+COMPARING = sorted(SCHEDULERS.keys() - {"fifo"})
 
 
 def trained(scheduler: Scheduler, *, again: int) -> Asked:
@@ -35,6 +37,92 @@ def trained(scheduler: Scheduler, *, again: int) -> Asked:
         asked.add("c", config={"x": 0.5})
         asked.end("c")
     return asked
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_of_a_score_the_negative_is_its_loss(name: str) -> None:
+    """The trials of one rung: each is decided on alike, with its value and the one it is compared with as reported."""
+    losses, scores = Asked(SCHEDULERS[name], LOSS), Asked(SCHEDULERS[name], SCORE)
+    trials = [f"t{number}" for number in range(9)]
+    for asked in (losses, scores):
+        asked.add(*trials, config={"x": 0.5})
+    for trial, value in zip(trials, (0.5, 0.6, 0.4, 0.9, 0.1, 0.7, 0.3, 0.8, 0.2), strict=True):
+        decisions = losses.report(trial, 1, -value), scores.report(trial, 1, value)
+        assert decisions[0].type == decisions[1].type
+        reasons = [getattr(each, "reason", None) for each in decisions]
+        loss, score = ({} if each is None else dict(each.arguments) for each in reasons)
+        for compared in ("value", "cutoff", "best", "median", "source_value"):
+            assert score.get(compared) == (None if compared not in loss else -loss[compared])
+    assert losses.resume_all() == scores.resume_all()
+    for asked in (losses, scores):
+        asked.schedule.exhausted()
+    assert losses.stop_all() == scores.stop_all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.3"])
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(name: str, value: object) -> None:
+    untouched, asked = trained(SCHEDULERS[name], again=0), trained(SCHEDULERS[name], again=0)
+    others = [trial for trial in TRIALS if trial != "c"]
+    for trial in others:
+        step = (asked.schedule.milestone(trial, 1) or 2) + 1
+        with pytest.raises(BadMetric, match=rf"trial '{trial}', step {step}"):
+            asked.report(trial, step, value, {"x": 9.0})
+    assert would_answer(asked.schedule, others) == would_answer(untouched.schedule, others)
+
+
+WRONG = [
+    (ASHA, {"max_t": 0}, "max_t and grace_period in whole steps, 1 or more$"),
+    (ASHA, {"max_t": 27.0}, "whole steps"),
+    (ASHA, {"max_t": True}, "whole steps"),
+    (ASHA, {"grace_period": 28}, "a grace_period of at most max_t, which is 27$"),
+    (ASHA, {"grace_period": 0}, "whole steps, 1 or more$"),
+    (ASHA, {"reduction_factor": 1.5}, "a reduction_factor of 2 or more$"),
+    (ASHA, {"reduction_factor": float("inf")}, "a reduction_factor of 2 or more$"),
+    (ASHA, {"reduction_factor": float("nan")}, "a reduction_factor of 2 or more$"),
+    (ASHA, {"reduction_factor": True}, "a reduction_factor of 2 or more$"),
+    (ASHA, {"brackets": 5}, "1 to 4 brackets: there are 3 rungs below max_t"),
+    (ASHA, {"brackets": 0}, "1 to 4 brackets"),
+    (ASHA, {"variant": "pausing"}, "'promotion' or 'stopping'"),
+    (Hyperband, {"max_t": 0}, "expected max_t >= 1, in whole steps"),
+    (Hyperband, {"max_t": 2.5}, "in whole steps"),
+    (Hyperband, {"reduction_factor": 1}, "reduction_factor >= 2"),
+    (Hyperband, {"reduction_factor": "3"}, "reduction_factor >= 2"),
+    (MedianStopping, {"grace_period": 0}, "whole numbers from 1 on"),
+    (MedianStopping, {"min_samples_required": 0}, "whole numbers from 1 on"),
+    (MedianStopping, {"interval": 0}, "whole numbers from 1 on"),
+    (MedianStopping, {"interval": 1.5}, "whole numbers from 1 on"),
+    (MedianStopping, {"min_time_slice": 0}, "whole numbers from 1 on"),
+    (MedianStopping, {"min_time_slice": -1}, "whole numbers from 1 on"),
+    (PBT, {"perturbation_interval": 0}, "perturbation_interval >= 1"),
+    (PBT, {"burn_in_period": -1}, "burn_in_period >= 0"),
+    (PBT, {"quantile_fraction": 0.6}, "quantile_fraction from 0 to 0.5"),
+    (PBT, {"quantile_fraction": -0.1}, "quantile_fraction from 0 to 0.5"),
+    (PBT, {"resample_probability": 1.1}, "resample_probability from 0 to 1"),
+    (PBT, {"resample_probability": None}, "resample_probability from 0 to 1"),
+    (PBT, {"perturbation_factors": ()}, "at least one"),
+    (PBT, {"perturbation_factors": (1.2, -1)}, "perturbation_factors >= 0"),
+    (PBT, {"hyperparam_mutations": {"lr": 3}}, r"hyperparam_mutations\['lr'\]: expected a domain"),
+]
+NEEDED = {
+    ASHA: {"max_t": 27},
+    Hyperband: {"max_t": 27},
+    MedianStopping: {},
+    PBT: {"perturbation_interval": 5, "hyperparam_mutations": {"lr": uniform(0, 1)}},
+}
+
+
+@pytest.mark.parametrize(("kind", "wrong", "expected"), WRONG)
+def test_what_cannot_be_is_refused_at_construction_by_name(
+    kind: type[Scheduler], wrong: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(InvalidInput, match=expected) as refused:
+        kind(**{**NEEDED[kind], **wrong})
+    assert str(refused.value).startswith(kind.__name__)
+
+
+def test_only_pbt_has_checkpoints_committed_before_it_is_asked_since_others_may_go_on_from_them() -> None:
+    assert [name for name, each in SCHEDULERS.items() if each.begin(LOSS, 0).saves_first] == ["pbt"]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() - {"hyperband"}))

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
-from tests.core.schedulers.asking import SCORE, Asked
+from tests.core.schedulers.asking import Asked
 
 
 def three_others(rule: MedianStopping, steps: int = 4) -> Asked:
@@ -45,15 +44,6 @@ def test_of_an_even_number_the_median_is_between_the_middle_two() -> None:
         asked.add("d")
         asked.says("d", 1, 0.4)
         assert asked.says("x", 1, loss) == said
-
-
-def test_a_score_is_to_be_large() -> None:
-    asked = Asked(MedianStopping(min_samples_required=1), SCORE)
-    asked.add("a", "b", "c")
-    assert asked.says("a", 1, 0.5) == "continue"
-    reason = make_reason("median", metric="score", best=0.4, median=0.5, step=1, count=1)
-    assert asked.report("b", 1, 0.4) == Stop(reason=reason)
-    assert asked.says("c", 1, 0.6) == "continue"
 
 
 def test_it_is_the_best_of_a_trial_that_is_compared_and_the_average_of_the_others() -> None:
@@ -129,15 +119,6 @@ def test_who_is_added_again_after_its_end_goes_on_though_it_was_stopped() -> Non
     asked.add("x")
     assert asked.says("x", 1, 0.21) == "continue"
     assert asked.says("x", 2, 0.21) == "stop"
-
-
-def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> None:
-    asked = three_others(MedianStopping())
-    with pytest.raises(BadMetric):
-        asked.report("x", 1, float("nan"))
-    asked.add("y")
-    assert asked.says("y", 1, 0.2) == "continue"
-    assert asked.says("x", 1, 0.2) == "continue"
 
 
 @pytest.mark.long
@@ -219,19 +200,3 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
     assert asked.says("a", 3, 0.5) == "continue"
     asked.schedule.exhausted()
     assert asked.resume_all() == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"grace_period": 0},
-        {"min_samples_required": 0},
-        {"interval": 0},
-        {"interval": 1.5},
-        {"min_time_slice": 0},
-        {"min_time_slice": -1},
-    ],
-)
-def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput, match=r"^MedianStopping\(.*expected whole numbers from 1 on"):
-        MedianStopping(**wrong)

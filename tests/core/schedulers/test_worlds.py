@@ -63,7 +63,6 @@ def table(seed: int) -> Table:
 
 few = settings(max_examples=40)
 fewer = settings(max_examples=8)
-many = settings(max_examples=1_000)
 
 
 def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
@@ -72,39 +71,15 @@ def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outc
     return recorded, VirtualRun(recorded, table(world.seed), configs, world).run()
 
 
-def comes_to_its_end(scheduler: Scheduler, world: World, trials: int) -> None:
-    _, outcome = run(scheduler, world, trials)
-    assert len(outcome.trials) == trials
-    assert {trial.status for trial in outcome.trials.values()} <= {"ended"}
-
-
 @every_scheduler
-@few
+@settings(max_examples=40)
 @given(world=worlds, trials=st.integers(0, 30))
 def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
-    comes_to_its_end(scheduler, world, trials)
-
-
-@pytest.mark.deep
-@every_scheduler
-@many
-@given(world=worlds, trials=st.integers(0, 100))
-def test_a_thousand_experiments_come_to_their_ends(scheduler: Scheduler, world: World, trials: int) -> None:
-    comes_to_its_end(scheduler, world, trials)
-
-
-def replays(scheduler: Scheduler, world: World, trials: int) -> None:
-    """Replaying any prefix of the recorded calls yields the same state and the same later answers."""
-    recorded, _ = run(scheduler, world, trials)
-    for cut in range(len(recorded.calls) + 1):
-        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
-        if cut:
-            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "added"]
-            assert would_answer(fresh, by_then) == recorded.calls[cut - 1].state
-        for call in recorded.calls[cut:]:
-            assert call.to(fresh) == call.answer
+    _, outcome = run(scheduler, world, trials)
+    assert len(outcome.trials) == trials
+    assert {trial.status for trial in outcome.trials.values()} <= {"ended"}
 
 
 def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
@@ -119,23 +94,20 @@ def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
 
 
 @every_scheduler
-@fewer
+@settings(max_examples=8)
 @given(world=worlds, trials=st.integers(1, 12))
 def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
-    replays(scheduler, world, trials)
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(1_800)
-@every_scheduler
-@many
-@given(world=worlds, trials=st.integers(1, 12))
-def test_at_every_point_of_a_thousand_histories_one_that_is_told_is_in_the_same_state(
-    scheduler: Scheduler, world: World, trials: int
-) -> None:
-    replays(scheduler, world, trials)
+    """Replaying any prefix of the recorded calls yields the same state and the same later answers."""
+    recorded, _ = run(scheduler, world, trials)
+    for cut in range(len(recorded.calls) + 1):
+        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
+        if cut:
+            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "added"]
+            assert would_answer(fresh, by_then) == recorded.calls[cut - 1].state
+        for call in recorded.calls[cut:]:
+            assert call.to(fresh) == call.answer
 
 
 @every_scheduler

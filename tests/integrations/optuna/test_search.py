@@ -9,7 +9,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import optuna
@@ -33,10 +34,12 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS
+from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
 from prefect_tune.core.search.space import Found, read
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
+from prefect_tune.parameters.argument_checks import search_from, to_json
+from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
 
@@ -435,3 +438,55 @@ def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_p
     record_property(f"figure: CPU seconds to recall 1,000 trials, {sampler or 'TPESampler'}", round(seconds, 2))
     assert len(proposed(proposals, 1000)) == 4
     assert seconds < 10
+
+
+# Samplers by name, as forms, deployments and the command line pass them.
+
+
+@pytest.mark.parametrize("sampler", ["RandomSampler", {"TPESampler": {"n_startup_trials": 3, "multivariate": True}}])
+def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journaled(sampler: Any) -> None:
+    given = {"OptunaSearch": {"sampler": sampler, "num_samples": 6}}
+    search = search_from(given)
+    name, options = next(iter(sampler.items())) if isinstance(sampler, dict) else (sampler, {})
+    same = OptunaSearch(getattr(samplers, name)(**options), num_samples=6)
+    assert to_json(search) == given
+    proposed = [[each.begin(SPACE, LOSS, SEED).suggest(number) for number in range(3)] for each in (search, same)]
+    assert proposed[0] == proposed[1]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ("TPE", "expected one of Optuna's, its name such as 'TPESampler'"),
+        ("TPESamplr", "did you mean 'TPESampler'?"),
+        ("Study", "found 'Study'"),
+        ({"TPESampler": 3}, "found {'TPESampler': 3}"),
+        ({"TPESampler": {"n_startup": 3}}, "sampler: TPESampler: "),
+        ("GridSampler", "sampler: GridSampler: "),
+        (3, "found 3"),
+    ],
+)
+def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any, said: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        search_from({"OptunaSearch": {"sampler": sampler, "num_samples": 3}})
+    assert said in str(refused.value)
+
+
+# The regret of TPE after a hundred trials.
+
+
+@pytest.mark.long
+def test_tpe_comes_closer_than_chance() -> None:
+    learned = median(regret(OptunaSearch(None, 100), BRANIN, seed).value for seed in range(5))
+    drawn = median(regret(RandomSearch(100), BRANIN, seed).value for seed in range(5))
+    assert learned < 0.1 < drawn
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("problem", "limit"), [(BRANIN, 0.05), (HARTMANN, 0.30)], ids=lambda value: str(value)[:16])
+def test_the_median_regret_of_twenty_seeds_is_small(
+    problem: Problem, limit: float, record_property: Callable[[str, object], None]
+) -> None:
+    found = median(regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
+    record_property(f"figure: median regret of TPE after 100 trials, {problem.name}", round(found, 4))
+    assert found <= limit

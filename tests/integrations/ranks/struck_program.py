@@ -7,7 +7,7 @@ from pathlib import Path
 
 import prefect_tune as pt
 from examples import torchrun_digits
-from tests.integrations.ranks.killed import kill_if_struck
+from tests.integrations.ranks.several_ranks import kill_if_struck
 
 
 def train(config: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from tests.integrations.ranks.killed import killed
+from tests.integrations.ranks.several_ranks import killed
 from tests.integrations.states import flat
 
 pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.integrations, pytest.mark.timeout(1800)]
