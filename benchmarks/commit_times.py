@@ -46,8 +46,8 @@ def train(config: Mapping[str, object]) -> None:
 def measure(trial_count: int, latency_ms: int) -> tuple[float, float, float]:
     """Return the median and the 95th percentile in milliseconds, and the requests of a commit."""
     import prefect_tune as pt
+    from benchmarks.measuring.s3_process import S3SinkProcess
     from prefect_tune.blocks import S3Target, SyncConfig
-    from tests.fakes.servers.s3_sink import S3SinkProcess
 
     with S3SinkProcess() as sink, tempfile.TemporaryDirectory() as folder:
         target = S3Target(

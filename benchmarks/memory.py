@@ -10,9 +10,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from benchmarks.measuring.s3_process import S3SinkProcess
 from benchmarks.measuring.tables import circumstances, table, write
 from benchmarks.transfer import fill, require_equal, run_client
-from tests.fakes.servers.s3_sink import S3SinkProcess
 
 _LIMIT_MIB = 512
 

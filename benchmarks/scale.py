@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.measuring.long_history import History, write_history
 from benchmarks.measuring.opening import Measured
 from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.s3_process import S3SinkProcess
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.stores.local.staging import transfer_pool
-from tests.fakes.servers.s3_sink import S3SinkProcess
 from tests.fakes.stores.object_stores import object_store
 
 _KIB, _MIB = 1 << 10, 1 << 20

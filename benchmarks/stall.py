@@ -44,10 +44,10 @@ def train(config: Mapping[str, object]) -> None:
 
 def main() -> None:
     """Print one row for each way to commit."""
+    from benchmarks.measuring.s3_process import S3SinkProcess
     from prefect_tune.blocks import S3Target, SyncConfig
     from prefect_tune.core.experiment.retention import Retention
     from prefect_tune.flows.durable_trainable import durable_trainable
-    from tests.fakes.servers.s3_sink import S3SinkProcess
 
     print("| store latency | sync, s | async, own directory | async, new_checkpoint_dir |")
     print("|---|---|---|---|")

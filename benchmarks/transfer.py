@@ -22,8 +22,8 @@ from statistics import median
 
 from benchmarks.measuring.clients import CLIENTS, Measured
 from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.s3_process import S3SinkProcess
 from benchmarks.measuring.tables import circumstances, table, write
-from tests.fakes.servers.s3_sink import S3SinkProcess
 
 __all__ = ["CASES", "Case", "fill", "memory_room", "require_equal", "run_client"]
 

@@ -28,9 +28,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measuring.clients import BUCKET, KEYS, client_act
+from benchmarks.measuring.s3_process import S3SinkProcess
 from benchmarks.measuring.tables import circumstances, table, write
 from benchmarks.transfer import memory_room
-from tests.fakes.servers.s3_sink import S3SinkProcess
 
 _RANKS = 2
 _TENSORS = 16
