@@ -60,7 +60,7 @@ _TOGETHER = frozenset(
         "tests/flows/deployments/test_deployed.py",
         "tests/flows/observing/test_events.py",
         "tests/results/test_results.py",
-        "tests/stores/child_process/test_subprocess_store.py",
+        "tests/stores/test_subprocess_store.py",
         "tests/test_docs_site.py",
         "tests/test_packaging.py",
         "tests/test_static_types.py",

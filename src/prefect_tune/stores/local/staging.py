@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias, TypeVar
 from uuid import uuid4
 
@@ -434,7 +434,7 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
     if not listed:
         raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
     inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed}
-    folders = {parent for path in inside for parent in _parents(path)}
+    folders = {str(above) for path in inside for above in PurePosixPath(path).parents} - {"."}
     for path, each in inside.items():
         if not is_inside(path) or "\\" in path:
             raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
@@ -453,11 +453,6 @@ def _is_mark(store: ObjectStore, listed: Listed) -> bool:
     Not every client lists the closing slash; without it, an empty file has a size by its name and a mark has none.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path := path.rpartition("/")[0]:
-        yield path
 
 
 # Local directories: detect changes, copy a directory, replace a directory or a file atomically.

@@ -1,0 +1,589 @@
+"""The store on object storage: deadlines, lost replies, and each error code as the real client reports it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto import settings as moto_settings
+from obstore.exceptions import GenericError
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    DeadlineExceeded,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+)
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores import obstore_store
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning, ObstoreStore, connected
+from tests.fakes.servers.canned_http import Canned, answering, s3_error
+from tests.fakes.servers.moto_server import aws_client, moto_server
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.stores.object_stores import Once, object_store, until
+from tests.stores.contract import StoreContract
+
+
+def _calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
+    return {
+        "create": lambda: store.create("a", b"1"),
+        "put": lambda: store.put("a", b"1"),
+        "replace": lambda: store.replace("a", [b"1"]),
+        "replace by parts": lambda: store.replace("a", [bytes(8 << 20), b"1"]),
+        "read": lambda: store.read("a"),
+        "read a range": lambda: store.read("a", offset=1, length=1),
+        "size": lambda: store.size("a"),
+        "list": lambda: store.list("a"),
+        "delete": lambda: store.delete(["a"]),
+    }
+
+
+_ACTS = sorted(_calls(None))  # type: ignore[arg-type]  # only the names are asked for
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    with moto_server() as url:
+        yield url
+
+
+@pytest.fixture
+def sink() -> Iterator[S3Sink]:
+    with S3Sink() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
+
+
+class TestOnARealServer(StoreContract):
+    numbers = count()
+
+    @pytest.fixture
+    def store(self, moto: str) -> ObstoreStore:
+        bucket = f"bucket-{next(self.numbers)}"
+        aws_client(moto).create_bucket(Bucket=bucket)
+        return object_store(moto, bucket=bucket)
+
+    @pytest.mark.long
+    def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
+        super().test_a_listing_has_all_of_more_than_a_thousand_entries(store)
+
+
+class TestOnTheSink(StoreContract):
+    @pytest.fixture
+    def store(self, sink: S3Sink) -> ObstoreStore:
+        return object_store(sink.endpoint)
+
+
+@pytest.mark.parametrize("act", _ACTS)
+def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str, act: str) -> None:
+    store = object_store(moto, bucket="never-created")
+    with pytest.raises(StoreRefused, match="no such bucket"):
+        _calls(store)[act]()
+
+
+def test_what_is_not_there_is_asked_for_once_more_only_until_the_bucket_was_seen(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    for _ in range(3):
+        assert store.size("a") is None
+    assert sink.requests == {"HEAD": 3, "GET": 1}
+
+
+@pytest.mark.parametrize("act", _ACTS)
+def test_wrong_credentials_are_refused(moto: str, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moto_settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    with pytest.raises(StoreRefused, match="credentials"):
+        _calls(object_store(moto, bucket="never-created"))[act]()
+
+
+@pytest.mark.parametrize("act", _ACTS)
+def test_a_refusal_is_final(sink: S3Sink, act: str) -> None:
+    sink.fault = lambda _request: Fault.REFUSE_403
+    with pytest.raises(StoreRefused, match="permission"):
+        _calls(object_store(sink.endpoint))[act]()
+    assert len(sink.log) == (2 if act == "size" else 1)  # the answer to a HEAD has no body: a listing says why
+
+
+@pytest.mark.parametrize("act", _ACTS)
+def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink, act: str) -> None:
+    sink.fault = lambda _request: Fault.FAIL_503
+    uncertain = act == "create"
+    with pytest.raises(CommitUnknown if uncertain else StoreUnavailable, match="4 times"):
+        _calls(object_store(sink.endpoint))[act]()
+
+
+def test_a_server_that_is_not_there_has_certainly_written_nothing() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed_port = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(StoreUnavailable):
+            object_store(closed_port).create("a", b"1")
+
+
+def test_a_create_whose_reply_was_lost_finds_its_own_write(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    sink.fault = Once(Fault.LOSE_REPLY)
+    with pytest.raises(AlreadyExists):
+        store.create("a", b"mine")
+    assert bytes(store.read("a")) == b"mine"
+
+
+def test_a_create_that_got_no_reply_at_all_is_unknown(sink: S3Sink) -> None:
+    sink.fault = lambda _request: Fault.STALL
+    with pytest.raises(CommitUnknown, match="read it back"):
+        object_store(sink.endpoint, seconds=0.5).create("a", b"1")
+
+
+def test_a_refusal_after_a_lost_reply_leaves_a_create_unknown(sink: S3Sink) -> None:
+    faults = iter([Fault.LOSE_REPLY, Fault.REFUSE_403])
+    sink.fault = lambda _request: next(faults)
+    with pytest.raises(CommitUnknown):
+        object_store(sink.endpoint).create("a", b"1")
+
+
+@pytest.mark.parametrize("act", _ACTS)
+def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(sink: S3Sink, act: str) -> None:
+    sink.fault = lambda _request: Fault.STALL
+    store = object_store(sink.endpoint, seconds=1)
+    before = threading.active_count()
+    started = time.monotonic()
+    with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
+        _calls(store)[act]()
+    assert time.monotonic() - started < 1.2
+    assert until(lambda: not sink.connections)
+    assert until(lambda: threading.active_count() <= before)  # the server's own end with their connections
+
+
+def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) -> None:
+    writer = object_store(sink.endpoint, seconds=60)
+    writer.put("blob", bytes(3 << 20))
+    writer.close()  # else its connection may stay, idle in the pool
+    store = object_store(sink.endpoint, seconds=1)
+    sink.fault = lambda _request: Fault.STALL_BODY
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        store.read("blob", length=2 << 20)
+    assert time.monotonic() - started < 30  # the server never sends the rest
+    assert until(lambda: not sink.connections)
+
+
+def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -> None:
+    sink.fault = lambda _request: Fault.STALL
+    store = object_store(sink.endpoint, seconds=1.5, request_limit=timedelta(seconds=0.5))
+    body = bytes(4 << 20)
+
+    def write(number: int) -> TuneError | None:
+        try:
+            store.put(f"blobs/{number}", body)
+        except TuneError as error:
+            return error
+        return None
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        outcomes = list(pool.map(write, range(16)))
+    assert time.monotonic() - started < 2.5
+    assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
+    assert until(lambda: not sink.connections)
+    sink.fault = lambda _request: None
+    time.sleep(0.2)
+    assert sink.names() == []
+
+
+def test_a_hung_request_is_tried_again_before_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint, seconds=30, request_limit=timedelta(seconds=2))
+    sink.fault = Once(Fault.STALL)
+    started = time.monotonic()
+    store.put("a", b"small: a quarter of the limit")
+    assert time.monotonic() - started < 1.5
+    assert bytes(store.read("a")).startswith(b"small")
+
+
+def test_after_the_deadline_nothing_is_asked(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint, seconds=0.05)
+    time.sleep(0.1)
+    for act in _ACTS:
+        with pytest.raises(DeadlineExceeded):
+            _calls(store)[act]()
+    assert not sink.log
+
+
+def test_a_listing_that_fails_in_the_middle_goes_on_where_it_was(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    names = [f"f/{number:04d}" for number in range(2500)]
+    for name in names:
+        store.put(name, b"")
+    sink.reset()
+    asked = count()
+    sink.fault = lambda _request: Fault.FAIL_500 if next(asked) == 1 else None
+    assert [listed.path for listed in store.list("f")] == names
+    assert sink.requests == {"GET": 4}
+
+
+def test_one_request_is_made_for_each_act(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    acts = [
+        lambda: store.put("a", bytes(16 << 20)),
+        lambda: store.create("b", b"1"),
+        lambda: store.replace("b", [b"2"]),
+        lambda: store.read("a"),
+        lambda: store.read("a", offset=5, length=1 << 20),
+        lambda: store.size("a"),
+        lambda: store.list(""),
+        lambda: store.delete(["a", "b"]),
+    ]
+    for number, act in enumerate(acts, 1):
+        act()
+        assert len(sink.log) == number
+
+
+def test_an_upload_by_parts_that_fails_leaves_the_object_and_no_part_and_is_tried_again(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    store.replace("a", [b"old"])
+    pieces = [b"1" * (8 << 20), b"2" * (8 << 20), b"3"]
+    sink.fault = lambda request: Fault.REFUSE_403 if "partNumber=3" in request.query else None
+    with pytest.raises(StoreRefused):
+        store.replace("a", pieces)
+    assert bytes(store.read("a")) == b"old"
+    faults = {"partNumber=2": Fault.RESET}
+    sink.fault = lambda request: faults.pop(request.query.partition("&")[0], None)
+    store.replace("a", pieces)
+    assert not faults
+    assert bytes(store.read("a")) == b"".join(pieces)
+    assert sink.upload_count == 0
+
+
+def test_an_upload_by_parts_that_is_too_slow_ends_before_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint, seconds=2)
+    sink.latency = timedelta(seconds=0.15)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        store.replace("a", [bytes(8 << 20)] * 50)
+    assert time.monotonic() - started < 2.2
+    assert sink.names() == []
+    assert sink.upload_count == 0
+
+
+def test_no_upload_by_parts_begins_that_cannot_end_before_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+
+    def fail_late(_request: SinkRequest) -> Fault:
+        store._deadline = Deadline.after(timedelta(seconds=5))
+        return Fault.FAIL_503
+
+    sink.fault = fail_late
+    with pytest.raises(DeadlineExceeded):
+        store.replace("a", [bytes(8 << 20), b"1"])
+    assert sink.requests == {"POST": 1}
+
+
+def test_a_missing_object_is_not_there_even_for_no_bytes(sink: S3Sink) -> None:
+    with pytest.raises(ObjectNotFound):
+        object_store(sink.endpoint).read("a", length=0)
+
+
+def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint)
+    store.put("a", b"1")
+    assert sink.connections
+    store.close()
+    assert until(lambda: not sink.connections)
+
+
+def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:
+    client = aws_client(moto)
+    client.create_bucket(Bucket="short-lived")
+    store = object_store(moto, bucket="short-lived")
+    store.put("a", b"1")
+    store.delete(["a"])
+    client.delete_bucket(Bucket="short-lived")
+    with pytest.raises(StoreRefused, match="no such bucket"):
+        store.read("a")
+
+
+def test_where_each_object_is_deleted_by_itself_what_is_gone_does_not_keep_the_rest(tmp_path: Path) -> None:
+    deadline = Deadline.after(timedelta(seconds=10))
+    store = ObstoreStore(lambda _limit: LocalStore(tmp_path), deadline=deadline)
+    for path in ("a", "b", "c"):
+        store.put(path, b"1")
+    store.delete(["never/there", "a", "gone", "c"])
+    assert [listed.path for listed in store.list("")] == ["b"]
+
+
+_PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Canned]:
+    with answering(200) as started:
+        yield started
+
+
+def _s3(url: str, times: Any) -> Any:
+    return S3Store("bucket", endpoint=url, region="us-east-1", access_key_id="k", secret_access_key="s", **times)
+
+
+def _gcs(url: str, times: Any) -> Any:
+    anybody = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    return GCSStore("bucket", service_account_key=json.dumps(anybody), **times)
+
+
+def _azure(url: str, times: Any) -> Any:
+    return AzureStore("bucket", account_name="account", account_key="aGVsbG8=", endpoint=f"{url}/account", **times)
+
+
+_CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "azure": _azure, "entra": _azure}
+
+
+@contextmanager
+def _store(vendor: str, server: Canned, *, tries: int = 1) -> Iterator[ObstoreStore]:
+    def connect(limit: timedelta) -> Any:
+        client = _CLIENTS.get(vendor.partition("-")[0], _s3)
+        return connected(lambda **times: client(server.url, times), limit, {"allow_http": True})
+
+    store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
+    server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,) * tries)
+        store.put("there", b"x")
+        yield store
+    store.close()
+
+
+def _answer(server: Canned, vendor: str, status: int, code: str) -> None:
+    """Answer with this vendor's error: in XML, in JSON of two kinds, and in Azure's header."""
+    server.status, server.headers = status, {"content-type": "application/xml"}
+    server.body = s3_error(code, "no")
+    if vendor == "gcs-json":
+        error = {"code": status, "message": "no", "errors": [{"domain": "global", "reason": code, "message": "no"}]}
+        server.body = json.dumps({"error": error}).encode()
+    elif vendor in ("oauth", "entra"):
+        server.body = json.dumps({"error": code, "error_description": "no"}).encode()
+    elif vendor.startswith("azure"):
+        server.headers = {"content-type": "application/xml", "x-ms-error-code": code}
+
+
+def _raised(act: Callable[[], object]) -> TuneError:
+    with pytest.raises(TuneError) as raised:
+        act()
+    return raised.value
+
+
+_STATUSES: Mapping[tuple[str, int], str] = {
+    ("s3", 400): "RequestTimeout IncompleteBody BadDigest ConnectionClosedByRequester ResponseInterrupted "
+    "IDPCommunicationError ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken RequestExpired "
+    "AuthorizationHeaderMalformed IllegalLocationConstraintException KMS.DisabledException KMS.NotFoundException "
+    "InvalidArgument InvalidRequest EntityTooLarge KeyTooLongError InvalidBucketName",
+    ("s3", 403): "InvalidAccessKeyId InvalidClientTokenId SignatureDoesNotMatch AccessDenied RequestTimeTooSkewed "
+    "InvalidObjectState",
+    ("s3", 404): "NoSuchBucket NoSuchKey",
+    ("s3", 405): "MethodNotAllowed",
+    ("s3", 409): "ConditionalRequestConflict OperationAborted",
+    ("s3", 412): "PreconditionFailed",
+    ("s3", 416): "InvalidRange",
+    ("s3", 500): "InternalError",
+    ("s3", 501): "NotImplemented",
+    ("s3", 503): "RequestTimeout SlowDown ServiceUnavailable RequestLimitExceeded",
+    ("s3", 301): "PermanentRedirect",
+    ("sdk", 400): "RequestTimeoutException TooManyRequestsException Throttling ThrottlingException ThrottledException "
+    "RequestThrottled RequestThrottledException RequestLimitExceeded BandwidthLimitExceeded KMS.ThrottlingException",
+    ("minio", 400): "XAmzContentSHA256Mismatch XAmzContentChecksumMismatch XMinioAdminBucketQuotaExceeded "
+    "XMinioBackendDown",
+    ("minio", 429): "TooManyRequests",
+    ("minio", 499): "ClientDisconnected",
+    ("minio", 503): "SlowDownRead SlowDownWrite",
+    ("minio", 507): "XMinioStorageFull",
+    ("r2", 400): "ClientDisconnect",
+    ("r2", 403): "ObjectLockedByBucketPolicy",
+    ("gcs", 400): "CrcMismatch",
+    ("gcs", 403): "ObjectUnderActiveHold RetentionPolicyNotMet",
+    ("gcs-json", 403): "rateLimitExceeded userRateLimitExceeded forbidden",
+    ("gcs-json", 409): "conflict",
+    ("oauth", 400): "invalid_grant",
+    ("entra", 400): "temporarily_unavailable",
+    ("azure", 400): "Md5Mismatch Crc64Mismatch InvalidResourceName",
+    ("azure", 403): "AuthenticationFailed InvalidAuthenticationInfo AuthorizationFailure "
+    "AuthorizationPermissionMismatch",
+    ("azure", 404): "ContainerNotFound",
+    ("azure", 409): "ContainerBeingDeleted AccountBeingCreated PendingCopyOperation SystemInUse InvalidBlobType "
+    "BlobOperationNotSupported ResourceTypeMismatch BlobImmutableDueToLegalHold BlobImmutableDueToPolicy "
+    "SnapshotsPresent BlobArchived BlobBeingRehydrated BlobUsesCustomerSpecifiedEncryption FeatureVersionMismatch "
+    "ContainerDisabled BlobAlreadyExists",
+    ("azure", 412): "LeaseIdMissing ConditionNotMet",
+}
+"""By client and status, the codes that come with it."""
+_ANSWERS = [
+    pytest.param(CODES[code], vendor, status, id=f"{code}-{vendor}-{status}")
+    for (vendor, status), codes in _STATUSES.items()
+    for code in codes.split()
+]
+
+
+@pytest.mark.parametrize(("row", "vendor", "status"), _ANSWERS)
+def test_each_code_of_the_table_is_told_as_what_it_means(
+    server: Canned, row: ErrorCode, vendor: str, status: int
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, row.code)
+        written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
+    if row.meaning in _PASSES:
+        assert type(written) is StoreUnavailable
+        maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500
+        assert type(created) is (CommitUnknown if maybe_done else StoreUnavailable)
+    elif row.meaning is Meaning.ABSENT:
+        assert type(written) is ObjectNotFound
+    elif row.meaning is Meaning.PRESENT:
+        assert type(created) is AlreadyExists
+    else:
+        assert type(written) is type(created) is StoreRefused
+        assert row.code in str(written) or status in (301, 307), "the client does not read the body of a redirect"
+    if row.meaning not in (Meaning.ABSENT, Meaning.PRESENT):
+        assert row.advice in str(written)
+
+
+def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> None:
+    answered = {code for codes in _STATUSES.values() for code in codes.split()}
+    assert answered == CODES.keys() - {"InvalidCertificate", "BadScheme"}
+    refused = [row for row in CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
+    assert all(row.advice for row in refused)
+
+
+@pytest.mark.parametrize(
+    ("passes", "statuses"),
+    [
+        (False, (400, 401, 403, 405, 501, 505)),
+        (True, (408, 409, 423, 425, 429, 499, 500, 502, 503, 504, 507, 509, 520)),
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"<html>gateway</html>", s3_error("NobodyKnows", "no")])
+def test_what_is_not_in_the_table_is_judged_by_its_status(
+    server: Canned, statuses: Sequence[int], body: bytes, *, passes: bool
+) -> None:
+    with _store("s3", server) as store:
+        for server.status in statuses:
+            server.body = body
+            error = _raised(lambda: store.put("a", b"x"))
+            assert type(error) is (StoreUnavailable if passes else StoreRefused), error
+
+
+# ------------------------------------------------------------------------------------- the place of the code
+
+
+def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
+    errors = "".join(f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>" for key, code in failed)
+    return f"<?xml version='1.0'?><DeleteResult><Deleted><Key>a</Key></Deleted>{errors}</DeleteResult>".encode()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("SlowDown", StoreUnavailable), ("InternalError", StoreUnavailable), ("AccessDenied", StoreRefused)],
+)
+def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, kind: type[TuneError]) -> None:
+    with _store("s3", server) as store:
+        server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
+        error = _raised(lambda: store.delete(["a", "b"]))
+    assert type(error) is kind
+    assert CODES[code].advice in str(error)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, StoreUnavailable), (500, StoreUnavailable), (403, StoreRefused)])
+def test_a_batch_of_azure_that_failed_for_one_object_says_why(
+    server: Canned, status: int, kind: type[TuneError]
+) -> None:
+    part = (
+        f"--batch\r\nContent-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1 {status} no\r\n\r\n\r\n--batch--"
+    )
+    with _store("azure", server) as store:
+        server.status, server.body = 202, part.encode()
+        server.headers = {"content-type": "multipart/mixed; boundary=batch"}
+        assert type(_raised(lambda: store.delete(["a", "b"]))) is kind
+
+
+def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(server: Canned) -> None:
+    with _store("s3", server) as store:
+        _answer(server, "s3", 400, "ExpiredToken")
+        error = _raised(lambda: store.size("a"))
+        assert type(error) is StoreRefused
+        assert "have expired" in str(error)
+        _answer(server, "s3", 400, "RequestTimeout")
+        assert type(_raised(lambda: store.size("a"))) is StoreUnavailable
+
+
+def test_what_passes_is_asked_again_by_the_store_itself(server: Canned) -> None:
+    with _store("s3", server, tries=3) as store:
+        _answer(server, "s3", 400, "RequestTimeout")
+        before = len(server.asked)
+        error = _raised(lambda: store.put("a", b"x"))
+    assert len(server.asked) - before == 3
+    assert "3 times" in str(error)
+    assert "proxies" in str(error)
+
+
+def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> None:
+    with _store("s3", server) as store:
+        body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
+        server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
+        store.delete(["b"])
+
+
+_UNSENT = """Generic S3 error: Error performing list request: Error performing GET {url} in 1ms - HTTP error: {said}
+
+Debug source:
+Generic {{ inner: Http( HttpError {{
+                        kind: {kind},
+                        source: reqwest::Error {{ {source} }}, }}, ), }}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "advice"),
+    [
+        ("Connect", "kind: InvalidData, error: InvalidCertificate( UnknownIssuer )", "certificate is not trusted"),
+        ("Unknown", "kind: Builder, source: BadScheme", "has no TLS"),
+    ],
+)
+def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
+    text = _UNSENT.format(url="https://host/bucket", said="error sending request", kind=kind, source=source)
+    fault = obstore_store.Fault.of(GenericError(text))
+    assert not fault.transient
+    assert not fault.perhaps_done
+    error = fault.error("list")
+    assert isinstance(error, StoreRefused)
+    assert advice in str(error)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "status", "code"),
+    [("minio", 403, "RequestNotReadyYet"), ("sdk", 400, "LimitExceededException"), ("gcs", 400, "CloudKmsDisabledKey")],
+)
+def test_a_code_that_people_seldom_meet_is_as_final_as_its_status(
+    server: Canned, vendor: str, status: int, code: str
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, code)
+        error = _raised(lambda: store.put("a", b"x"))
+    assert type(error) is StoreRefused
+    assert code in str(error)
+
+
+def test_a_blob_that_azure_itself_is_using_is_not_taken_for_one_that_is_there(server: Canned) -> None:
+    with _store("azure-blob", server) as store:
+        _answer(server, "azure-blob", 409, "SystemInUse")
+        assert type(_raised(lambda: store.create("a", b"x"))) is StoreUnavailable
