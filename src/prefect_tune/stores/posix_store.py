@@ -39,16 +39,12 @@ _CANNOT = f"this file system does not support an operation that a store needs: {
 _NO_LINKS = f"this file system has no hard links, which create-if-absent needs: {_INSTEAD}"
 _KEYS = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
 _KEY_ERRORS = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only
-_FORBIDDEN: Mapping[int, str] = MappingProxyType(
+_REFUSED: Mapping[int, str] = MappingProxyType(
     {
         errno.EACCES: "this user has no permission",
         errno.EPERM: "this user has no permission, or the file system forbids it to all users",
         errno.EROFS: "the file system is mounted read-only",
         **{getattr(errno, name): _KEYS for name in _KEY_ERRORS if hasattr(errno, name)},
-    }
-)
-_IMPOSSIBLE: Mapping[int, str] = MappingProxyType(
-    {
         errno.EEXIST: "a name exists that is not a plain file",
         errno.EFBIG: "the file is too large for this file system or this user's limit",
         errno.EISDIR: "a folder has this name",
@@ -69,8 +65,7 @@ _PASSING: Mapping[int, str] = MappingProxyType(
     }
 )
 
-_NEVER_DONE = _FULL | UNSUPPORTED | _FORBIDDEN.keys() | _IMPOSSIBLE.keys() | {errno.ENOENT}
-_NOT_LINKED = frozenset(_NEVER_DONE - {errno.EEXIST})
+_NOT_LINKED = (_FULL | UNSUPPORTED | _REFUSED.keys() | {errno.ENOENT}) - {errno.EEXIST}
 """Error numbers after which a link was certainly not made."""
 
 
@@ -81,9 +76,8 @@ def as_store_error(error: OSError, what: str) -> StoreRefused | StoreUnavailable
         return StoreUnavailable(f"{what}: the disk is full ({error.strerror}); free some space and try again")
     if number in UNSUPPORTED:
         return StoreRefused(f"{what}: {_CANNOT} ({error.strerror})")
-    reason = _FORBIDDEN.get(number) or _IMPOSSIBLE.get(number)
-    if reason is not None:
-        return StoreRefused(f"{what}: {reason} ({error.strerror})")
+    if number in _REFUSED:
+        return StoreRefused(f"{what}: {_REFUSED[number]} ({error.strerror})")
     reason = _PASSING.get(number)
     return StoreUnavailable(f"{what}: {reason} ({error.strerror})" if reason else f"{what}: {error}")
 
