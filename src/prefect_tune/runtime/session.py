@@ -414,8 +414,8 @@ class TrialSession:
         The stopper is called once per step, since its result may have been journaled.
         """
         if self._judged_step != self.step:
-            self._judged_step = self.step
             self._judged = (why_over(self._stopper, self._curve) or None) if self._curve else None
+            self._judged_step = self.step  # not if the stopper has raised: then the next call raises, too
         return self._judged
 
     def _finish_reason(self) -> AnyReason | None:
