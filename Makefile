@@ -15,7 +15,7 @@ CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/nul
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # images set it; here it would have hundreds of processes compile all of Prefect anew
-.PHONY: FORCE help demo test test-all test-newer test-prefect on-prefect check lint house layers types docs screenshots long deep integrations bench lock format clean
+.PHONY: FORCE help demo test test-all test-newer test-prefect on-prefect check lint house layers types pages docs screenshots long deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,7 +67,7 @@ on-prefect: $(VENV)/.dev
 	$(BIN)/python -c 'import prefect; print("Prefect", prefect.__version__)'
 	$(BIN)/python -m pytest -q -n 2 -m "not integrations" $(PREFECT_TESTS)
 
-check: lint house layers types  ## lint, format, house numbers, layers, types
+check: lint house layers types pages  ## lint, format, house numbers, layers, types, claims of the documentation
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check --quiet --output-format concise $(CODE)
@@ -82,6 +82,10 @@ layers: $(LINKS)
 types: $(LINKS)
 	MYPYPATH=$(LINKS) $(BIN)/mypy -p prefect_tune
 	MYPYPATH=$(LINKS) $(BIN)/mypy $(filter tests tools benchmarks,$(CODE))
+	$(BIN)/python -m tools.check_types
+
+pages: $(VENV)/.dev
+	$(BIN)/python -m tools.check_pages
 
 $(LINKS): $(VENV)/.dev FORCE
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/prefect_tune

@@ -63,7 +63,6 @@ _TOGETHER = frozenset(
         "tests/stores/test_subprocess_store.py",
         "tests/test_docs_site.py",
         "tests/test_packaging.py",
-        "tests/test_static_types.py",
     }
 )
 """Modules whose tests share an expensive fixture: one worker runs them all."""

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
-from inspect import signature
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -18,61 +16,39 @@ import boto3
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import loggers
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.experiment.stoppers import ExperimentStopper, of_experiment
-from prefect_tune.core.journal_events import Entry
-from prefect_tune.core.search import space_json
-from prefect_tune.core.storage import layout
-from prefect_tune.deploy.automations import shipped, uninstall_automations
-from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.argument_checks import stopper_for
-from prefect_tune.registry import BUILT_IN
+from prefect_tune.deploy.automations import uninstall_automations
 from tests.fakes.checkpoints import files_in, write
-from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.servers.moto_server import moto_server
 
-README = ROOT / "README.md"
-START = ROOT / "docs" / "start.md"
-RECIPES = ROOT / "docs" / "recipes"
-LAYOUT = ROOT / "docs" / "storage-layout.md"
-SPACES = ROOT / "docs" / "search-spaces.md"
-SCHEDULERS = ROOT / "docs" / "schedulers.md"
-OPTUNA = ROOT / "docs" / "optuna.md"
-RESULTS = ROOT / "docs" / "results.md"
-CLI = ROOT / "docs" / "cli.md"
-SEARCHES = ROOT / "docs" / "searches.md"
-RESUME = ROOT / "docs" / "resume.md"
-INTEGRATIONS = ROOT / "docs" / "integrations.md"
-EVENTS = ROOT / "docs" / "events.md"
-AUTOMATIONS = ROOT / "docs" / "automations.md"
-STOPPING = ROOT / "docs" / "stopping.md"
-MANY_PROCESSES = ROOT / "docs" / "many-processes.md"
-WHERE_TRIALS_RUN = ROOT / "docs" / "where-trials-run.md"
-FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
-FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
-CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
-MAINTAIN = ROOT / "docs" / "maintain.md"
-COST = ROOT / "docs" / "cost.md"
-DRILL = ROOT / "docs" / "drill.md"
-AUDIT = ROOT / "docs" / "audit.md"
-DEPLOYMENTS = ROOT / "docs" / "deployments.md"
-TRUST = ROOT / "docs" / "trust.md"
-OWN_FLOWS = ROOT / "docs" / "own-flows.md"
-TESTING = ROOT / "docs" / "testing.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+RECIPES = DOCS / "recipes"
 KUBERNETES, OBJECT_STORES = RECIPES / "kubernetes.md", RECIPES / "object-stores.md"
+START = DOCS / "start.md"
+LAYOUT = DOCS / "storage-layout.md"
+SPACES = DOCS / "search-spaces.md"
+SCHEDULERS = DOCS / "schedulers.md"
+CLI = DOCS / "cli.md"
+INTEGRATIONS = DOCS / "integrations.md"
+STOPPING = DOCS / "stopping.md"
+MANY_PROCESSES = DOCS / "many-processes.md"
+FROM_RAY_TUNE = DOCS / "from-ray-tune.md"
+MAINTAIN = DOCS / "maintain.md"
+DRILL = DOCS / "drill.md"
+AUDIT = DOCS / "audit.md"
+DEPLOYMENTS = DOCS / "deployments.md"
+TRUST = DOCS / "trust.md"
+OWN_FLOWS = DOCS / "own-flows.md"
+TESTING = DOCS / "testing.md"
+_LONG_PAGES = (
+    "start schedulers optuna stopping results searches where-trials-run from-optuna from-ray-tune checkpoints cost "
+    "audit resume automations cli maintain deployments recipes/kubernetes recipes/object-stores"
+)
 RUN = (
     pytest.param(README, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
-    pytest.param(START, marks=pytest.mark.long),
     pytest.param(SPACES),
-    *(
-        pytest.param(page, marks=pytest.mark.long)
-        for page in (SCHEDULERS, OPTUNA, STOPPING, RESULTS, SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE)
-    ),
-    *(pytest.param(page, marks=pytest.mark.long) for page in (CHECKPOINTS, COST, AUDIT, RESUME, AUTOMATIONS, CLI)),
-    *(pytest.param(page, marks=pytest.mark.long) for page in (MAINTAIN, DEPLOYMENTS, KUBERNETES, OBJECT_STORES)),
+    *(pytest.param(DOCS / f"{name}.md", marks=pytest.mark.long) for name in _LONG_PAGES.split()),
     pytest.param(OWN_FLOWS, marks=pytest.mark.deep),
     pytest.param(DRILL, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
 )
@@ -89,7 +65,7 @@ MINIO = "http://minio.example.com:9000"
 """An address that a page has and no test: moto's S3 server takes its place."""
 TESTED_ELSEWHERE = {
     (LAYOUT, "python"): "below",
-    (LAYOUT, "json"): "below",
+    (LAYOUT, "json"): "tools/check_pages.py",
     (LAYOUT, "text"): "below",
     (SPACES, "json"): "below",
     (STOPPING, "json"): "below",
@@ -98,8 +74,8 @@ TESTED_ELSEWHERE = {
     (DRILL, "text"): "below",
     (DEPLOYMENTS, "toml"): "below",
     (DEPLOYMENTS, "json"): "tests/deploy/test_deployment_parameters.py",
-    (INTEGRATIONS, "python"): "it is of the examples, which tests/integrations runs",
-    (MANY_PROCESSES, "python"): "it is of the examples, which tests/integrations runs",
+    (INTEGRATIONS, "python"): "of the examples, which tests/integrations runs",
+    (MANY_PROCESSES, "python"): "of the examples, which tests/integrations runs",
     (TESTING, "python"): "below",
     (TRUST, "text"): "tests/flows/searching/test_trust.py",
     (OBJECT_STORES, "json"): "tests/test_recipes.py",
@@ -109,7 +85,6 @@ TESTED_ELSEWHERE = {
     (RECIPES / "dask.md", "python"): "tests/test_recipes.py",
     (RECIPES / "ray.md", "python"): "tests/test_recipes.py",
 }
-every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
     (MANY_PROCESSES, "text"): "two drawings, and what a command prints",
@@ -123,17 +98,14 @@ def the_block(page: Path, language: str, number: int = 0) -> Block:
     return [block for block in blocks_of(page) if block.language == language][number]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_each_block_of_a_page_is_run_or_listed_with_the_reason(page: Path) -> None:
-    runs = {"python", "bash"} if page in pages_run() else set()
-    listed = {language for where, language in [*TESTED_ELSEWHERE, *UNTESTED] if where == page}
-    missing = [block for block in blocks_of(page) if block.language not in runs | listed and left_of(block).strip()]
-    assert missing == []
-
-
-def test_the_lists_of_blocks_that_are_not_run_name_only_what_is_on_a_page() -> None:
+def test_each_block_of_a_page_is_run_or_listed_with_the_reason() -> None:
     blocks = [(page, block) for page in PAGES for block in blocks_of(page)]
-    assert {*TESTED_ELSEWHERE, *UNTESTED} <= {(page, block.language) for page, block in blocks}
+    listed = {*TESTED_ELSEWHERE, *UNTESTED}
+    run = {(page, language) for page in pages_run() for language in ("python", "bash")}
+    assert [
+        block for page, block in blocks if (page, block.language) not in run | listed and left_of(block).strip()
+    ] == []
+    assert listed <= {(page, block.language) for page, block in blocks}
     assert set(NOT_RUN) <= {line for _, block in blocks for line in block.code.splitlines()}
     assert set(CHECKS) | set(PREPARATIONS) <= pages_run()
 
@@ -281,29 +253,11 @@ CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
 def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     for block in blocks_of(TESTING):
         (tmp_path / str(block.file)).write_text(block.code)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
+    folder = str(tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "Starting a Prefect server" not in done.stdout + done.stderr
-
-
-def test_the_page_on_automations_names_each() -> None:
-    named = re.findall(r"^\| `(prefect-tune: [^`]*)`", AUTOMATIONS.read_text(), re.MULTILINE)
-    assert named == list(shipped(timedelta(seconds=90)))
-
-
-def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
-    assert events_table() in EVENTS.read_text()
 
 
 @pytest.mark.long
@@ -316,64 +270,6 @@ def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path:
     subprocess.run([sys.executable, *build], cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert "my_project/train.py" in ZipFile(wheel).namelist()
-
-
-def test_the_page_on_results_names_every_hook_and_every_logger() -> None:
-    page = RESULTS.read_text()
-    hooks = {name for name in vars(pt.Callback) if not name.startswith("_")} - {"name"}
-    assert hooks <= set(re.findall(r"`(\w+)\(", page[page.index("## Callbacks") :]))
-    assert set(loggers.__all__) <= set(re.findall(r"`pt\.(\w+)\(", page[page.index("## Loggers") :]))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_public_name_on_a_page_is_there(page: Path) -> None:
-    assert set(re.findall(r"\bpt\.(\w+)", page.read_text())) <= set(pt.__all__)
-
-
-@pytest.mark.parametrize("page", [SEARCHES, WHERE_TRIALS_RUN, RESUME, README], ids=lambda page: page.name)
-def test_every_parameter_of_a_search_that_a_page_names_is_there(page: Path) -> None:
-    parameters = {*signature(pt.tune.fn).parameters, *signature(pt.resume.fn).parameters}
-    named = set(re.findall(r"`(\w+)=", page.read_text())) - {"commit"}  # of SyncConfig
-    assert named <= parameters | set(signature(pt.durable_trainable.fn).parameters)
-
-
-def test_the_page_on_stopping_names_options_and_stoppers_that_there_are() -> None:
-    spelled = stopper_for(json.loads(the_block(STOPPING, "json").code))
-    assert len(of_experiment(spelled)) == 2
-    named = set(re.findall(r"\*\*`(\w+)\(", STOPPING.read_text()))
-    assert named == {each.__name__ for each in ExperimentStopper.__subclasses__()}
-    options = set(signature(tune.fn).parameters)
-    assert set(re.findall(r'`(\w+)=[{\["\d]', STOPPING.read_text())) - {"stop"} <= options
-
-
-def test_the_page_on_optuna_names_every_sampler_and_pruner() -> None:
-    from optuna import pruners, samplers
-
-    every = {*samplers.__all__, *pruners.__all__} - {"BaseSampler", "BaseGASampler", "BasePruner", "nsgaii"}
-    assert every <= set(re.findall(r"`(\w+(?:Sampler|Pruner))`", OPTUNA.read_text()))
-
-
-@every_scheduler
-def test_every_option_of_a_scheduler_has_a_line_in_its_docstring(scheduler: type) -> None:
-    _, _, lines = str(scheduler.__doc__).partition("Args:\n")
-    assert re.findall(r"^ +(\w+): ", lines, re.MULTILINE) == list(signature(scheduler).parameters)
-
-
-@every_scheduler
-def test_the_page_on_schedulers_shows_every_parameter_and_its_default(scheduler: type) -> None:
-    page = " ".join(SCHEDULERS.read_text().replace('"', "'").split())
-    parameters = [
-        re.sub(r": [^=]*", "", str(each)).replace(" ", "") for each in signature(scheduler).parameters.values()
-    ]
-    shown = ", ".join(parameters).replace("(1.2,0.8)", "(1.2, 0.8)")
-    assert f"**`{scheduler.__name__}({shown})`**" in page
-
-
-def test_the_page_on_search_spaces_names_every_domain() -> None:
-    page = SPACES.read_text()
-    table = page[page.index("| name |") : page.index("## Conditional")]
-    named = {*re.findall(r"`(\w+)\(", "".join(row for row in table.splitlines() if row.startswith("|")))}
-    assert named == set(space_json._FORMS) - {"constant", "space"}
 
 
 def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_path: Path) -> None:
@@ -411,12 +307,6 @@ def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]
         text=True,
         check=False,
     )
-
-
-def test_the_paths_on_the_page_are_those_of_the_code() -> None:
-    assert the_block(LAYOUT, "text").code.split() == [
-        line for line in (layout.__doc__ or "").split() if line.startswith("<experiment>")
-    ]
 
 
 class Counts(pt.Callback):
@@ -467,39 +357,3 @@ def shape_of(line: str) -> re.Pattern[str]:
 
 def _shape(piece: str, shapes: Mapping[str, str]) -> str:
     return rf"\d{{{len(piece)}}}" if piece.isdecimal() else shapes.get(piece, "[^/]+")
-
-
-def test_the_manifest_on_the_page_is_one_with_every_field() -> None:
-    shown = json.loads(the_block(LAYOUT, "json", 1).code)
-    assert Manifest.model_validate(shown).model_dump(mode="json") == shown
-
-
-def test_the_entry_on_the_page_is_one_with_every_field() -> None:
-    shown = json.loads(the_block(LAYOUT, "json", 2).code)
-    assert Entry.model_validate(shown).model_dump(mode="json") == shown
-
-
-def test_the_page_names_every_event_and_its_meaning() -> None:
-    assert journal_events_table() in LAYOUT.read_text()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
-    named = re.findall(r"`((?:tests|docs|src|flows|tasks|blocks|benchmarks)/[^`<> ]*)`", page.read_text())
-    missing = [each for each in links if not (page.parent / each).exists()]
-    missing += [each for each in named if not (ROOT / each.partition("::")[0]).exists()]
-    assert missing == []
-
-
-def test_the_pages_on_frameworks_show_what_the_examples_do_and_name_each() -> None:
-    examples = {path.name: dedent_all(path.read_text()) for path in (ROOT / "examples").glob("*.py")}
-    assert set(examples) == set(re.findall(r"`examples/(\w+\.py)`", INTEGRATIONS.read_text()))
-    shown = [*blocks_of(INTEGRATIONS), *blocks_of(MANY_PROCESSES)]
-    for code in [block.code for block in shown if block.language == "python"]:
-        assert any(dedent_all(code) in example for example in examples.values()), code
-
-
-def dedent_all(code: str) -> str:
-    """Return the lines without their indentation: a piece of a function is shown without the function."""
-    return "\n".join(line.strip() for line in code.strip().splitlines())

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from html import unescape
-from importlib import import_module
-from inspect import getsource, signature
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import pytest
 import typer
@@ -17,7 +14,7 @@ import prefect_tune as pt
 from prefect_tune.cli import application
 from tools import docs_site
 from tools.docs_links import broken
-from tools.docs_site import ROOT, api_names, build, linked_to_api, public_names, stage_pages, unlisted
+from tools.docs_site import ROOT, api_names, build, linked_to_api, stage_pages, unlisted
 
 pytestmark = pytest.mark.long  # it builds the site
 
@@ -122,32 +119,3 @@ def test_a_public_name_is_linked_where_prose_says_it_first() -> None:
     page = "# `pt.tune`\n`pt.tune(x)`, `pt.tune`, [`pt.ASHA`](a.md), `pt.Unknown`\n```python\n`pt.ASHA`\n```\n"
     linked = linked_to_api(page, {"tune": "api#tune", "ASHA": "api#ASHA"})
     assert linked == page.replace("`pt.tune(x)`", "[`pt.tune(x)`](api#tune)")
-
-
-def test_every_public_name_says_what_it_is_and_what_each_argument_and_field_of_it_means() -> None:
-    names = sorted(set(pt.__all__) - {"__version__"})
-    assert {name: missing for name in names if (missing := left_out(getattr(pt, name), name))} == {}
-
-
-def left_out(value: object, name: str) -> list[str]:
-    """Return what the docstring of a public name does not say."""
-    if get_origin(value) is not None:  # an alias of types: what it says stands below it
-        source = getsource(import_module(f"prefect_tune.{public_names()[name]}"))
-        return [] if re.search(rf'^{name}: TypeAlias = .*\n"""', source, re.MULTILINE) else ["docstring"]
-    value = getattr(value, "fn", value)  # of a flow or a task
-    docstring = (vars(value).get("__doc__") if isinstance(value, type) else value.__doc__) or ""
-    if len(docstring.split()) < 4 or docstring.startswith(f"{name}("):  # what `dataclass` makes up
-        return ["docstring"]
-    named = own_fields(value) if isinstance(value, type) else list(signature(value).parameters)
-    return [each for each in named if not re.search(rf"\b{each}\b", docstring)]
-
-
-def own_fields(kind: type) -> list[str]:
-    """Return the fields of `kind` that neither a description nor a docstring below them explains."""
-    source = getsource(sys.modules[kind.__module__])
-    described = {name for name, field in getattr(kind, "model_fields", {}).items() if field.description}
-    fields = [name for name in vars(kind).get("__annotations__", {}) if not name.startswith("_") and name != "type"]
-    return [name for name in fields if name not in described and not re.search(EXPLAINED % name, source, re.MULTILINE)]
-
-
-EXPLAINED = r'^    %s: .*\n    """'

@@ -149,11 +149,3 @@ def test_the_options_for_spot_instances_are_ones_that_a_search_and_a_training_ta
         assert f'"{name}"' in source
         assert f'"{value}"' in source
     assert given["options"]["grace_period_seconds"] < 30 - 3  # the shortest notice, and the last words
-
-
-@pytest.mark.parametrize("name", ["lightning", "hugging-face"])
-def test_a_recipe_for_a_framework_shows_an_example_that_is_run(name: str) -> None:
-    page = (RECIPES / f"{name}.md").read_text()
-    example = {"lightning": "lightning_digits.py", "hugging-face": "transformers_digits.py"}[name]
-    assert f"<!-- the code of examples/{example} -->" in page
-    assert (ROOT / "examples" / example).is_file()

@@ -1,6 +1,7 @@
-"""Scripts that use the package pass mypy --strict and pyright in strict mode, and mistakes in them do not.
+"""Check that scripts which use the package pass mypy --strict and pyright in strict mode, and that mistakes do not.
 
-Each checker runs once, over all scripts in one folder, with the package as an installation has it.
+Each checker runs once, over all scripts of the documentation, the examples and `WRONG` in one folder, with the package
+as an installation has it. Prints one line per problem; exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -10,20 +11,16 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import TypeAlias
-
-import pytest
 
 from tests.fakes.pages import PAGES, ROOT, blocks_of
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-]  # so that it begins early: the checkers take a minute of CPU time
 Problems: TypeAlias = Mapping[str, Mapping[int, str]]
 """Messages by the name of the script and the line."""
 
@@ -196,13 +193,7 @@ def right_scripts() -> dict[str, str]:
         for page in PAGES
         if page.name not in NOT_CHECKED
     }
-    heredocs = {
-        f"{path} in {page.name}": code
-        for page in PAGES
-        for path, code in re.findall(
-            r"^cat > (\S+\.py) <<'END'\n(.*?)^END$", page.read_text(), re.MULTILINE | re.DOTALL
-        )
-    }
+    heredocs = {f"{path} in {page.name}": code for page in PAGES for path, code in HEREDOC.findall(page.read_text())}
     examples = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
     notebook = json.loads((ROOT / "examples" / "search.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -233,30 +224,14 @@ def imported_once(code: str) -> str:
     return "\n".join(lines)
 
 
-RIGHT = right_scripts()
-
-
 def wrong_script(mistake: str) -> str:
-    lines = mistake.strip("\n").splitlines()
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    return WALK + "\n".join(line[indent:] for line in lines) + "\n"
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all scripts, and `PYTHON`."""
-    folder = tmp_path_factory.mktemp("scripts")
-    for name, code in RIGHT.items():
-        uses_untyped = any(f"import {each}" in code or f"from {each}" in code for each in UNTYPED)
-        (folder / file_of(name)).write_text(f"{THEIRS if uses_untyped else ''}\n{code}\n")
-    for name, mistake in WRONG.items():
-        (folder / file_of(name)).write_text(wrong_script(mistake))
-    place_environment(folder / PYTHON.parts[0])
-    return folder
+    """Return a script with a mistake."""
+    return f"{WALK}{dedent(mistake).strip()}\n"
 
 
 def file_of(name: str) -> str:
-    return "".join(each if each.isalnum() else "_" for each in name) + ".py"
+    """Return the file of a script."""
+    return "".join(letter if letter.isalnum() else "_" for letter in name) + ".py"
 
 
 def place_environment(folder: Path) -> None:
@@ -271,47 +246,68 @@ def place_environment(folder: Path) -> None:
     (site / "installed.pth").write_text(f"{package.parent}\n{sysconfig.get_path('purelib')}\n")
 
 
-def lines_of(found: str) -> list[int]:
-    return [number for number, line in enumerate(found.splitlines(), 1) if "# wrong" in line]
-
-
-@pytest.fixture(scope="module")
-def mypy(scripts: Path) -> Problems:
-    """What `mypy --strict` reports."""
-    (scripts / "mypy.ini").write_text(
-        f"[mypy]\nstrict = True\ndisallow_subclassing_any = False\npython_executable = {scripts / PYTHON}\n"
-        + "".join(f"[mypy-{each}.*]\nignore_missing_imports = True\n" for each in UNTYPED)
+def mypy_problems(folder: Path) -> Problems:
+    """Return what `mypy --strict` reports."""
+    (folder / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\ndisallow_subclassing_any = False\npython_executable = {folder / PYTHON}\n"
+        + "".join(f"[mypy-{name}.*]\nignore_missing_imports = True\n" for name in UNTYPED)
     )
-    command = [sys.executable, "-m", "mypy", "--output=json", "."]
-    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
-    assert not done.stderr, done.stderr
+    lines = run(["mypy", "--output=json", "."], folder).splitlines()
+    return by_line((each["severity"], each["file"], each["line"], each["message"]) for each in map(json.loads, lines))
+
+
+def pyright_problems(folder: Path) -> Problems:
+    """Return what pyright reports in strict mode."""
+    (folder / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "exclude": [".environment"]}))
+    output = run(["basedpyright", "--pythonpath", str(folder / PYTHON), "--outputjson"], folder)
+    found = json.loads(output)["generalDiagnostics"]
+    return by_line((one["severity"], one["file"], one["range"]["start"]["line"] + 1, one["message"]) for one in found)
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """Run a checker, and return its output; it exits with 1 if it has found something."""
+    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def by_line(problems: Iterable[tuple[str, str, int, str]]) -> Problems:
+    """Return the errors among problems by file and line."""
     found: dict[str, dict[int, str]] = defaultdict(dict)
-    for each in map(json.loads, done.stdout.splitlines()):
-        if each["severity"] == "error":
-            found[Path(each["file"]).name][each["line"]] = each["message"]
+    for severity, file, line, message in problems:
+        if severity == "error":
+            found[Path(file).name][line] = message
     return found
 
 
-@pytest.fixture(scope="module")
-def pyright(scripts: Path) -> Problems:
-    """What pyright reports in strict mode."""
-    (scripts / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "exclude": [".environment"]}))
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", str(scripts / PYTHON), "--outputjson"]
-    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
-    found: dict[str, dict[int, str]] = defaultdict(dict)
-    for each in json.loads(done.stdout)["generalDiagnostics"]:
-        if each["severity"] == "error":
-            found[Path(each["file"]).name][each["range"]["start"]["line"] + 1] = each["message"]
-    return found
+def main() -> int:
+    """Return the exit code."""
+    right, wrong = right_scripts(), {name: wrong_script(mistake) for name, mistake in WRONG.items()}
+    with tempfile.TemporaryDirectory(prefix="prefect-tune-types-") as name:
+        folder = Path(name)
+        for script, code in right.items():
+            uses_untyped = any(f"import {each}" in code or f"from {each}" in code for each in UNTYPED)
+            (folder / file_of(script)).write_text(f"{THEIRS if uses_untyped else ''}\n{code}\n")
+        for script, code in wrong.items():
+            (folder / file_of(script)).write_text(code)
+        place_environment(folder / PYTHON.parts[0])
+        checked = {"mypy": mypy_problems(folder), "pyright": pyright_problems(folder)}
+    complaints = [
+        f"{script}, line {line}: {checker}: {message}"
+        for checker, problems in checked.items()
+        for script in right
+        for line, message in problems.get(file_of(script), {}).items()
+    ]
+    for checker, problems in checked.items():
+        for script, code in wrong.items():
+            expected = [number for number, line in enumerate(code.splitlines(), 1) if "# wrong" in line]
+            if (lines := list(problems.get(file_of(script), {}))) != expected:
+                complaints.append(f"{script}: {checker} reports lines {lines}, expected {expected}")
+    print(*complaints, sep="\n", end="\n" if complaints else "")
+    print(f"types: {len(right)} scripts, {len(wrong)} mistakes; {len(complaints)} problems")
+    return 1 if complaints else 0
 
 
-@pytest.mark.parametrize("script", RIGHT)
-def test_a_script_of_the_documentation_passes_both_checkers(script: str, mypy: Problems, pyright: Problems) -> None:
-    assert (mypy.get(file_of(script), {}), pyright.get(file_of(script), {})) == ({}, {})
-
-
-@pytest.mark.parametrize("script", WRONG)
-def test_a_mistake_fails_with_both_checkers_at_its_line(script: str, mypy: Problems, pyright: Problems) -> None:
-    expected = lines_of(wrong_script(WRONG[script]))
-    assert len(expected) == 1
-    assert (list(mypy.get(file_of(script), {})), list(pyright.get(file_of(script), {}))) == (expected, expected)
+if __name__ == "__main__":
+    sys.exit(main())
