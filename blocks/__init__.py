@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from prefect_tune.blocks import targets
 from prefect_tune.blocks.resolve_target import resolve_existing, resolve_target, target_reference
-from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.storage_target import StorageTarget, TargetCheck
 from prefect_tune.blocks.sync_config import SyncConfig, SyncerLike
-from prefect_tune.blocks.target_check import TargetCheck
 from prefect_tune.blocks.targets import *  # noqa: F403  each target in `targets.__all__` is public here too
 
 __all__ = [

@@ -139,15 +139,12 @@ def connection_options(text: str) -> Mapping[str, str]:
     if parts.get("UseDevelopmentStorage", "").lower() == "true":
         return {"use_emulator": "true"}
     account = parts.get("AccountName", "")
-    endpoint = parts.get("BlobEndpoint") or _default_endpoint(parts, account)
+    endpoint = parts.get("BlobEndpoint", "")
+    if account and not endpoint:
+        scheme, suffix = parts.get("DefaultEndpointsProtocol", "https"), parts.get("EndpointSuffix", "core.windows.net")
+        endpoint = f"{scheme}://{account}.blob.{suffix}"
     names = {"account_key": "AccountKey", "sas_key": "SharedAccessSignature"}
     secrets = {option: parts[name] for option, name in names.items() if parts.get(name)}
     if not endpoint or not secrets:
         raise ValueError("expected AccountName or BlobEndpoint, and AccountKey or SharedAccessSignature")
     return {"account_name": account or account_in(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}
-
-
-def _default_endpoint(parts: Mapping[str, str], account: str) -> str:
-    suffix = parts.get("EndpointSuffix", "core.windows.net")
-    scheme = parts.get("DefaultEndpointsProtocol", "https")
-    return f"{scheme}://{account}.blob.{suffix}" if account else ""

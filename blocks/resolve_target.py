@@ -13,7 +13,6 @@ from uuid import UUID
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
-from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
@@ -22,7 +21,6 @@ from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES, LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.metrics import plain_scalar
-from prefect_tune.core.shown_text import did_you_mean, nearest
 from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri
 
 SET_UP = (
@@ -47,10 +45,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
             server, or it is a relative path in a run of a deployment.
         StoreUnavailable: the Prefect server did not answer.
     """
-    return _resolved(_read(value))
-
-
-def _resolved(found: StorageTarget | tuple[str, str]) -> StorageTarget:
+    found = _read(value)
     return found if isinstance(found, StorageTarget) else _load(*found)
 
 
@@ -59,7 +54,8 @@ def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTa
 
     Raises as `resolve_target`.
     """
-    target = _resolved(_read(value, is_read=True))
+    found = _read(value, is_read=True)
+    target = found if isinstance(found, StorageTarget) else _load(*found)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
@@ -145,8 +141,14 @@ def _read(value: StorageTarget | str | os.PathLike[str], *, is_read: bool = Fals
         location = read_uri(value)
         kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
         return kind._at(value, location)  # noqa: SLF001  as above
-    slug = BLOCK_SLUG.fullmatch(value)
-    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value, is_read=is_read)
+    if (slug := BLOCK_SLUG.fullmatch(value)) is None:
+        return _folder(value, is_read=is_read)
+    if slug[1] not in (known := _target_types()):
+        raise InvalidInput(
+            f"{value!r}: {slug[1]!r} is not a type of target block; write './{value}' for a folder, or one of "
+            f"{', '.join(sorted(known))} for a block"
+        )
+    return slug[1], slug[2]
 
 
 def _require_writable(uri: str) -> None:
@@ -191,17 +193,6 @@ def deployment_of_run() -> UUID | None:
     return run.deployment_id if run is not None else None
 
 
-def _is_target_type(block_type: str, value: str) -> bool:
-    known = _target_types()
-    if block_type in known:
-        return True
-    near = nearest(block_type, known)
-    meant = f"the block {near + value[len(block_type) :]!r}" if near else f"one of {', '.join(sorted(known))}"
-    raise InvalidInput(
-        f"{value!r}: {block_type!r} is not a type of target block; write './{value}' for a folder, or {meant}"
-    )
-
-
 def _target_types(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
     """Return all target classes that this process has defined, including a user's own, by their slugs."""
     kinds: dict[str, type[StorageTarget]] = {}
@@ -219,7 +210,10 @@ def _load(block_type: str, name: str) -> StorageTarget:
     except UnknownBlockType as error:
         raise InvalidInput(f"{slug!r}: {error}") from None
     except ValueError:
-        raise InvalidInput(f"{slug!r}: {_not_saved(block_type, name)}") from None
+        url = get_current_settings().api.url
+        missing = f"no such block is saved on the Prefect server at {url}"
+        unset = f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
+        raise InvalidInput(f"{slug!r}: {missing if url else unset}") from None
     except RuntimeError as error:
         raise InvalidInput(f"{slug!r}: the saved block is not valid: {_complaints(error)}") from None
     except httpx.HTTPError as error:
@@ -230,20 +224,6 @@ def _load(block_type: str, name: str) -> StorageTarget:
     if not isinstance(block, StorageTarget):
         raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
     return block
-
-
-def _not_saved(block_type: str, name: str) -> str:
-    if not (url := get_current_settings().api.url):
-        return f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
-    saved = _saved_names(block_type)
-    there = f"those of type {block_type} are {', '.join(saved)}" if saved else f"there is none of type {block_type}"
-    return f"no such block is saved on the Prefect server at {url}: {there}{did_you_mean(name, saved)}"
-
-
-def _saved_names(block_type: str) -> list[str]:
-    with get_client(sync_client=True) as client:
-        found = client.read_block_documents_by_type(block_type)
-    return sorted(each.name for each in found if each.name)
 
 
 def _complaints(error: RuntimeError) -> str:

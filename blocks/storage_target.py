@@ -1,13 +1,18 @@
-"""The base classes of the storage target blocks: of all of them, and of those whose place is in a bucket."""
+"""The base classes of the storage target blocks, of all and of those in a bucket, and the check of a target."""
 
 from __future__ import annotations
 
+import os
 import re
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from threading import Barrier
 from typing import Any, ClassVar, Self
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -16,11 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr, Validatio
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.blocks.credentials import import_named_blocks
-from prefect_tune.blocks.target_check import TargetCheck, check_target
-from prefect_tune.core.errors import InvalidInput, StoreRefused
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    InvalidInput,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+)
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import ObjectStore, is_inside
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize, is_inside
 from prefect_tune.core.values import Number, leaves
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
@@ -96,7 +107,12 @@ class StrictBlock(Block, ABC):
         fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
         if masked := [name for name, value in leaves(fields) if isinstance(value, str) and _MASK.fullmatch(value)]:
             name = values.get("_block_document_name") or "NAME"
-            raise PydanticCustomError("masked_secret", "{message}", {"message": _masked_secret(cls, masked, name)})
+            message = (
+                f"{', '.join(masked)}: expected the secret, found asterisks: Prefect's client sends a block to a "
+                "deployment without its secrets. Save the block, and pass its reference, "
+                f"'{cls.get_block_type_slug()}/{name}'"
+            )
+            raise PydanticCustomError("masked_secret", "{message}", {"message": message})
         for name in fields:
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field(cls, name)})
@@ -131,13 +147,6 @@ def _secrets_in(value: object) -> Iterator[str]:
             yield from (str(secret) for secret in value.get_secret_value().values())
 
 
-def _masked_secret(cls: type[StrictBlock], fields: Sequence[str], name: str) -> str:
-    return (
-        f"{', '.join(fields)}: expected the secret, found asterisks: Prefect's client sends a block to a deployment "
-        f"without its secrets. Save the block, and pass its reference, '{cls.get_block_type_slug()}/{name}'"
-    )
-
-
 def unknown_field(cls: type[StrictBlock], name: str) -> str:
     """Return the error for an unknown field name, with the nearest field or the list of fields."""
     fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
@@ -156,7 +165,7 @@ _LEAST_KEY = 16
 
 
 def _opened(target: StorageTarget, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-    return target.open(timeout=timeout)
+    return target.open(timeout=timeout)  # a checkpoint may be pickled
 
 
 class StorageTarget(StrictBlock, ABC):
@@ -372,3 +381,140 @@ def http_endpoint(url: str) -> str:
     if parts.query or parts.fragment:
         raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
     return url.rstrip("/")
+
+
+# ---------------------------------------------------------------------- whether a target can store checkpoints
+
+_MAX_CHARACTERS = 600
+_HINTS = {
+    "write": "read-only: listing is permitted, writing is not",
+    "write again": "read-only: listing is permitted, writing is not",
+    "delete": "old checkpoints could never be removed",
+}
+"""What it means that a step was refused."""
+_FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
+_RACERS = 4
+_SHORTEST_SECRET = 6  # a secret such as "s" would mask half of the message
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCheck:
+    """The result of `check()`.
+
+    `ok` is whether checkpoints can be committed there. `message` describes in one line the error, or the probes that
+    succeeded. Without `conditional_create` two runners could both commit, so the target serves one runner only.
+    """
+
+    ok: bool
+    message: str
+    conditional_create: bool
+    may_pass: bool = False
+    """Whether the error may be temporary: the target did not answer, or not in time."""
+
+
+class _ProbeFailed(Exception):
+    def __init__(self, step: str, error: TuneError) -> None:
+        super().__init__(step)
+        self.step, self.error = step, error
+
+
+def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
+    """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
+    try:
+        with _step("open"), target.open(timeout=timeout) as store:
+            claims, refuses = store.conditional_create, _refuses_a_second_create(store)
+    except _ProbeFailed as failure:
+        step, error = failure.step, failure.error
+        hint = _HINTS.get(step) if isinstance(error, StoreRefused) else None
+        message = f"{'' if hint is None else f'{hint}; '}could not {step}: {error}"
+        may_pass = isinstance(error, StoreUnavailable | CommitUnknown)
+        return TargetCheck(ok=False, message=_line(target, message), conditional_create=False, may_pass=may_pass)
+    return _verdict(target, claims=claims, refuses=refuses)
+
+
+def _verdict(target: StorageTarget, *, claims: bool, refuses: bool) -> TargetCheck:
+    if claims and refuses:
+        done = "a probe was written, read back, listed and deleted, and a second create was refused"
+        return TargetCheck(ok=True, message=_line(target, done), conditional_create=True)
+    if claims:
+        wrong = (
+            "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could "
+            "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
+        )
+        return TargetCheck(ok=False, message=_line(target, wrong), conditional_create=False)
+    loud = (
+        "ONE RUNNER ONLY: a probe was written, read back, listed and deleted, but there is no atomic "
+        "create-if-absent, so nothing stops a second runner of the same experiment from committing too"
+    )
+    return TargetCheck(ok=True, message=_line(target, loud), conditional_create=False)
+
+
+def _line(target: StorageTarget, message: str) -> str:
+    for secret in target.secret_values():
+        if len(secret) >= _SHORTEST_SECRET:
+            message = message.replace(secret, "********")
+    line = " ".join(message.split())
+    return f"{target.uri}: {line if len(line) <= _MAX_CHARACTERS else f'{line[:_MAX_CHARACTERS]}…'}"
+
+
+def _refuses_a_second_create(store: ObjectStore) -> bool:
+    folder = f"{_FOLDER}/{uuid.uuid4().hex}"
+    written = [f"{folder}/probe", f"{folder}/race"]
+    try:
+        refuses = _round_trip(store, folder, written[0]) and _race(store, written[1])
+    except _ProbeFailed:
+        with suppress(TuneError):  # the first error is the one to report
+            store.delete(written)
+        raise
+    with _step("delete"):
+        store.delete(written)
+        _same([found.path for found in store.list(folder)], [], "deleted, then listed")
+    return refuses
+
+
+def _round_trip(store: ObjectStore, folder: str, path: str) -> bool:
+    data = os.urandom(64)
+    with _step("list"):  # before any write, so that an error here is not one of the permission to write
+        _same([found.path for found in store.list(folder)], [], "listed, before writing")
+    with _step("write"):
+        create_or_recognize(store, path, data)
+    with _step("read back"):
+        _same(bytes(store.read(path)), data, "read back")
+        _same(store.size(path), len(data), "asked for the size of")
+    with _step("list"):
+        _same([found.path for found in store.list(folder)], [path], "listed")
+    with _step("write again"):
+        return not _creates(store, path, os.urandom(64))
+
+
+def _race(store: ObjectStore, path: str) -> bool:
+    """Return whether exactly one of several simultaneous creates succeeded."""
+    start = Barrier(_RACERS)
+
+    def create(data: bytes) -> bool:
+        start.wait()
+        return _creates(store, path, data)
+
+    with _step("write at once"), ThreadPoolExecutor(_RACERS) as racers:
+        return sum(racers.map(create, [os.urandom(64) for _ in range(_RACERS)])) == 1
+
+
+def _creates(store: ObjectStore, path: str, data: bytes) -> bool:
+    try:
+        create_or_recognize(store, path, data)
+    except AlreadyExists:
+        return False
+    return True
+
+
+def _same(found: object, wanted: object, act: str) -> None:
+    if found != wanted:
+        raise TuneError(f"{act} a probe: expected {wanted!r}, found {found!r}")
+
+
+@contextmanager
+def _step(name: str) -> Iterator[None]:
+    try:
+        yield
+    except TuneError as error:
+        raise _ProbeFailed(name, error) from error

@@ -93,7 +93,10 @@ class LocalTarget(StorageTarget):
         text = os.fspath(path)
         if not isinstance(text, str) or "\0" in text:
             raise ValueError("expected text without NUL characters")
-        expanded = _expanded(text)
+        try:
+            expanded = Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{text!r}: this user has no home folder") from error
         if not expanded.is_absolute():
             raise ValueError(
                 f"expected an absolute path or one that starts with '~', found {text!r}: "
@@ -118,13 +121,6 @@ class LocalTarget(StorageTarget):
                 yield store
         else:
             yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline)
-
-
-def _expanded(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{path!r}: this user has no home folder") from error
 
 
 _ON_THIS_MACHINE = frozenset({"file", "local"})
@@ -368,8 +364,14 @@ class GcsTarget(ObjectTarget):
     @field_validator("service_account_json")
     @classmethod
     def _key_file(cls, secret: SecretStr | None) -> SecretStr | None:
-        if secret is not None:
-            _require_key(secret.get_secret_value())
+        if secret is None:
+            return None
+        try:
+            key = json.loads(secret.get_secret_value())
+        except ValueError:
+            key = None
+        if not isinstance(key, dict) or not {"client_email", "private_key"} <= key.keys():
+            raise ValueError("expected the JSON of a service account's key, with client_email and private_key")
         return secret
 
     @model_validator(mode="after")
@@ -400,15 +402,6 @@ class GcsTarget(ObjectTarget):
         if self.credentials is not None:
             return gcp_key(self.credentials)
         return self.service_account_json.get_secret_value() if self.service_account_json else None
-
-
-def _require_key(text: str) -> None:
-    try:
-        key = json.loads(text)
-    except ValueError:
-        key = None
-    if not isinstance(key, dict) or not {"client_email", "private_key"} <= key.keys():
-        raise ValueError("expected the JSON of a service account's key, with client_email and private_key")
 
 
 class AzureTarget(ObjectTarget):

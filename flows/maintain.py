@@ -24,7 +24,7 @@ from prefect_tune.maintenance import (
 )
 from prefect_tune.parameters.forms import TargetField
 from prefect_tune.parameters.search_plan import PositiveSeconds
-from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
+from prefect_tune.prefect_api.flow_runs import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 
 __all__ = ["maintain"]

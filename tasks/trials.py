@@ -56,10 +56,15 @@ from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, Trai
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import require_same_training, spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.call_paths import own_context
-from prefect_tune.prefect_api.concurrency_slots import holding_concurrency_limits
-from prefect_tune.prefect_api.task_runs import RUN_TRIAL, public_task, quiet_inner_tasks, run_here
+from prefect_tune.prefect_api.flow_runs import outlive_log_reader
+from prefect_tune.prefect_api.task_runs import (
+    RUN_TRIAL,
+    holding_concurrency_limits,
+    public_task,
+    quiet_inner_tasks,
+    run_here,
+)
 from prefect_tune.storage_retries import (
     RETRYING,
     RETRYING_REFUSALS,

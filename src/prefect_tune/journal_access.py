@@ -313,7 +313,6 @@ def _set_crashed(dead: Owner, owner: Owner, run_count: int | None) -> None:
         args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
         kwargs={
             "successor": _successor(dead, owner, run_count),
-            "started_again": is_same_run,
             "has_ended": is_same_run or has_process_ended(dead),
         },
         name="settle-dead-attempts",

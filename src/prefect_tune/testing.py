@@ -28,8 +28,7 @@ from prefect.settings import temporary_settings
 from prefect.states import Running
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.prefect_api.argument_validation import require_valid
-from prefect_tune.prefect_api.flow_with_server import FlowWithServer
+from prefect_tune.prefect_api.flow_with_server import FlowWithServer, require_valid
 
 __all__ = ["tune_folder", "without_server"]
 

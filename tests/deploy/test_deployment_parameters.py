@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prefect import Flow
+from prefect.utilities.callables import parameter_schema
 from prefect.utilities.collections import visit_collection
 from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
-from prefect.utilities.schema_tools.validation import validate
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.deploy.deployment_specs import (
+    OFFERS,
+    TAG,
+    DeploymentSchedule,
+    Interval,
+    named,
+    of_one_experiment,
+    wanted,
+)
 from prefect_tune.deploy.deployments import checked
 from prefect_tune.executors.remote_executor import request_as_parameters, request_from, spec_as_parameters
 from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
-from prefect_tune.parameters.forms import form_of
+from prefect_tune.parameters.forms import ADVANCED, OPTIONS, GroupedFlow, flattened, form_of
+from tests.fakes.pages import ROOT
 from tests.fakes.searches.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
@@ -308,3 +322,153 @@ def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -
 def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
     said = kind.__doc__ or ""
     assert re.findall(r"^        (\w+): ", said, re.MULTILINE) == list(kind.model_fields)
+
+
+# The deployable flows are listed once, and both ways to deploy use that list.
+
+
+TUNE_OFFER = named(["tune"])[0]
+
+
+def in_file() -> Mapping[str, Mapping[str, Any]]:
+    return {each["name"]: each for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+
+
+def test_the_file_for_prefects_own_command_says_the_same() -> None:
+    assert {name: each["entrypoint"] for name, each in in_file().items()} == {
+        offer.name: offer.entrypoint for offer in OFFERS
+    }
+    for offer in OFFERS:
+        there = in_file()[offer.name]
+        assert (there["tags"], there["pull"]) == ([TAG], [])
+        limit = {"limit": offer.at_once, "collision_strategy": "CANCEL_NEW"}
+        assert there.get("concurrency_limit") == (limit if offer.at_once else None)
+
+
+def test_every_deployment_has_the_name_of_its_flow_and_a_dotted_entrypoint() -> None:
+    for offer in OFFERS:
+        assert offer.entrypoint == f"{offer.module}.{offer.name.replace('-', '_')}"
+        assert ":" not in offer.entrypoint
+
+
+def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
+    staged = {each.offer.name: each for each in wanted(OFFERS, "staging-")}
+    assert staged["resume"].full_name == "resume/staging-resume"
+    assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
+    assert all(each.parameters == {} for each in wanted(OFFERS))
+
+
+def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_time() -> None:
+    schedules = [DeploymentSchedule("0 2 * * *", "Europe/Berlin"), DeploymentSchedule(Interval(timedelta(hours=12)))]
+    nightly = of_one_experiment(TUNE_OFFER, "nightly", {"samples_per_run": 20}, schedules)
+    assert nightly.parameters == {"experiment": "nightly", "samples_per_run": 20}
+    assert (nightly.full_name, nightly.at_once, nightly.collision) == ("tune/nightly", 1, "cancel-new")
+    other = of_one_experiment(TUNE_OFFER, "nightly", {"experiment": "digits"}, None)
+    assert other.parameters == {"experiment": "digits"}
+    hourly = of_one_experiment(named(["maintain"])[0], "hourly", {"target": "s3://b/runs"}, schedules)
+    assert hourly.parameters == {"target": "s3://b/runs"}
+
+
+def test_what_is_not_offered_is_said_with_what_was_meant() -> None:
+    with pytest.raises(pt.InvalidInput, match=r"no flow 'tunes' to deploy: .* did you mean 'tune'\?"):
+        named(["tunes"])
+    with pytest.raises(pt.InvalidInput, match="becomes a folder on the target"):
+        of_one_experiment(TUNE_OFFER, "every night", {}, None)
+
+
+# A form shows the common parameters, and all others in one group; flat parameters stay accepted.
+
+
+FLOWS: Mapping[str, GroupedFlow[..., Any]] = {
+    each.name: each for each in (deployed.durable_trainable, deployed.resume, deployed.tune)
+}
+TUNE_FLOW = deployed.tune
+FORM = form_of(TUNE_FLOW)
+NEEDED = {"trainable": "my_project.train:Net", "target": "s3://bucket/runs"}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_each_parameter_is_in_the_form_once_and_the_required_ones_come_first(name: str) -> None:
+    flow = FLOWS[name]
+    form, flat = form_of(flow), form_of(flow.flat)
+    *first, last = form["properties"]
+    assert last == ADVANCED
+    rest = form["definitions"][OPTIONS]["properties"]
+    assert sorted([*first, *rest]) == sorted(flat["properties"])
+    assert sorted(first[: len(flat["required"])]) == sorted(flat["required"]) == sorted(form["required"])
+    assert [each["position"] for each in form["properties"].values()] == list(range(len(first) + 1))
+    assert [each["position"] for each in rest.values()] == list(range(len(rest)))
+    assert len(first) <= 10
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_parameter_has_the_same_field_in_the_group_as_without_groups(name: str) -> None:
+    form, flat = form_of(FLOWS[name]), form_of(FLOWS[name].flat)
+    fields = {**form["properties"], **form["definitions"][OPTIONS]["properties"]}
+    for field, there in flat["properties"].items():
+        assert {**fields[field], "position": None} == {**there, "position": None}
+    assert form["definitions"].items() >= flat["definitions"].items()
+
+
+def test_prefects_own_command_makes_the_same_fields_of_the_flow() -> None:
+    assert list(parameter_schema(TUNE_FLOW).properties) == list(FORM["properties"])
+    assert list(parameter_schema(TUNE_FLOW.with_options(name="mine")).properties) == list(FORM["properties"])
+
+
+def test_options_apply_to_a_call_too() -> None:
+    assert TUNE_FLOW.with_options(retries=3).flat.retries == 3
+    assert TUNE_FLOW.flat.retries == 0
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"advanced": None},
+        {"advanced": {"seed": 3, "sync": {"commit": "async"}, "checkpoint": {"every_steps": 5}}},
+        {"seed": 3, "sync": {"commit": "async"}, "checkpoint": {"every_steps": 5}},
+        {"seed": None, "sync": None, "checkpoint": None, "trial_job_variables": None},
+        {"advanced": {"seed": None, "checkpoint": None}, "resume": "must", "rerun_errored": "only"},
+    ],
+)
+def test_the_server_accepts_parameters_in_the_group_and_beside_it(parameters: Mapping[str, Any]) -> None:
+    validate({**NEEDED, **parameters}, FORM, raise_on_error=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": "three"},
+        {"trials": "somewhere"},
+        {"sync": {"upload_dir": {"bucket": "b", "secret_access_key": "never shown"}}},
+        {"checkpoint": {"every_steps": 0}},
+    ],
+)
+def test_what_is_wrong_is_refused_in_the_group_and_beside_it(wrong: Mapping[str, Any]) -> None:
+    for parameters in (wrong, {"advanced": wrong}):
+        with pytest.raises(ValidationError):
+            validate({**NEEDED, **parameters}, FORM, raise_on_error=True)
+
+
+def test_a_misspelt_parameter_in_the_group_is_refused() -> None:
+    with pytest.raises(ValidationError, match="'sede' was unexpected"):
+        validate({**NEEDED, "advanced": {"sede": 3}}, FORM, raise_on_error=True)
+
+
+def test_stored_parameters_are_grouped_as_the_form_shows_them() -> None:
+    flat = {**NEEDED, "num_samples": 3, "seed": 3, "isolation": "thread"}
+    stored = TUNE_FLOW.grouped(flat)
+    assert stored == {**NEEDED, "num_samples": 3, "advanced": {"seed": 3, "isolation": "thread"}}
+    assert flattened(stored) == flat
+    assert flattened({**stored, "seed": 4}) == {**flat, "seed": 4}
+    assert TUNE_FLOW.grouped(NEEDED) == flattened({**NEEDED, "advanced": None}) == NEEDED
+    with pytest.raises(pt.InvalidInput, match="advanced: expected an object with parameters, found a str"):
+        flattened({**NEEDED, "advanced": "seed"})
+
+
+def test_python_code_passes_flat_parameters() -> None:
+    assert "advanced" not in signature(pt.tune).parameters
+    with pytest.raises(pt.InvalidInput, match=r"advanced: pt.tune has no such parameter"):
+        pt.tune("m:N", {}, target="s3://bucket/runs", advanced={"seed": 3})  # type: ignore[call-arg]  # it is wrong
+    with pytest.raises(pt.InvalidInput, match=r"^sede: pt.tune has no such parameter; did you mean 'seed'\?$"):
+        TUNE_FLOW(**NEEDED, advanced={"sede": 3})

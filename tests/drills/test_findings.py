@@ -224,6 +224,10 @@ def test_a_kill_that_was_not_made_is_said() -> None:
     assert any("1 kill was not made" in line for line in found.lines())
 
 
+X = DIGESTS[99]
+LR, CUDA = "optimizer adam.param_groups.0.lr", "global torch.cuda:1"
+
+
 def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
     return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
 
@@ -232,148 +236,144 @@ def run_of(*records: Record) -> DrillRun:
     return DrillRun({}, {}, [], records, [])
 
 
-def undisturbed(**names: str) -> DrillRun:
-    """A run in which each of these states changes at each step, and `fixed` never does."""
-    states = {f"{kind} {name.replace('__', '.')}": kind for name, kind in names.items()}
+def undisturbed(states: Mapping[str, str]) -> DrillRun:
+    """A run with these states: `#` is a digest that each step changes, `n` the number of the step."""
+    texts = [{"#": DIGESTS[step], "n": str(step), "n.0": f"{step}.0"} for step in range(6)]
     return run_of(
-        *(record(step, dict.fromkeys(states, f"{DIGESTS[step]}") | {"state fixed": "0"}) for step in range(1, 6))
+        *(record(step, {name: texts[step].get(text, text) for name, text in states.items()}) for step in range(1, 6))
     )
 
 
-def resumed_at(step: int, like: DrillRun, **changes: str) -> DrillRun:
-    states = dict(next(each.states for each in like.records if each.step == step))
-    states |= {name: value for name, value in changes.items() if name in states}
-    return run_of(*like.records[:step], record(step, states, attempt=2, is_restored=True))
+def resumed_at(step: int, like: DrillRun, changes: Mapping[str, str | None], *, is_restored: bool = True) -> DrillRun:
+    """The same run, killed and resumed: `changes` differ after this step; None is a state that is not there."""
+    states = {**like.records[step - 1].states, **changes}
+    there = {name: text for name, text in states.items() if text is not None}
+    return run_of(*like.records[:3], record(step, there, attempt=2, is_restored=is_restored))
 
 
-def test_what_is_as_it_was_is_not_named() -> None:
-    like = undisturbed(random="rng")
-    assert forgotten_in(like, resumed_at(3, like)) == []
+MOMENTS = {"optimizer adam.state.0.step": "n.0", "optimizer adam.state.0.exp_avg": "#"}
+TRAINED = {"value loss": "#", "state mean": "#", "state weights": "#", "state other": "#", "state velocity": "#",
+           "counter epoch": "#", "counter place": "#", "value lr": "#", "value warm": "#",
+           "optimizer adam.m": "#", "optimizer adam.lr": "#", "schedule decay.epoch": "#"}  # fmt: skip
+LOSS = {"value loss": "9.5"}  # as the metric
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "said"),
+    ("states", "changes", "is_restored", "saved", "names"),
     [
-        ("global", "random", "Python's generator: save random.getstate()"),
-        ("global", "numpy.random", "NumPy's global generator: save numpy.random.get_state()"),
-        ("global", "torch", "torch's generator of the CPU: save torch.get_rng_state()"),
-        ("global", "torch.cuda:1", "torch's generator of cuda:1: save torch.cuda.get_rng_state_all()"),
-        ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
-        ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
-        ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),
+        ({"rng random": "#"}, {}, True, [], []),
+        ({"rng random": DIGESTS[1]}, {"rng random": X}, True, [], []),
+        ({"state batches": "<generator>"}, {"state batches": "<list>"}, True, [], []),
+        # generators first, and one line of each object: a counter if there is one
+        ({"model weights": "#", "rng random": "#", "optimizer adam.step": "#", "optimizer adam.mean": "#"},
+         {"model weights": "ff", "optimizer adam.mean": X, "optimizer adam.step": "0", "rng random": "ee"}, True, [],
+         ["rng random", "optimizer adam.step", "model weights"]),
+        # the rate of the one optimizer follows from its schedule
+        ({"schedule cos.epoch": "#", "optimizer adam.lr": "#"}, {"schedule cos.epoch": "0", "optimizer adam.lr": "0.1"},
+         True, [], ["schedule cos.epoch"]),
+        ({"schedule cos.epoch": "#", "optimizer adam.lr": "#", "optimizer adam.m": "#"},
+         {"schedule cos.epoch": "0", "optimizer adam.lr": "0.1", "optimizer adam.m": X}, True, [],
+         ["schedule cos.epoch", "optimizer adam.m"]),
+        ({"schedule cos.epoch": "#", "optimizer gen.lr": "#", "optimizer critic.lr": "#"},
+         {"schedule cos.epoch": "0", "optimizer critic.lr": "0.1"}, True, [],
+         ["schedule cos.epoch", "optimizer critic.lr"]),
+        # one step after the resume: what follows from a cause is not named
+        (TRAINED, {"counter place": "32", "optimizer adam.m": X, "value loss": "9.4"}, False, [], ["counter place"]),
+        (TRAINED, {"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, False, [],
+         ["schedule decay.epoch"]),
+        (TRAINED, {"optimizer adam.m": X, "value loss": "9.4"}, False, [], ["optimizer adam.m", "value loss"]),
+        # nor is what is in the checkpoint, unless nothing else differs
+        (TRAINED, {"state weights": X, "state velocity": X}, False, [], ["state weights", "state velocity"]),
+        (TRAINED, {"state weights": X, "state velocity": X}, False, ["weights"], ["state velocity"]),
+        (TRAINED, {"state weights": X, "state velocity": X}, False, ["weights", "velocity"],
+         ["state weights", "state velocity"]),
+        (TRAINED, {"state weights": X, "state velocity": X}, True, ["weights"], ["state weights", "state velocity"]),
+        # a variable that holds a metric may be a cause if no other is left
+        (TRAINED, {**LOSS, "state mean": "9.5", "counter epoch": "1"}, False, ["weights"], ["counter epoch"]),
+        (TRAINED, {**LOSS, "state mean": "9.5"}, False, ["weights"], ["metric loss", "metric mean"]),
+        (TRAINED, {"value lr": "9.5", "state weights": X}, False, ["weights"], ["metric lr"]),
+        (TRAINED, {**LOSS, "state other": X}, False, ["weights"], ["state other"]),
+        (TRAINED, {"value warm": "False", "state weights": X}, False, ["weights"], ["value warm"]),
+        # a new optimizer lacks its moments; one that is gone is no evidence
+        ({LR: "0.001", **MOMENTS}, dict.fromkeys(MOMENTS), True, [], ["optimizer adam.state.0.step"]),
+        ({LR: "0.001", **MOMENTS}, dict.fromkeys([LR, *MOMENTS]), True, [], []),
     ],
 )  # fmt: skip
-def test_each_kind_is_said_with_what_to_save(kind: str, name: str, said: str) -> None:
-    like = undisturbed(**{name.replace(".", "__"): kind})
-    (found,) = forgotten_in(like, resumed_at(3, like, **{f"{kind} {name}": DIGESTS[99]}))
-    assert str(found).replace(", and set it on a resume", "").replace(", after step 3", "") == said
-
-
-def test_the_digest_of_a_generator_is_not_shown() -> None:
-    like = undisturbed(random="rng")
-    (found,) = forgotten_in(like, resumed_at(3, like, **{"rng random": repr(DIGESTS[99])}))
-    assert str(found) == "the state of a random generator, `random`, after step 3: save and load it"
-
-
-def test_a_counter_is_said_with_both_values() -> None:
-    like = run_of(*(record(step, {"counter steps": str(step)}) for step in range(1, 6)))
-    (found,) = forgotten_in(like, resumed_at(3, like, **{"counter steps": "0"}))
-    assert str(found) == "a counter, `steps` (0, expected 3), after step 3: save and load it"
-
-
-def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if_there_is_one() -> None:
-    like = undisturbed(weights="model", random="rng", adam__step="optimizer", adam__mean="optimizer")
-    changed = {
-        "model weights": "ff",
-        "optimizer adam.mean": DIGESTS[98],
-        "optimizer adam.step": "0",
-        "rng random": "ee",
-    }
-    found = forgotten_in(like, resumed_at(3, like, **changed))
-    assert [(each.kind, each.name) for each in found] == [
-        ("rng", "random"), ("optimizer", "adam.step"), ("model", "weights"),
-    ]  # fmt: skip
+def test_what_was_not_restored_is_named_and_not_what_follows_from_it(
+    states: Mapping[str, str],
+    changes: Mapping[str, str | None],
+    is_restored: bool,
+    saved: Sequence[str],
+    names: Sequence[str],
+) -> None:
+    like = undisturbed(states)
+    killed = resumed_at(3 if is_restored else 4, like, changes, is_restored=is_restored)
+    killed = replace(killed, metrics={4: {"loss": 9.5, "epoch": 1, "done": False}})
+    found = forgotten_in(like, killed, saved=saved)
+    assert [f"{each.kind} {each.name}" for each in found] == names
 
 
 @pytest.mark.parametrize(
-    ("differs", "named"),
+    ("name", "before", "after", "said"),
     [
-        ({"counter place": "32", "optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["place"]),
-        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch"]),
-        ({"optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["adam.m", "loss"]),
+        ("global random", "#", X, "Python's generator, after step 3: save random.getstate(), and set it on a resume"),
+        ("global numpy.random", "#", X,
+         "NumPy's global generator, after step 3: save numpy.random.get_state(), and set it on a resume"),
+        ("global torch", "#", X,
+         "torch's generator of the CPU, after step 3: save torch.get_rng_state(), and set it on a resume"),
+        (CUDA, "#", X,
+         "torch's generator of cuda:1, after step 3: save torch.cuda.get_rng_state_all(), and set it on a resume"),
+        ("rng draws", "#", repr(X), "the state of a random generator, `draws`, after step 3: save and load it"),
+        ("optimizer adam.mean", "#", X, "the optimizer, `adam.mean`, after step 3: save and load it"),
+        ("optimizer adam.mean", "#", None, "the optimizer, `adam.mean` (absent), after step 3: save and load it"),
+        ("schedule cos.epoch", "#", X, "the learning-rate schedule, `cos.epoch`, after step 3: save and load it"),
+        ("counter steps", "n", "0", "a counter, `steps` (0, expected 3), after step 3: save and load it"),
+        ("data batches", "n", "0", ("the place in the data, `batches` (0, expected 3), after step 3: "
+          "save the order and the position, or use ResumableLoader")),
     ],
-)
-def test_one_step_after_the_resume_what_follows_from_a_cause_is_not_named(
-    differs: Mapping[str, str], named: Sequence[str]
-) -> None:
-    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
-    killed = run_of(*like.records[:3], record(4, differs, attempt=2))
-    assert [each.name for each in forgotten_in(like, killed)] == named
+)  # fmt: skip
+def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str | None, said: str) -> None:
+    like = undisturbed({name: before, "optimizer adam.lr": "0.1"})
+    (found,) = forgotten_in(like, resumed_at(3, like, {name: after}))
+    assert str(found) == said
 
 
-def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:
-    like = run_of(*(record(step, {"rng numpy.random": DIGESTS[1]}) for step in range(1, 6)))
-    assert forgotten_in(like, resumed_at(3, like, **{"rng numpy.random": DIGESTS[9]})) == []
+def test_a_local_variable_is_of_the_next_step() -> None:
+    like = undisturbed({"state velocity": "#", "value loss": "#"})
+    (local,) = forgotten_in(like, resumed_at(4, like, {"state velocity": X}, is_restored=False))
+    assert str(local) == "a local variable, `velocity`, after step 3: save and load it"
+    killed = replace(resumed_at(4, like, LOSS, is_restored=False), metrics={4: {"loss": 9.5}})
+    (held,) = forgotten_in(like, killed)
+    assert str(held).endswith(" after step 3: save and load it if the next step reads it")
 
 
 def test_what_does_not_change_at_each_step_is_evidence() -> None:
-    like = run_of(*(record(step, {"scaler scaler.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
-    (found,) = forgotten_in(like, resumed_at(4, like, **{"scaler scaler.scale": "1024"}))
-    assert (found.name, found.found, found.expected) == ("scaler.scale", "1024", "2048")
-
-
-def test_the_rate_of_an_optimizer_follows_from_its_schedule() -> None:
-    like = undisturbed(cosine__last_epoch="schedule", adam__lr="optimizer", adam__mean="optimizer")
-    changed = {"schedule cosine.last_epoch": "0", "optimizer adam.lr": "0.1"}
-    assert [each.name for each in forgotten_in(like, resumed_at(3, like, **changed))] == ["cosine.last_epoch"]
-    found = forgotten_in(like, resumed_at(3, like, **changed, **{"optimizer adam.mean": DIGESTS[99]}))
-    assert [each.name for each in found] == ["cosine.last_epoch", "adam.mean"]
-
-
-@pytest.mark.parametrize(
-    ("differs", "named"),
-    [
-        ({"value loss": "9.5", "state mean": "9.5", "counter epoch": "1"}, [("counter", "epoch")]),
-        ({"value loss": "9.5", "state mean": "9.5"}, [("metric", "loss"), ("metric", "mean")]),
-        ({"value lr": "9.5", "state weights": DIGESTS[97]}, [("metric", "lr")]),
-        ({"value loss": "9.5", "state other": DIGESTS[97]}, [("state", "other")]),
-        ({"value warm": "False", "state weights": DIGESTS[97]}, [("value", "warm")]),
-    ],
-)
-def test_a_variable_that_holds_a_metric_may_be_a_cause_if_no_other_is_left(
-    differs: Mapping[str, str], named: Sequence[tuple[str, str]]
-) -> None:
-    """`weights` are in the checkpoint."""
-    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
-    metrics = {4: {"loss": 9.5, "epoch": 1, "done": False}}
-    killed = replace(run_of(*like.records[:3], record(4, differs, attempt=2)), metrics=metrics)
-    found = forgotten_in(like, killed, saved=["weights"])
-    assert sorted((each.kind, each.name) for each in found) == named
-    if named[0][0] == "metric":
-        assert str(found[0]).endswith(" after step 3: save and load it if the next step reads it")
+    like = run_of(*(record(step, {"scaler s.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
+    assert (found.name, found.found, found.expected) == ("s.scale", "1024", "2048")
 
 
 def test_a_resume_after_the_runs_have_differed_says_nothing_of_what_was_restored() -> None:
-    like = undisturbed(weights="model")
-    first, second = resumed_at(3, like).records[-1], resumed_at(5, like, **{"model weights": DIGESTS[99]}).records[-1]
+    like = undisturbed({"model weights": "#"})
+    first, second = (
+        resumed_at(step, like, change).records[-1] for step, change in ((3, {}), (5, {"model weights": X}))
+    )
     killed = run_of(*like.records[:3], first, *like.records[3:], replace(second, attempt=3))
     assert [each.name for each in forgotten_in(like, killed)] == ["weights"]
     assert forgotten_in(like, killed, differs_at=5) == []
     assert [each.name for each in forgotten_in(like, killed, differs_at=6)] == ["weights"]
 
 
-def test_what_differs_by_itself_later_is_evidence() -> None:
-    like = undisturbed(adam__mean="optimizer")
-    again = run_of(*like.records[:4], replace(like.records[4], states={"optimizer adam.mean": DIGESTS[77]}))
-    killed = resumed_at(3, like, **{"optimizer adam.mean": DIGESTS[99]})
-    assert [each.name for each in forgotten_in(like, killed, again)] == ["adam.mean"]
-
-
-def test_the_rate_of_another_optimizer_is_named_beside_a_schedule() -> None:
-    like = undisturbed(cosine__last_epoch="schedule", gen__lr="optimizer", critic__lr="optimizer")
-    changed = {"schedule cosine.last_epoch": "0", "optimizer critic.lr": "0.1"}
-    found = forgotten_in(like, resumed_at(3, like, **changed))
-    assert [each.name for each in found] == ["cosine.last_epoch", "critic.lr"]
+def test_what_differs_without_a_kill_is_evidence_only_if_it_does_so_later() -> None:
+    like = undisturbed({"rng random": "#", "rng other": "#"})
+    killed = resumed_at(3, like, {"rng random": X})
+    differ = [record(each.step, {"rng random": DIGESTS[50]}) for each in like.records]
+    later, always = run_of(*like.records[:4], differ[4]), run_of(*differ)
+    assert [each.name for each in forgotten_in(like, killed, later)] == ["random"]
+    assert forgotten_in(like, killed, always) == []
+    killed = resumed_at(3, like, {"rng random": X, "rng other": X})
+    first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
+    assert [each.name for each in forgotten_in(like, run_of(*first, killed.records[-1]))] == ["other"]
 
 
 def test_a_training_that_is_not_deterministic_is_said_by_what_training_changes() -> None:
@@ -494,66 +494,6 @@ def test_a_restart_that_was_not_planned_disturbs_a_run_too() -> None:
         (Record(1, 2, False, 3.5, 0.5, 0.0, {}), 0),
     ):  # fmt: skip
         assert replace(run(), records=[*first[:3], resumed, *first[2:]]).undisturbed_steps == steps
-
-
-def test_the_place_in_the_data_is_said_with_what_to_save() -> None:
-    like = run_of(*(record(step, {"data batches": str(step)}) for step in range(1, 6)))
-    (found,) = forgotten_in(like, resumed_at(3, like, **{"data batches": "0"}))
-    assert str(found) == (
-        "the place in the data, `batches` (0, expected 3), after step 3: "
-        "save the order and the position, or use ResumableLoader"
-    )
-
-
-def test_what_differs_before_the_first_kill_is_no_evidence() -> None:
-    like = undisturbed(random="rng", other="rng")
-    first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
-    resumed = resumed_at(3, like, **{"rng random": DIGESTS[99], "rng other": DIGESTS[98]}).records[-1]
-    assert [each.name for each in forgotten_in(like, run_of(*first, resumed))] == ["other"]
-
-
-def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:
-    like, again = undisturbed(random="rng"), undisturbed(random="rng")
-    for each in again.records:
-        each.states["rng random"] = DIGESTS[50 + each.step]  # type: ignore[index]  # a dict of this test
-    killed = resumed_at(3, like, **{"rng random": DIGESTS[99]})
-    assert forgotten_in(like, killed, again) == []
-    assert forgotten_in(like, killed, like) != []
-
-
-def test_what_has_no_digest_is_no_evidence() -> None:
-    like = run_of(*(record(step, {"state batches": "<generator>"}) for step in range(1, 6)))
-    assert forgotten_in(like, resumed_at(3, like, **{"state batches": "<list>"})) == []
-
-
-def test_an_optimizer_that_is_new_after_a_resume_lacks_its_moments() -> None:
-    rate = {"optimizer adam.param_groups.0.lr": "0.001"}
-    moments = [
-        rate | {"optimizer adam.state.0.step": f"{step}.0", "optimizer adam.state.0.exp_avg": DIGESTS[step]}
-        for step in range(1, 6)
-    ]
-    like = run_of(*(record(step, each) for step, each in enumerate(moments, 1)))
-    killed = run_of(*like.records[:3], record(3, rate, attempt=2, is_restored=True))
-    (found,) = forgotten_in(like, killed)
-    assert str(found) == "the optimizer, `adam.state.0.step` (absent, expected 3.0), after step 3: save and load it"
-    momentum = run_of(*(record(step, rate | {"optimizer adam.state.0.m": DIGESTS[step]}) for step in range(1, 6)))
-    (found,) = forgotten_in(momentum, run_of(*momentum.records[:3], record(3, rate, attempt=2, is_restored=True)))
-    assert str(found) == "the optimizer, `adam.state.0.m` (absent), after step 3: save and load it"
-    gone = run_of(*like.records[:3], record(3, {"counter steps": "3"}, attempt=2, is_restored=True))
-    assert forgotten_in(like, gone) == []
-
-
-def test_a_local_variable_that_is_in_the_checkpoint_is_named_only_if_nothing_else_differs() -> None:
-    differs = {"state weights": DIGESTS[97], "state velocity": DIGESTS[98]}
-    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
-    killed = run_of(*like.records[:3], record(4, differs, attempt=2))
-    assert [each.name for each in forgotten_in(like, killed)] == ["weights", "velocity"]
-    (found,) = forgotten_in(like, killed, saved=["weights"])
-    assert str(found) == "a local variable, `velocity`, after step 3: save and load it"
-    assert len(forgotten_in(like, killed, saved=["weights", "velocity"])) == 2
-    restored = run_of(*like.records[:3], record(4, differs, attempt=2, is_restored=True))
-    assert [each.name for each in forgotten_in(like, restored, saved=["weights"])] == ["weights", "velocity"]
-    assert str(forgotten_in(like, restored)[0]) == "an attribute, `weights`, after step 4: save and load it"
 
 
 def slowdown(interval: float, save: float, mean: float) -> float:

@@ -8,14 +8,25 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.probe import Victim
 from prefect_tune.drills.run_drill import environment_with_api, run_drill
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 MODULE = "tests.drills.unlike_trainings"
 
 
-def drilled(trainable: str, config: dict[str, object], server: str, folder: Path) -> pt.DrillReport:
-    plan = DrillPlan(f"{MODULE}:{trainable}", config, 8, 2, kills=((5, "trial"),))
+def drilled(
+    trainable: str,
+    config: dict[str, object],
+    server: str,
+    folder: Path,
+    kills: tuple[tuple[int, Victim], ...] = ((5, "trial"),),
+    *,
+    steps: int = 8,
+    processes: int = 1,
+) -> pt.DrillReport:
+    name = trainable if ":" in trainable else f"{MODULE}:{trainable}"
+    plan = DrillPlan(name, config, steps, 2, kills, processes=processes)
     environment = {**environment_with_api(), "PREFECT_API_URL": server}
     return run_drill(plan, pt.LocalTarget(path=str(folder)), environment)
 
@@ -57,3 +68,37 @@ def test_times_and_identifiers_do_not_make_a_training_inexact(
     assert report.is_exact, list(report.lines())
     assert {difference.what.key for difference in report.unstable} == left_out
     assert all(any(f"`{name}`" in line for line in report.lines()) for name in left_out), list(report.lines())
+
+
+@pytest.mark.parametrize("name", ["OwnGenerators", "own_generators"])
+def test_ranks_that_save_everything_are_exact_whichever_is_killed(
+    name: str, prefect_server: str, tmp_path: Path
+) -> None:
+    found = drilled(
+        name,
+        {"forgets": None},
+        prefect_server,
+        tmp_path,
+        ((2, "rank"), (4, "trial"), (5, "upload")),
+        steps=6,
+        processes=2,
+    )
+    assert found.is_exact, list(found.lines())
+    assert [(each.victim, each.resumed_from > 0) for each in found.kills][:2] == [("rank", True), ("trial", True)]
+    assert found.compared_files >= 2 * 3, "the files of both ranks"
+
+
+def test_what_another_rank_has_forgotten_is_a_difference_in_its_file(prefect_server: str, tmp_path: Path) -> None:
+    found = drilled("OwnGenerators", {"forgets": 1}, prefect_server, tmp_path, ((3, "rank"),), steps=6, processes=2)
+    assert not found.is_exact
+    assert "`rank-1.json`" in "\n".join(found.lines()), list(found.lines())
+
+
+def test_ranks_that_a_launcher_in_the_trial_has_started_are_killed_and_compared(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    name, kills = "tests.trainables.grouped:runs_programs", ((3, "trial"), (5, "search"))
+    found = drilled(name, {}, prefect_server, tmp_path, kills, steps=6)
+    assert found.is_exact, list(found.lines())
+    assert [(each.victim, each.resumed_from) for each in found.kills] == [("trial", 2), ("search", 4)]
+    assert found.compared_files >= 2 * 3, "the files of both ranks"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
+from tests.drills.class_as_function import as_function
 
 State = dict[str, Any]
 
@@ -106,3 +107,28 @@ def packs_its_checkpoint(_: Mapping[str, Any]) -> None:
         with gzip.open(Path(made, "state.pkl.gz"), "wb") as file:
             pickle.dump((step, weight), file)
         pt.report({"loss": weight}, checkpoint=pt.Checkpoint.from_directory(made))
+
+
+class OwnGenerators(pt.Trainable):
+    """Adds a drawn number in each step, on each rank; `forgets` is a rank that does not save its generator, or None."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.rank, self.forgets = pt.get_trial().rank, config["forgets"]
+        self.random, self.total = random.Random(self.rank), 0.0
+
+    def step(self) -> Mapping[str, object]:
+        self.total += self.random.random()
+        return {"total": self.total}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        state = None if self.rank == self.forgets else self.random.getstate()
+        Path(checkpoint_dir, f"rank-{self.rank}.json").write_text(json.dumps([self.total, state]))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.total, state = json.loads(Path(checkpoint_dir, f"rank-{self.rank}.json").read_text())
+        if state is not None:
+            version, numbers, gauss = state
+            self.random.setstate((version, tuple(numbers), gauss))
+
+
+own_generators = as_function(OwnGenerators)

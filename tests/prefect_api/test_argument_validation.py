@@ -15,7 +15,7 @@ from prefect import flow, task
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.prefect_api import flow_with_server
-from prefect_tune.prefect_api.argument_validation import require_storable, require_valid
+from prefect_tune.prefect_api.flow_with_server import require_storable, require_valid
 
 GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "loss"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import sqlite3
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 from prefect.context import FlowRunContext
 from prefect.settings import (
-    PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_API_URL,
     get_current_settings,
     temporary_settings,
@@ -106,8 +104,6 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
     assert sorted(name for _, name in trained(database)) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
     assert f"Starting a Prefect server for this process at {said['url']}: this takes some seconds" in done.stderr
-    advice = r"a server that keeps running \(`prefect server start` in another terminal\) saves \d+\.\d s per run, and"
-    assert len(re.findall(advice, done.stderr)) == 1
     assert "telemetry" not in done.stderr
     assert telemetry_sessions(database) == 0
     assert heartbeats(database) == 0
@@ -184,14 +180,6 @@ def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None
         check=False,
     )
     assert done.stdout == "True False None\n", done.stderr
-
-
-def test_the_first_start_says_that_it_creates_a_database(tmp_path: Path) -> None:
-    where = "sqlite+aiosqlite:///{}/prefect.db"
-    with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: where.format(tmp_path)}):
-        assert str(tmp_path / "prefect.db") in flow_with_server._patience_advice()
-        (tmp_path / "prefect.db").touch()
-        assert flow_with_server._patience_advice() == "this takes some seconds"
 
 
 def free_port() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -23,8 +25,8 @@ from prefect import flow_engine
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT, temporary_settings
 
 import prefect_tune as pt
-from prefect_tune.prefect_api import flow_with_server, own_server
-from prefect_tune.prefect_api.own_server import find_own_server
+from prefect_tune.prefect_api import flow_with_server, local_server
+from prefect_tune.prefect_api.local_server import find_own_server, is_cut_short
 
 ANSWERS = {"/api/health": "true", "/api/admin/version": json.dumps(prefect.__version__)}
 NOBODY = 65534
@@ -106,13 +108,13 @@ def test_where_nothing_listens_none_is_found() -> None:
 def test_what_is_no_healthy_server_of_this_version_is_not_used(
     answer: Callable[[str], bytes | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_server, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
     with serving(answer):
         assert find_own_server() is None
 
 
 def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_server, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
     over = threading.Event()
 
     def drip(listening: socket.socket) -> None:
@@ -205,4 +207,18 @@ def test_a_script_without_a_configured_api_uses_it(prefect_server: str, tmp_path
     assert done.stdout == f"{prefect_server} ['completed']\n", done.stderr
     assert done.stderr.count(f"Using your Prefect server at {prefect_server}") == 1
     assert "Starting a Prefect server" not in done.stderr
-    assert "a server that keeps running" not in done.stderr
+
+
+# The log of the package's own Prefect server.
+
+
+@pytest.mark.parametrize(("error", "is_reported"), [(asyncio.CancelledError, False), (OSError, True)])
+def test_a_batch_that_the_end_cuts_short_is_no_error(
+    error: type[BaseException], is_reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        raise error
+    except error:
+        logging.getLogger("recorder").exception("Error flushing 35 events (35 to retry, 0 dropped)")
+    logging.getLogger("recorder").error("without an exception")
+    assert [not is_cut_short(record) for record in caplog.records] == [is_reported, True]

@@ -12,7 +12,7 @@ from functools import partial
 import pyarrow.fs as arrow
 import pytest
 
-from prefect_tune.blocks.target_check import check_target
+from prefect_tune.blocks.storage_target import check_target
 from prefect_tune.core.errors import (
     AlreadyExists,
     CommitUnknown,

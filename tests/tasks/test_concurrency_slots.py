@@ -11,8 +11,8 @@ import pytest
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
 
-from prefect_tune.prefect_api import concurrency_slots
-from prefect_tune.prefect_api.concurrency_slots import holding_concurrency_limits
+from prefect_tune.prefect_api import task_runs as concurrency_slots
+from prefect_tune.prefect_api.task_runs import holding_concurrency_limits
 from tests.fakes.servers.canned_http import Canned, answering
 
 GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "gpu", "limit": 1}}]}}'.encode()

@@ -7,19 +7,15 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.events import emit_event
-from prefect.events.filters import EventAnyResourceFilter, EventFilter
 from prefect.states import Completed, Crashed, Running, Scheduled
 from prefect.types import DateTime
 
@@ -134,34 +130,6 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
     until(lambda: states_of(client, alive) == crashed, seconds=60, what=lambda: str(states_of(client, alive)))
 
 
-@pytest.mark.long
-def test_a_lost_attempt_of_a_flow_run_that_runs_again_says_when_its_process_was_last_seen(
-    client: SyncPrefectClient,
-) -> None:
-    lost = Owner(name="lost", host=ELSEWHERE, pid=1, flow_run=str(flow_run := flow_run_in(client, Running())))
-    about = [{"prefect.resource.id": f"prefect.flow-run.{flow_run}", "prefect.resource.role": "flow-run"}]
-
-    def names() -> set[str]:
-        about_it = EventAnyResourceFilter(id=[f"prefect.flow-run.{flow_run}"])
-        return {each.event for each in client.read_events(EventFilter(any_resource=about_it), limit=50).events}
-
-    seen: list[datetime] = []
-    for name in ("prefect-tune.started", "prefect-tune.committed"):
-        seen.append(datetime.now(UTC))
-        emit_event(name, {"prefect.resource.id": "trial"}, occurred=seen[-1], related=about)
-        until(lambda name=name: name in names(), seconds=60, what=lambda: str(names()))
-    client.set_flow_run_state(flow_run, Running(), force=True)
-    until(lambda: int(datetime.now(UTC).timestamp()) > int(seen[-1].timestamp()), seconds=60, what=lambda: "a second")
-    emit_event("prefect-tune.finished", {"prefect.resource.id": "trial"}, related=about)  # of the new process
-    until(lambda: "prefect-tune.finished" in names(), seconds=60, what=lambda: str(names()))
-    [task_run] = (each for each in attempts(client, lost) if each.name == "my own name")
-    lost = lost.model_copy(update={"task_run": str(task_run.id)})
-    states_after_a_takeover(client, lost, NEXT.model_copy(update={"flow_run": str(flow_run)}))
-    messages = {each.name: each.state.message for each in attempts(client, lost) if each.state and each.state.message}
-    said = f"its process was lost (last seen at {seen[-1]:%Y-%m-%d %H:%M:%S} UTC); the trial's next attempt took over"
-    assert messages == {"my own name": said}
-
-
 def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
     client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,19 +141,6 @@ def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
     owner = Owner(name="dead", host=HERE, pid=_ended_process(), flow_run=str(flow_run_in(client, Crashed())))
     monkeypatch.setattr(SyncPrefectClient, "read_task_runs", one_at_a_time)
     assert states_after_a_takeover(client, owner) == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
-
-
-def test_a_server_that_lists_no_events_leaves_only_the_time_out(
-    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise httpx.ReadTimeout("busy")
-
-    owner = Owner(name="dead", host=HERE, pid=_ended_process(), flow_run=str(flow_run_in(client, Crashed())))
-    monkeypatch.setattr(SyncPrefectClient, "read_events", refused)
-    assert states_after_a_takeover(client, owner) == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
-    messages = {each.state.message for each in attempts(client, owner) if each.state and each.state.message}
-    assert messages == {"its process was lost; flow run 'next' took over"}
 
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:

@@ -25,9 +25,13 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
-from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
-from prefect_tune.prefect_api.cancellation import raise_cancellation, watching_cancellation
-from prefect_tune.prefect_api.flow_runs import ignoring_suspension, is_suspended
+from prefect_tune.prefect_api.flow_runs import (
+    ignoring_suspension,
+    is_suspended,
+    outlive_log_reader,
+    raise_cancellation,
+    watching_cancellation,
+)
 from prefect_tune.prefect_api.held_signals import raise_held_signal, saving_on_signals
 from prefect_tune.storage_retries import retrying_until
 from prefect_tune.terminal.live_display import end_display

@@ -46,7 +46,6 @@ _METRICS = (
     "{{ '%.6g' | format(value) if value is float else value }}{% endfor %}"
 )
 _FLOW_RUN = "prefect.flow-run."
-_UNTIL = "An alert without an action is switched off."
 _COOL_DOWN = timedelta(seconds=30)
 # Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
 _GOES_ON = (
@@ -70,15 +69,14 @@ class AutomationSpec:
     name: str
     description: str
     trigger: EventTrigger
-    acts: Sequence[ActionTypes] = ()
-    """Its actions; empty for an alert, whose actions are given at installation."""
+    action: ActionTypes | None = None
+    """None of an alert, whose actions are given at installation; without one it is switched off."""
     says: str = ""
     """The message of an alert, as a Prefect template."""
 
     @property
     def is_alert(self) -> bool:
-        """Whether the user chooses its actions; without one it is switched off."""
-        return not self.acts
+        return self.action is None
 
 
 def shipped(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
@@ -87,120 +85,102 @@ def shipped(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
     Args:
         heartbeat_window: silence after which a run counts as crashed: at least two heartbeat periods.
     """
-    every = [_start_again(), _silent(heartbeat_window), *_ALERTS]
-    return {each.name: each for each in every}
-
-
-def _start_again() -> AutomationSpec:
-    """Restart a crashed run after a delay: its runner reports the crash, and its worker again some seconds later.
-
-    After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
-    """
-    return AutomationSpec(
+    # After a restart between the two reports of a crash, by the runner and by its worker some seconds later, the run
+    # would be two processes: so it waits. Attempts of trials are restarted by their search.
+    start_again = AutomationSpec(
         f"{_PREFIX}restart a crashed run",
         f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
         "resumes from its last commit. If its process is still alive, only one of the two can commit.",
-        EventTrigger(
-            posture=Posture.Proactive,
-            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
-            match_related=[_tagged(), {"prefect.resource.role": "flow", "prefect.resource.name": f"!{_ATTEMPTS}"}],
-            after={f"{_FLOW_RUN}Crashed"},
-            expect={f"{_FLOW_RUN}{each}" for each in (*_GOES_ON, *_IS_OVER)},
-            for_each={"prefect.resource.id"},
-            threshold=1,
+        _silence(
+            [_TAGGED, {"prefect.resource.role": "flow", "prefect.resource.name": f"!{_ATTEMPTS}"}],
+            after="Crashed",
+            expect=(*_GOES_ON, *_IS_OVER),
             within=_COOL_DOWN,
         ),
-        [
-            ChangeFlowRunState(
-                state=StateType.SCHEDULED, name="AwaitingRetry", message="Crashed; rescheduled by prefect-tune."
-            )
-        ],
-    )
-
-
-def _silent(window: timedelta) -> AutomationSpec:
-    """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
-    return AutomationSpec(
-        f"{_PREFIX}mark a run without heartbeats as crashed",
-        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
-        "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
-        EventTrigger(
-            posture=Posture.Proactive,
-            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
-            match_related=[_tagged()],
-            after={f"{_FLOW_RUN}heartbeat"},
-            expect={f"{_FLOW_RUN}{each}" for each in ("heartbeat", "Crashed", "AwaitingRetry", "Scheduled", *_IS_OVER)},
-            for_each={"prefect.resource.id"},
-            threshold=1,
-            within=window,
+        ChangeFlowRunState(
+            state=StateType.SCHEDULED, name="AwaitingRetry", message="Crashed; rescheduled by prefect-tune."
         ),
-        [
-            ChangeFlowRunState(
-                state=StateType.CRASHED, name="Crashed", message=f"No heartbeat for {window.total_seconds():g} s."
-            )
-        ],
     )
-
-
-def _tagged() -> dict[str, str | list[str]]:
-    return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
-
-
-def _alert(name: str, event: str, description: str, says: str, **labels: str) -> AutomationSpec:
-    trigger = EventTrigger(
-        posture=Posture.Reactive,
-        match={"prefect.resource.id": f"{_TAG}.*", **{f"{_TAG}.{label}": value for label, value in labels.items()}},
-        expect={event},
-        threshold=1,
-        within=timedelta(0),
+    seconds = f"{heartbeat_window.total_seconds():g} s"
+    silent = AutomationSpec(  # a lost machine cannot report its crash
+        f"{_PREFIX}mark a run without heartbeats as crashed",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {seconds} without a heartbeat: its machine is "
+        "lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
+        _silence(
+            [_TAGGED],
+            after="heartbeat",
+            expect=("heartbeat", "Crashed", "AwaitingRetry", "Scheduled", *_IS_OVER),
+            within=heartbeat_window,
+        ),
+        ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=f"No heartbeat for {seconds}."),
     )
-    return AutomationSpec(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=_ABOUT + says)
+    return {spec.name: spec for spec in (start_again, silent, *_ALERTS)}
 
 
-def _failed() -> AutomationSpec:
-    """Alert on each run that ends Failed, also before it has opened an experiment: it emits no event of its own then.
+_TAGGED: dict[str, str | list[str]] = {
+    "prefect.resource.role": "tag",
+    "prefect.resource.id": f"prefect.tag.{_TAG}",
+}
 
-    The flow's name selects the runs, of scripts and of deployments. By the tag, a flow that calls `pt.tune` would send
-    a second alert, and so would attempts of trials.
-    """
-    trigger = EventTrigger(
-        posture=Posture.Reactive,
+
+def _silence(
+    related: list[dict[str, str | list[str]]], *, after: str, expect: Sequence[str], within: timedelta
+) -> EventTrigger:
+    """Return the trigger for a flow run of which none of the expected events follows `after` in time."""
+    return EventTrigger(
+        posture=Posture.Proactive,
         match={"prefect.resource.id": f"{_FLOW_RUN}*"},
-        match_related=[{"prefect.resource.role": "flow", "prefect.resource.name": list(_FLOWS)}],
-        expect={f"{_FLOW_RUN}Failed", f"{_FLOW_RUN}TimedOut"},
+        match_related=related,
+        after={f"{_FLOW_RUN}{after}"},
+        expect={f"{_FLOW_RUN}{name}" for name in expect},
+        for_each={"prefect.resource.id"},
         threshold=1,
-        within=timedelta(0),
+        within=within,
     )
+
+
+def _alert(name: str, description: str, says: str, events: set[str], **match: Any) -> AutomationSpec:
+    trigger = EventTrigger(posture=Posture.Reactive, expect=events, threshold=1, within=timedelta(0), **match)
     return AutomationSpec(
-        f"{_PREFIX}alert on a failed run",
-        f"A run ended with an error. It is not restarted: remove the cause first. {_UNTIL}",
-        trigger,
-        says="Run {{ flow_run.name }} of the flow {{ flow.name }} failed: {{ event.payload.validated_state.message }} "
-        "{{ flow_run | ui_url or '' }}",
+        f"{_PREFIX}{name}", f"{description} An alert without an action is switched off.", trigger, says=says
     )
 
 
+_OF_OURS = {"prefect.resource.id": f"{_TAG}.*"}
 _ALERTS = (
     _alert(
         "alert on a damaged checkpoint",
-        "prefect-tune.quarantined",
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
-        "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
-        kills="false",
+        _ABOUT + "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: "
+        "{{ event.payload.reason }}",
+        {"prefect-tune.quarantined"},
+        match={**_OF_OURS, f"{_TAG}.kills": "false"},
     ),
     _alert(
         "alert on a new best trial",
-        BestImproved.name,
         "A trial is the best so far: notify, or run a deployment that evaluates its model.",
-        "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
+        _ABOUT + "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
+        {BestImproved.name},
+        match=_OF_OURS,
     ),
     _alert(
         "alert on a trial without reports",
-        TrialStalled.name,
         "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
-        "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
+        _ABOUT + "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
+        {TrialStalled.name},
+        match=_OF_OURS,
     ),
-    _failed(),
+    # Also of a run that fails before it has opened an experiment, and has no event of its own. The runs are selected by
+    # the flow: by the tag, a flow that calls `pt.tune` would send a second alert, and so would attempts of trials.
+    _alert(
+        "alert on a failed run",
+        "A run ended with an error. It is not restarted: remove the cause first.",
+        "Run {{ flow_run.name }} of the flow {{ flow.name }} failed: {{ event.payload.validated_state.message }} "
+        "{{ flow_run | ui_url or '' }}",
+        {f"{_FLOW_RUN}Failed", f"{_FLOW_RUN}TimedOut"},
+        match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+        match_related=[{"prefect.resource.role": "flow", "prefect.resource.name": list(_FLOWS)}],
+    ),
 )
 
 
@@ -218,11 +198,9 @@ class Installed:
     """Whether it has an action; an alert may have none."""
 
 
-_TAGS = ["prefect-tune"]
 _HEARTBEATS = 3
 _USUAL_FREQUENCY = 180
-_SUBJECT = "{{ automation.name }}"
-_OURS = ("name", "description", "tags", "trigger", "enabled", "actions")
+_OURS = {"name", "description", "tags", "trigger", "enabled", "actions"}
 
 
 def automation_names() -> Sequence[str]:
@@ -301,11 +279,11 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     """
     removed = []
     with prefect_server("automations") as client:
-        for each in _chosen(names, _window(None)):
-            found = _found(client, each)
-            for automation in found:
+        for spec in _chosen(names, _window(None)):
+            if there := _found(client, spec):
+                removed.append(spec.name)
+            for automation in there:
                 _delete(client, automation)
-            removed += [each.name] if found else []
     return removed
 
 
@@ -349,15 +327,20 @@ def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[Automa
 def _actions(
     client: SyncPrefectClient, notify: str | None, run: str | None, parameters: Mapping[str, Any] | None
 ) -> Sequence[ActionTypes]:
-    """Return the actions of alerts; `_worded` adds the texts of notifications."""
+    """Return the actions of alerts; `_automation` adds the texts of notifications."""
     actions: list[ActionTypes] = []
     if notify is not None:
-        actions.append(SendNotification(block_document_id=_block(client, notify), subject=_SUBJECT, body=""))
-    if run is not None:
-        given = None if parameters is None else dict(parameters)
-        actions.append(RunDeployment(source="selected", deployment_id=_deployment(client, run), parameters=given))
-    elif parameters is not None:
+        block = _block(client, notify)
+        actions.append(SendNotification(block_document_id=block, subject="{{ automation.name }}", body=""))
+    if run is None and parameters is not None:
         raise InvalidInput("parameters: expected run='flow/deployment' with them, the deployment that they are for")
+    if run is not None:
+        try:
+            deployment = client.read_deployment_by_name(run).id
+        except (ObjectNotFound, ValueError) as error:
+            raise InvalidInput(f"run={run!r}: no such deployment exists; expected 'flow/deployment'") from error
+        given = None if parameters is None else dict(parameters)
+        actions.append(RunDeployment(source="selected", deployment_id=deployment, parameters=given))
     return actions
 
 
@@ -372,64 +355,47 @@ def _block(client: SyncPrefectClient, slug: str) -> Any:
         ) from error
 
 
-def _deployment(client: SyncPrefectClient, name: str) -> Any:
-    try:
-        return client.read_deployment_by_name(name).id
-    except (ObjectNotFound, ValueError) as error:
-        raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
-
-
 def _found(client: SyncPrefectClient, wanted: AutomationSpec) -> Sequence[Automation]:
     """Return the automation as it is on the server; of duplicates first one that acts."""
     return sorted(client.read_automations_by_name(wanted.name), key=lambda each: not _act(each.actions))
 
 
 def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
-    found = _found(client, wanted)
-    if not found:
-        new = _automation(wanted, actions or [DoNothing()], enabled=bool(wanted.acts or actions))
+    is_active = bool(wanted.action or actions)
+    if there := _found(client, wanted):
+        first, *others = there
+        for twin in others:  # concurrent installs created duplicates
+            _delete(client, twin)
+        # Prefect Cloud's actions may be of types that this Prefect does not know.
+        new = _automation(wanted, actions or first.actions, enabled=first.enabled if _act(first.actions) else is_active)
+        if new.model_dump(include=_OURS) != first.model_dump(include=_OURS):  # an update resets the trigger's state
+            client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
+    else:
+        new = _automation(wanted, actions or [DoNothing()], enabled=is_active)
         client.create_automation(new)
-        return _as_installed(wanted, new)
-    first, *others = found
-    for each in others:  # concurrent installs created duplicates
-        _delete(client, each)
-    enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
-    there: Sequence[Any] = first.actions  # Prefect Cloud's may be of types that this Prefect does not know
-    new = _automation(wanted, actions or there, enabled=enabled)
-    if _said(new) != _said(first):  # an update resets the state of the trigger
-        client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
-    return _as_installed(wanted, new)
-
-
-def _as_installed(wanted: AutomationSpec, automation: AutomationCore) -> Installed:
-    return Installed(automation.name, wanted.is_alert, automation.enabled, _act(automation.actions))
+    return Installed(new.name, wanted.is_alert, new.enabled, _act(new.actions))
 
 
 def _act(actions: Sequence[object]) -> bool:
-    return not all(isinstance(each, DoNothing) for each in actions)
+    return not all(isinstance(action, DoNothing) for action in actions)
 
 
-def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool) -> AutomationCore:
-    does = [_worded(each, wanted) for each in actions] if wanted.is_alert else list(wanted.acts)
+def _automation(wanted: AutomationSpec, actions: Sequence[Any], *, enabled: bool) -> AutomationCore:
+    if wanted.action is not None:
+        actions = [wanted.action]
     return AutomationCore(
         name=wanted.name,
         description=wanted.description,
-        tags=_TAGS,
+        tags=[_TAG],
         enabled=enabled,
         trigger=wanted.trigger,
-        actions=does,
+        actions=[
+            action.model_copy(update={"body": wanted.says})
+            if isinstance(action, SendNotification) and not action.body  # else a person has written another text
+            else action
+            for action in actions
+        ],
         actions_on_trigger=[],
         actions_on_resolve=[],
         owner_resource=None,
     )
-
-
-def _worded(action: ActionTypes, wanted: AutomationSpec) -> ActionTypes:
-    """Return a notification with the text of `wanted`, unless a person has written another one."""
-    if isinstance(action, SendNotification) and not action.body:
-        return action.model_copy(update={"body": wanted.says})
-    return action
-
-
-def _said(automation: AutomationCore | Automation) -> dict[str, Any]:
-    return automation.model_dump(include=set(_OURS))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import UUID
 
-from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Committed, Reported
 from prefect_tune.core.restore import read_manifest
@@ -200,7 +200,25 @@ class Difference:
 
 def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
-    return first_of_places([*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)])
+    differences: list[Difference] = []
+    for step in expected.metrics.keys() | found.metrics.keys():
+        if step not in found.metrics:
+            differences.append(Difference(step, FileDifference(METRICS, "", "the step was not reported")))
+        elif step not in expected.metrics:
+            what = FileDifference(METRICS, "", "the undisturbed run ended before this step")
+            differences.append(Difference(step, what))
+        else:
+            unlike = compare_values(expected.metrics[step], found.metrics[step], METRICS)
+            differences += [Difference(step, what) for what in unlike]
+    for step in expected.manifests.keys() | found.manifests.keys():
+        if step not in found.manifests:
+            differences.append(Difference(step, FileDifference(CHECKPOINTS, "", "no checkpoint, expected one")))
+        elif step not in expected.manifests:
+            differences.append(Difference(step, FileDifference(CHECKPOINTS, "", "a checkpoint, expected none")))
+        else:
+            unlike = list(_of_manifests(store, expected.manifests[step], found.manifests[step]))
+            differences += [Difference(step, what) for what in unlike]
+    return first_of_places(differences)
 
 
 def first_of_places(differences: Sequence[Difference]) -> Sequence[Difference]:
@@ -225,27 +243,11 @@ def changes_of(store: ObjectStore, run: DrillRun) -> Mapping[Place, Mapping[int,
     return changes
 
 
-def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
-    for step in sorted(expected.metrics.keys() | found.metrics.keys()):
-        metrics, others = expected.metrics.get(step), found.metrics.get(step)
-        if metrics is None or others is None:
-            what = "the step was not reported" if others is None else "the undisturbed run ended before this step"
-            yield Difference(step, FileDifference(METRICS, "", what))
-            continue
-        yield from (Difference(step, what) for what in compare_values(metrics, others, METRICS))
-
-
-def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
-    for step in sorted(expected.manifests.keys() & found.manifests.keys()):
-        for each in _of_manifests(store, expected.manifests[step], found.manifests[step]):
-            yield Difference(step, each)
-    for step in sorted(expected.manifests.keys() ^ found.manifests.keys()):
-        what = "no checkpoint, expected one" if step in expected.manifests else "a checkpoint, expected none"
-        yield Difference(step, FileDifference(CHECKPOINTS, "", what))
-
-
 def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> Iterator[FileDifference]:
-    contents = ({_content(each) for each in manifest.files} for manifest in (expected, found))
+    contents = (
+        {(file.path, tuple((chunk.length, chunk.digest) for chunk in file.chunks)) for file in manifest.files}
+        for manifest in (expected, found)
+    )
     unlike = {file for file, _ in set.symmetric_difference(*contents)}
     if not unlike:
         return
@@ -259,10 +261,6 @@ def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> It
                 yield from compare_files(places[0] / file, places[1] / file, file)
             else:
                 yield FileDifference(file, "", MISSING if there[0] else UNEXPECTED)
-
-
-def _content(file: FileRef) -> tuple[str, tuple[tuple[int, str], ...]]:
-    return file.path, tuple((chunk.length, chunk.digest) for chunk in file.chunks)
 
 
 # --------------------------------------------------------------------------------- what differs without a kill

@@ -35,6 +35,7 @@ from typing import Any, Self
 
 from prefect_tune.drills.values import (
     Array,
+    Described,
     FileDifference,
     Line,
     Node,
@@ -336,7 +337,7 @@ _READERS: Mapping[bytes, Callable[[_Content], Any]] = {
 # --------------------------------------------------------------------------------------------------------- pickles
 
 
-class _StandIn:
+class _StandIn(Described):
     """A class or function that a pickle names, without its code: what the pickle passes to it is kept."""
 
     path: str

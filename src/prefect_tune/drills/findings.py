@@ -395,7 +395,11 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     saved = {part for each in differences for part in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
     differs_at = left[0].step if left else None
     forgotten = forgotten_in(undisturbed, killed, again, saved, differs_at)
-    verdict = _verdict(left, [each for each in unstable if each.place in changing])
+    # What two undisturbed runs do not share matters if it is in a checkpoint and training changes it.
+    results = [each.step for each in unstable if each.place in changing]
+    verdict: Verdict = "not exact" if left else "exact"
+    if results and (not left or min(results) <= left[0].step):
+        verdict = "not deterministic"
     compared = {place: values for place, values in metric_histories(undisturbed).items() if place not in places}
     both = undisturbed.manifests.keys() & killed.manifests.keys()
     if verdict == "exact" and not compared and max(both, default=0) <= resumed_at:
@@ -408,6 +412,8 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     if doubts:
         verdict, unstable = "not deterministic", doubts
     save = _save_costs(undisturbed)
+    sent, sent_again = ({each.step: each.sent_bytes for each in run.saves} for run in (undisturbed, killed))
+    kept = {step: max(0, size - sent_again.get(step, 0)) for step, size in sent.items()}
     return DrillReport(
         name=name,
         trainable=plan.trainable,
@@ -415,7 +421,10 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
         steps=plan.steps,
         compared_metrics=sum(map(len, compared.values())),
         compared_files=sum(len(undisturbed.manifests[step].files) for step in both),
-        kills=[replace(each, kept_bytes=_kept_bytes(each, undisturbed, killed)) for each in killed.kills],
+        # The undisturbed run has sent all that was new; the upload after the resume did not send again what was there.
+        kills=[
+            replace(each, kept_bytes=kept.get(each.step, 0) if each.victim == "upload" else 0) for each in killed.kills
+        ],
         missed_kills=len(plan.kills) - len(killed.kills),
         differences=left,
         unstable=unstable,
@@ -424,14 +433,6 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
         save=save,
         advice=_advice(plan, undisturbed, killed, save),
     )
-
-
-def _kept_bytes(kill: Kill, undisturbed: DrillRun, killed: DrillRun) -> int:
-    """Return what the upload after the resume did not send again; the undisturbed one sent all that was new."""
-    if kill.victim != "upload":
-        return 0
-    sent = [{each.step: each.sent_bytes for each in run.saves} for run in (undisturbed, killed)]
-    return max(0, sent[0].get(kill.step, 0) - sent[1].get(kill.step, 0))
 
 
 def _doubts(runs: Runs) -> Sequence[Difference]:
@@ -463,13 +464,6 @@ def _doubts(runs: Runs) -> Sequence[Difference]:
             "same; report a metric that training changes, or save what it changes"
         )
     return ()
-
-
-def _verdict(left: Sequence[Difference], unstable: Sequence[Difference]) -> Verdict:
-    """What two undisturbed runs do not share matters if it is in a checkpoint and training changes it."""
-    if unstable and (not left or min(each.step for each in unstable) <= left[0].step):
-        return "not deterministic"
-    return "not exact" if left else "exact"
 
 
 def _save_costs(run: DrillRun) -> SaveCosts | None:

@@ -145,7 +145,7 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
     def run(config: dict[str, Any]) -> object:
         enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
         os.environ[ON_JOIN] = f"{__name__}:{probe_rank.__name__}"
-        _probe_reports(plan, lambda frame: _frame_of(code, frame))
+        _probe_reports(plan, lambda frame: frame.f_code is code)
         return train(config)
 
     return run
@@ -153,18 +153,24 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
 
 def probe_rank() -> None:
     """Probe the reports of this process, a rank that a launcher in the trial has started, as `run` does."""
-    _probe_reports(RunPlan.of_environment(), _frame_of_program)
+    # The program reports, maybe through a framework.
+    _probe_reports(RunPlan.of_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
 
-def _probe_reports(plan: RunPlan, frame_of: Callable[[FrameType | None], FrameType | None]) -> None:
-    """Record at each report of this process, which ends with the trial; a fork inherits the probe."""
+def _probe_reports(plan: RunPlan, is_frame: Callable[[FrameType], bool]) -> None:
+    """Record at each report of this process, which ends with the trial; a fork inherits the probe.
+
+    The objects of a record are the local variables of the innermost frame that `is_frame`.
+    """
     probe = _Probe(plan)
 
     def probed(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def reports(session: TrialSession, *given: Any, **options: Any) -> None:
             probe.ends()
-            frame = frame_of(inspect.currentframe())
+            frame = inspect.currentframe()
+            while frame is not None and not is_frame(frame):
+                frame = frame.f_back
             probe.record(session.step + 1, {} if frame is None else frame.f_locals)
             try:
                 method(session, *given, **options)
@@ -178,19 +184,6 @@ def _probe_reports(plan: RunPlan, frame_of: Callable[[FrameType | None], FrameTy
             if not hasattr(method := vars(kind)[name], "__wrapped__"):
                 setattr(kind, name, probed(method))
     probe.begins()
-
-
-def _frame_of(code: object, frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
-def _frame_of_program(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the program that reports, maybe through a framework; None if a module does."""
-    while frame is not None and frame.f_globals.get("__name__") != "__main__":
-        frame = frame.f_back
-    return frame
 
 
 class _Probe:

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from prefect_tune.attempt.processes.process_channel import interpreter_flags
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
-from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.errors import StoreRefused, TuneError
 from prefect_tune.core.shown_text import visible_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -172,18 +172,16 @@ class Drill:
         """Train in processes of their own until the last step, as a script that is started again after each kill."""
         slug = run.replace(" ", "-")
         trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
-        folder = self.folder / slug
-        folder.mkdir()
+        (folder := self.folder / slug).mkdir()
         plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
         self.on_activity(f"run {len(self._trials)}, {run}: {self.expectation_of(kills)}")
-        began, starts = time.monotonic(), 0
+        began, code = time.monotonic(), 0
         self.tracks.append(lambda: self._track(run, trial, plan, time.monotonic() - began))
         try:
-            while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL and starts < len(
-                kills
-            ):
-                starts += 1
+            for _ in range(1 + len(kills)):
+                if (code := self._process(plan, trial, folder / "output.log")) != -signal.SIGKILL:
+                    break
         finally:
             last = self.tracks[-1]()
             self.tracks[-1] = lambda: last
@@ -274,7 +272,7 @@ class Drill:
         """Return what a run has done so far."""
         records = list(read_records(plan.records))
         kills, committed = list(kills_in(plan, records)), set[int]()
-        with suppress(StoreUnavailable):
+        with suppress(TuneError):
             keys = (CheckpointKey.from_manifest_path(trial, file.path) for file in self.store.list(trial.folder))
             committed = {key.step for key in keys if key}
         return Track(
@@ -453,16 +451,10 @@ class DrillProgress:
 
 
 def print_report(report: DrillReport, console: Console) -> None:
-    """Print the lines of the report, wrapped below their own beginnings only in a terminal."""
+    """Print the lines of the report."""
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
-    first, *others = map(visible_line, report.lines())
-    for before, line in ((mark, first), *((Text("    "), each.strip()) for each in others)):
-        if console.is_terminal:
-            found = Table.grid()
-            found.add_row(before, Text(line))
-            console.print(found)
-        else:  # a file, or a program that reads lines
-            console.print(before + Text(line), soft_wrap=True)
+    for number, line in enumerate(map(visible_line, report.lines())):
+        console.print(Text(f"    {line.strip()}") if number else mark + Text(line), soft_wrap=True)
 
 
 def picture_of(tracks: Sequence[Track]) -> Table:

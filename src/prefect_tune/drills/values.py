@@ -14,7 +14,7 @@ from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 ValuePath: TypeAlias = tuple[str, ...]
 """Tokens that no two keys share: `1` and `'1'`, `a.b` and `a` in `b` are different places."""
@@ -165,11 +165,12 @@ class Node:
     """Whether the order of its parts is a value."""
 
 
-@runtime_checkable
-class Described(Protocol):
-    """An object that says what it holds."""
+class Described:
+    """The base class of objects that say what they hold."""
 
-    def as_node(self) -> Node: ...
+    def as_node(self) -> Node:
+        """Return what it holds."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.concurrency_slots import ending_waits
-from prefect_tune.prefect_api.task_runs import max_workers_of, run_to_state
+from prefect_tune.prefect_api.task_runs import ending_waits, max_workers_of, run_to_state
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.trials import run_attempt, run_node

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import IO, Any, NoReturn, TypeVar, cast
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+import httpx
+from prefect._internal import control_listener
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, ObjectNotFound, TerminationSignal
 from prefect.input import RunInput, keyset_from_paused_state
 from prefect.settings import get_current_settings
 from prefect.states import Failed
+from rich.console import Console
 
 from prefect_tune.prefect_api.api_client import prefect_changed
+from prefect_tune.terminal.live_display import console_handlers
 
 # End a flow run in Failed with an error of our own, without a traceback of this package in its log.
 
@@ -161,3 +173,113 @@ def set_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], fo
         raise Abort(f"The flow run is {now.name if now else 'deleted'} now: this process leaves it so.")
     state.state_details.pause_timeout = state.state_details.pause_timeout or now.state_details.pause_timeout
     client.set_flow_run_state(run_id, state, force=True)
+
+
+# *Cancel* of a flow run, noticed by the run itself: its worker may have been killed, and a script has none.
+#
+# A worker that lives sends SIGTERM within seconds. Either way the trials save, and the run ends as Cancelled.
+#
+# To ask upstream: that a run observes its own cancellation, as it observes its suspension.
+
+_ENGINE_SETS_STATE = "PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"
+_CANCELLED = {"type": {"any_": ["CANCELLING", "CANCELLED"]}}
+
+
+@contextmanager
+def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether the flow run of this context, or one that called it, was cancelled.
+
+    It makes no request: a thread asks the server once per `period`, and again while the server does not answer.
+    """
+    closed, is_cancelled = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        runs: Sequence[UUID] = ()
+        while not closed.wait(period.total_seconds()):
+            try:
+                with get_client(sync_client=True) as client:
+                    runs = runs or _runs_of_process(client)
+                    only = FlowRunFilter.model_validate({"id": {"any_": runs}, "state": _CANCELLED})
+                    if client.read_flow_runs(flow_run_filter=only, limit=1):
+                        is_cancelled.set()
+                        return
+            except (httpx.HTTPError, ObjectNotFound):
+                continue
+
+    if FlowRunContext.get() is not None:
+        threading.Thread(target=copy_context().run, args=(watch,), name="cancellation", daemon=True).start()
+    try:
+        yield is_cancelled.is_set
+    finally:
+        closed.set()
+
+
+def _runs_of_process(client: SyncPrefectClient) -> Sequence[UUID]:
+    """Return the flow run of this context and those that called it, up to the one that the process was started for."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    runs: list[UUID] = []
+    while run is not None:
+        runs.append(run.id)
+        if run.parent_task_run_id is None or run.deployment_id is not None:
+            break
+        caller = client.read_task_run(run.parent_task_run_id).flow_run_id
+        run = client.read_flow_run(caller) if caller is not None else None
+    return runs
+
+
+def raise_cancellation() -> NoReturn:
+    """Raise what a worker's *Cancel* raises; the flow runs of this process then end as Cancelled.
+
+    Raises:
+        TerminationSignal: always.
+    """
+    if control_listener.get_intent() is None:
+        control_listener._set_intent("cancel")  # noqa: SLF001 - as the listener does when the worker asks
+        os.environ[_ENGINE_SETS_STATE] = "true"  # the worker that would set it did not ask: it may be gone
+    raise TerminationSignal(signal.SIGTERM)
+
+
+def end_cancellation() -> bool:
+    """Return whether the present `TerminationSignal` is a *Cancel*, which is then over for the rest of the process."""
+    is_cancelled = control_listener.get_intent() == "cancel"
+    if is_cancelled:
+        control_listener.clear_intent()
+    return is_cancelled
+
+
+# Keep a run alive when the reader of its log is gone: a worker that was killed has held the pipe of its output.
+#
+# Rich exits the process, or the thread, that prints to a broken pipe, and Prefect's console handler lets that pass. The
+# log still goes to Prefect's API, and to all other handlers.
+#
+# To ask upstream: that `PrefectConsoleHandler` treats a broken pipe as any other error of a handler.
+
+
+def outlive_log_reader() -> None:
+    """From now on, drop what is logged to the console of this process once its reader is gone. Call it at any time."""
+    for handler in console_handlers():
+        console = getattr(handler, "console", None)
+        if isinstance(console, Console):
+            vars(console)["on_broken_pipe"] = partial(_fall_silent, console)
+
+
+def _fall_silent(console: Console) -> None:
+    """Print nothing more; send other output, such as `print`, to nowhere if its reader is gone too."""
+    console.quiet = True
+    for stream in (console.file, sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # it is no file, closed, or None
+            _redirect_if_broken(stream)
+
+
+def _redirect_if_broken(stream: IO[str]) -> None:
+    number = stream.fileno()
+    poll = select.poll()
+    poll.register(number, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, number)
+    finally:
+        os.close(nowhere)

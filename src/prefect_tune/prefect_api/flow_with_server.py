@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -37,16 +36,27 @@ from prefect.task_runners import TaskRunner
 
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.api_client import require_api
-from prefect_tune.prefect_api.argument_validation import require_storable, require_valid
 from prefect_tune.prefect_api.call_paths import own_context
-from prefect_tune.prefect_api.cancellation import end_cancellation
+from prefect_tune.prefect_api.flow_runs import end_cancellation
 from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
-from prefect_tune.prefect_api.local_server import start_prefect_server
-from prefect_tune.prefect_api.own_server import LOOPBACK, find_own_server
+from prefect_tune.prefect_api.local_server import LOOPBACK, find_own_server, start_prefect_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+import json
+from functools import cache
+from inspect import signature
+
+from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture
+from prefect.utilities.collections import visit_collection
+from pydantic import TypeAdapter, ValidationError
+
+from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.values import argument_error
 
 _log = get_logger("prefect_tune")
 _RESTART_SECONDS = 15.0
@@ -99,7 +109,8 @@ class FlowWithServer(Flow[_P, _R]):
                 import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
                 raise_held_signal()
                 resources.enter_context(self.call_context(self.name))
-                _have_server(resources, partial(self._prestarted, arguments))
+                prestart = self.prestart or (lambda *_: nullcontext())
+                _have_server(resources, partial(prestart, arguments, self.task_runner))
                 raise_held_signal()
                 require_storable(self, arguments)
                 advice = f"{self.name} was interrupted: run it again to continue"
@@ -117,9 +128,6 @@ class FlowWithServer(Flow[_P, _R]):
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(found)
             raise again from None
-
-    def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
-        return nullcontext() if self.prestart is None else self.prestart(arguments, self.task_runner)
 
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.
@@ -279,7 +287,11 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
 def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     server = start_prefect_server({**LIGHTER_SERVER, **os.environ, **settings}, services="few")
-    _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
+    _log.info(
+        "Starting a Prefect server for this process at %s: this takes some seconds, and the first time on a machine, "
+        "when it creates its database, a minute. A server that keeps running (`prefect server start`) saves them",
+        server.url,
+    )
     atexit.register(server.end)
     answers = False
     try:
@@ -289,7 +301,6 @@ def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContext
         for name in _IMPORTED_WHILE_IT_STARTS:
             with suppress(ImportError):  # raised again by the code that needs it
                 import_module(name)
-        began = time.monotonic()
         answers = server.answers()
     finally:
         if not answers:  # Prefect then starts its own server, and reports what is wrong
@@ -298,25 +309,6 @@ def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContext
             server.end()
     if answers:
         _started_here.add(server.url)
-        resources.push(partial(_advise_own_server, time.monotonic() - began))
-
-
-def _advise_own_server(seconds: float, kind: type[BaseException] | None, *_: object) -> None:
-    """Log, at the end of a call that has returned, how long it has waited for its server."""
-    if kind is None:
-        advice = (
-            "a server that keeps running (`prefect server start` in another terminal) saves %.1f s per run, and its "
-            "pages stay"
-        )
-        _log.info(advice, seconds)
-
-
-def _patience_advice() -> str:
-    database = get_current_settings().server.database.connection_url
-    path = Path(database.get_secret_value().partition(":///")[2]) if database else None
-    if path is None or not path.name or path.exists():
-        return "this takes some seconds"
-    return f"the first start creates its database, {path}, which may take more than a minute"
 
 
 def _require_listening(url: str) -> None:
@@ -406,3 +398,102 @@ _IMPORTED_WHILE_IT_STARTS = (
     *("prefect_tune.tuner.run_search", "pyarrow.parquet", "pandas"),
 )
 """Modules that the flow needs later: a script's first trial begins some seconds earlier."""
+
+
+# The arguments of a call, checked before a flow run begins: names and types here, their meaning in `SearchPlan`.
+
+_CONSUMED_BY_PREFECT = frozenset({"return_state", "wait_for"})
+_OTHER_NAMES: Mapping[str, str] = {
+    "checkpoint": "checkpoint_config checkpoint_freq",
+    "config": "param_space",
+    "experiment": "name study_name",
+    "failures": "max_failures",
+    "max_concurrent_trials": "n_jobs",
+    "mode": "direction directions",
+    "num_samples": "n_trials",
+    "resume": "load_if_exists",
+    "retention": "keep_checkpoints_num",
+    "scheduler": "pruner",
+    "search": "search_alg sampler",
+    "space": "param_space search_space config",
+    "target": "storage_path local_dir upload_dir storage",
+    "time_budget_seconds": "time_budget_s timeout",
+    "trainable": "objective func",
+}
+"""Parameters of the flows, and their names in Ray Tune and Optuna."""
+_EXAMPLES = {
+    "callbacks": "callbacks=[pt.FileLogger()]",
+    "checkpoint": "checkpoint=pt.Cadence(every_steps=5)",
+    "failures": "failures=pt.FailurePolicy(max_failures=2)",
+    "retention": "retention=pt.Retention(last=3)",
+    "sync": "sync=pt.SyncConfig(...)",
+    "warm_start": "warm_start=['earlier-experiment']",
+}
+
+
+def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the arguments of a call as Prefect will; arguments that hold futures or block references are left to it.
+
+    Returns:
+        the arguments that it has checked, by name.
+
+    Raises:
+        InvalidInput: an argument is unknown, missing, or of a wrong type.
+    """
+    given = {name: value for name, value in options.items() if name not in _CONSUMED_BY_PREFECT}
+    called, parameters = f"pt.{flow.fn.__name__}", signature(flow.fn).parameters
+    for name in [each for each in given if each not in parameters]:
+        ours = [each for each, others in _OTHER_NAMES.items() if name in others.split() and each in parameters]
+        hint = f"did you mean {ours[0]!r}?" if ours else did_you_mean_or_has(name, parameters)
+        raise InvalidInput(f"{name}: {called} has no such parameter; {hint}")
+    try:
+        bound = signature(flow.fn).bind(*args, **given).arguments
+    except TypeError as error:
+        raise InvalidInput(f"{called}: {error}") from None
+    checked = {name: value for name, value in bound.items() if not _is_for_later(value)}
+    for name, value in checked.items():
+        try:
+            _adapter(flow.fn, name).validate_python(value)
+        except ValidationError as error:
+            wrong = argument_error(error, name)
+            raise (wrong if name not in _EXAMPLES else InvalidInput(f"{wrong}; write {_EXAMPLES[name]}")) from None
+    return checked
+
+
+def require_storable(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Check that Prefect's API takes the arguments: its own error would print all of them.
+
+    Raises:
+        InvalidInput: they are too large together, or one holds text that is not Unicode.
+    """
+    sizes, max_bytes = {}, get_current_settings().server.api.max_parameter_size
+    for name, value in arguments.items():
+        try:
+            stored = flow.serialize_parameters({name: value})
+            sizes[name] = len(json.dumps(stored, ensure_ascii=False, separators=(",", ":")).encode())
+        except UnicodeEncodeError as error:
+            text = error.object[max(0, error.start - 20) : error.end + 20]
+            raise InvalidInput(
+                f"{name}: expected Unicode text, found {text!a}; read the file in the trainable"
+            ) from None
+        except AssertionError as refused:  # before Prefect 3.9; it carries no message
+            raise InvalidInput(
+                f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
+            ) from refused
+    if 0 < max_bytes < sum(sizes.values()):
+        largest = max(sizes, key=sizes.__getitem__)
+        raise InvalidInput(
+            f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {max_bytes:,} for all parameters; pass a "
+            "path, and read the file in the trainable"
+        )
+
+
+def _is_for_later(value: object) -> bool:
+    parts: list[object] = []
+    visit_collection(value, parts.append, return_data=False, max_depth=3)
+    return any(isinstance(part, PrefectFuture | State) or (isinstance(part, dict) and "$ref" in part) for part in parts)
+
+
+@cache
+def _adapter(function: Callable[..., Any], name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(function, include_extras=True)[name])

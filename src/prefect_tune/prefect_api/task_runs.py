@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overload
 from uuid import UUID
 
@@ -25,26 +27,26 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import State, StateType, TaskRun, TaskRunResult
 from prefect.client.schemas.sorting import TaskRunSort
+from prefect.concurrency._sync import concurrency
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.context import FlowRunContext
-from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter, EventOccurredFilter, EventOrder
 from prefect.exceptions import PrefectException
 from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.states import Crashed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.callables import get_call_parameters
 
-from prefect_tune.prefect_api.flow_runs import in_order, is_alive
+from prefect_tune.prefect_api.api_client import is_temporary
+from prefect_tune.prefect_api.flow_runs import is_alive
+from prefect_tune.prefect_api.flow_with_server import FlowWithServer
+from prefect_tune.storage_retries import run_log
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_AGAIN_SECONDS = 30.0
 _LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
-_BY_THE_PROCESS = ["prefect.flow-run.heartbeat", "prefect.task-run.", "prefect.asset.", "prefect-tune."]
-"""Names of events that the process of a flow run sends begin so; others come from the server and the worker."""
 
 
-def set_crashed(
-    flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, successor: str, started_again: bool, has_ended: bool
-) -> None:
+def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, successor: str, has_ended: bool) -> None:
     """Set the task runs of `flow_run` that `is_dead`, and those that they called, to Crashed, once the run is dead.
 
     While it may be alive, this waits: the server may not know yet that a process was killed. Ended task runs stay as
@@ -54,7 +56,6 @@ def set_crashed(
         flow_run: the flow run.
         is_dead: whether a task run is to be set, if it has not ended.
         successor: what took over, for the message of the new states.
-        started_again: whether the flow run itself runs again by now.
         has_ended: whether the process of the flow run is known to have ended; else the server is asked.
     """
     with (
@@ -67,10 +68,9 @@ def set_crashed(
             time.sleep(_LOOK_AGAIN_SECONDS)
         live = _live_task_runs(client, flow_run)
         waiting = deque(each for each in live if is_dead(each))
-        seen = _last_seen(client, flow_run, started_again=started_again) if waiting else None
         while waiting:
             dead = waiting.popleft()
-            crashed: State[Any] = Crashed(message=f"its process was lost{_since(dead, seen)}; {successor} took over")
+            crashed: State[Any] = Crashed(message=f"its process was lost; {successor} took over")
             client.set_task_run_state(dead.id, crashed, force=True)
             waiting.extend(each for each in live if dead.id in _callers(each))
 
@@ -85,28 +85,6 @@ def _live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
     ):
         runs += page
     return runs
-
-
-def _last_seen(client: SyncPrefectClient, flow_run: UUID, *, started_again: bool) -> datetime | None:
-    """Return the time of the last event of the lost process that runs the flow; None if there is none, or no answer."""
-    signs = EventFilter(
-        event=EventNameFilter(prefix=_BY_THE_PROCESS),
-        any_resource=EventAnyResourceFilter(id=[f"prefect.flow-run.{flow_run}"]),
-        order=EventOrder.DESC,
-    )
-    with suppress(PrefectException, httpx.HTTPError):
-        starts = [each for each in in_order(client.read_flow_run_states(flow_run)) if each.is_running()]
-        if started_again and starts:  # later events come from the new process
-            signs.occurred = EventOccurredFilter(until=starts[-1].timestamp)
-        return next((each.occurred for each in client.read_events(signs, limit=1).events), None)
-    return None
-
-
-def _since(run: TaskRun, seen: datetime | None) -> str:
-    """Return when the process was last seen; empty for an event of before the task run: it tells nothing of its end."""
-    if seen is None or run.start_time is None or seen < run.start_time:
-        return ""
-    return f" (last seen at {seen:%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def _callers(run: TaskRun) -> set[UUID]:
@@ -259,3 +237,81 @@ def max_workers_of(runner: TaskRunner[Any]) -> int | None:
     """Return `max_workers` of a task runner, as given or set; None if it is unlimited, or no thread pool."""
     found = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
     return found if isinstance(found, int) and found < sys.maxsize else None
+
+
+# Slots of Prefect's concurrency limits for attempts: wait for them without losing the attempt, until it is to stop.
+#
+# Prefect's own wait ends with an error if a limit is 0 at the moment (HTTP 422), and nothing else ends it.
+#
+# To ask upstream: a wait that a caller can end; that a limit of 0 is answered as one without free slots, by HTTP 423.
+
+_TRY, _PAUSE = timedelta(seconds=5), timedelta(seconds=2)
+_LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
+_NONE_FREE, _BELOW_REQUEST = 423, 422
+_stop: ContextVar[threading.Event | None] = ContextVar("prefect_tune_stop_of_waits", default=None)
+
+
+def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
+    """Return a block that waits for a slot in all `limits` and holds it; it begins without one once `stop` is set.
+
+    While the API is unreachable, or a limit is 0, it waits. If a lease cannot be renewed later, the block continues; if
+    it cannot be released at the end, the slot is free a minute later.
+    """
+    lease_seconds = _LEASE.total_seconds()
+    options: dict[str, Any] = {"lease_duration": lease_seconds, "raise_on_lease_renewal_failure": False}
+    return _holding(list(limits), stop, partial(concurrency, list(limits), **options))
+
+
+@contextmanager
+def ending_waits(stop: threading.Event) -> Iterator[None]:
+    """Have tasks that are called in this block wait for slots of their tags as above: `stop` ends the wait."""
+    token = _stop.set(stop)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
+
+
+@contextmanager
+def _holding(
+    names: Sequence[str], stop: threading.Event, slots_of: Callable[..., AbstractContextManager[None]]
+) -> Iterator[None]:
+    is_logged = False
+    with ExitStack() as held:
+        while names and not stop.is_set():
+            # Prefect asks for one caller after another: each asks once, and not longer while the API fails.
+            slots = slots_of(max_retries=0, timeout_seconds=_TRY.total_seconds())
+            try:
+                slots.__enter__()
+                held.callback(_release, slots)
+                break
+            except TimeoutError:
+                continue
+            except ConcurrencySlotAcquisitionError as error:
+                cause = error.__cause__
+                status = cause.response.status_code if isinstance(cause, httpx.HTTPStatusError) else None
+                if status not in (_NONE_FREE, _BELOW_REQUEST) and not is_temporary(cause):
+                    raise
+                if status == _BELOW_REQUEST and not is_logged:
+                    run_log().warning("a concurrency limit among %s is 0: the trial waits", ", ".join(names))
+                    is_logged = True
+                stop.wait(_PAUSE.total_seconds())
+        yield
+
+
+def _release(slots: AbstractContextManager[None]) -> None:
+    with suppress(httpx.HTTPError):  # an error here must not fail an attempt that has ended
+        slots.__exit__(None, None, None)
+
+
+def _concurrency(names: list[str], **options: Any) -> AbstractContextManager[None]:
+    """Wait for the slots of a task's tags: in a flow of ours as above, in others as Prefect does."""
+    context, stop = FlowRunContext.get(), _stop.get()
+    if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
+        return concurrency(names, **options)
+    return _holding(names, stop or threading.Event(), partial(concurrency, names, **options))
+
+
+# Prefect's engine finds its wait for the slots of a task's tags under this name; it has no public hook.
+if "_concurrency" in vars(task_engine):
+    vars(task_engine)["_concurrency"] = _concurrency

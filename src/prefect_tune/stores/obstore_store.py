@@ -456,7 +456,7 @@ class ObstoreStore:
                 time.sleep(min(pause_seconds * jitter, self._deadline.remaining_seconds))
             left_seconds = min(limit_seconds, self._deadline.remaining_seconds)
             if left_seconds < _SHORTEST_SECONDS:
-                raise self._deadline.exceeded(f"{doing} ({faults[-1].said})" if faults else doing)
+                raise self._deadline.exceeded(str(faults[-1].error(doing)) if faults else doing)
             client = self._clients.within(left_seconds)
             try:
                 answer = request(client)

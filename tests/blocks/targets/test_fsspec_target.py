@@ -92,14 +92,14 @@ class TestServers:
         )
         found = wrong.check(timeout=timedelta(seconds=60))
         assert not found.ok
-        assert "wrong credentials: the service does not accept them" in found.message
+        assert "could not list" in found.message
         assert "another-one" not in found.message
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
     found = FsspecTarget(location=f"ftp://me@127.0.0.1:{free_port()}/runs").check(timeout=timedelta(seconds=60))
     assert not found.ok
-    assert "unreachable: nothing answers at the endpoint" in found.message
+    assert "refused" in found.message
 
 
 def test_a_server_that_never_answers_is_given_up_and_its_client_killed() -> None:

@@ -51,7 +51,7 @@ def test_a_service_account_signs_what_it_asks(strict_server: GcsServer) -> None:
 def test_another_service_account_is_refused(strict_server: GcsServer) -> None:
     found = _target(strict_server, service_account_json=service_account()[0]).check()
     assert not found.ok
-    assert "wrong credentials: the service does not accept them" in found.message
+    assert "the server does not accept the credentials" in found.message
     assert "PRIVATE KEY" not in found.message
 
 
@@ -67,9 +67,9 @@ def test_the_machines_own_key_file_is_found(
 def test_a_missing_bucket_is_said(emulator: GcsServer) -> None:
     found = _target(emulator, bucket="never-created", anonymous=True).check()
     assert not found.ok
-    assert "no such bucket or container: create it, or correct its name" in found.message
+    assert "there is no such bucket or container" in found.message
 
 
 def test_a_server_that_is_not_there_is_said(emulator: GcsServer) -> None:
     target = _target(emulator, endpoint_url=f"http://127.0.0.1:{free_port()}", anonymous=True)
-    assert "unreachable: nothing answers at the endpoint" in target.check(timeout=SHORT / 10).message
+    assert target.check(timeout=SHORT / 10).may_pass

@@ -52,7 +52,7 @@ def test_objects_lie_below_the_prefix(moto: str) -> None:
 def test_a_missing_bucket_is_said(moto: str) -> None:
     found = _target(moto, bucket="never-created").check()
     assert not found.ok
-    assert "no such bucket or container: create it, or correct its name" in found.message
+    assert "there is no such bucket or container" in found.message
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def _user(iam: Any, name: str, actions: list[str]) -> dict[str, str]:
     ("changed", "wrong"),
     [
         ({}, None),
-        ({"access_key_id": "AKIAUNKNOWN"}, "wrong credentials: the service does not accept them"),
-        ({"secret_access_key": "not-the-secret-of-it"}, "wrong credentials: the service does not accept them"),
+        ({"access_key_id": "AKIAUNKNOWN"}, "the server does not know this access key"),
+        ({"secret_access_key": "not-the-secret-of-it"}, "the secret does not belong to the access key"),
     ],
     ids=["right", "unknown key", "wrong secret"],
 )
@@ -107,8 +107,8 @@ def test_credentials_are_told_right_from_wrong(
     ("user", "wrong"),
     [
         ("read", "read-only: listing is permitted, writing is not"),
-        ("all but delete", "no permission to delete: old checkpoints could never be removed"),
-        ("nothing", "no permission to list, or wrong credentials"),
+        ("all but delete", "old checkpoints could never be removed; could not delete: "),
+        ("nothing", "could not list: "),
     ],
 )
 def test_a_permission_that_is_missing_is_named(
@@ -122,15 +122,20 @@ def test_a_permission_that_is_missing_is_named(
 @pytest.mark.parametrize(
     ("status", "code", "message", "wrong"),
     [
-        (400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'", r"wrong region: .* \(eu-west-1\)"),
+        (
+            400,
+            "AuthorizationHeaderMalformed",
+            "wrong; expecting 'eu-west-1'",
+            "the bucket is in another region: .*expecting 'eu-west-1'",
+        ),
         (
             301,
             "PermanentRedirect",
             "address it at the specified endpoint",
-            "wrong region: the bucket is in another one",
+            "the bucket is in another region",
         ),
-        (403, "ExpiredToken", "the provided token has expired", "wrong credentials: .* credentials have expired"),
-        (403, "AccessDenied", "Access Denied", "no permission to list, or wrong credentials"),
+        (403, "ExpiredToken", "the provided token has expired", "could not list: .* the credentials have expired"),
+        (403, "AccessDenied", "Access Denied", "could not list: .* the credentials lack the permission"),
     ],
 )
 def test_what_a_cloud_refuses_is_explained(status: int, code: str, message: str, wrong: str) -> None:
@@ -144,9 +149,11 @@ def test_what_a_cloud_refuses_is_explained(status: int, code: str, message: str,
 def test_a_server_that_fails_is_told_from_one_that_is_not_there() -> None:
     with answering(503, s3_error("SlowDown", "reduce your request rate")) as server:
         found = _target(server.url).check(timeout=BRIEF)
-    assert "failing: the service answers, but with errors" in found.message
+    assert "503" in found.message
     absent = _target(f"http://127.0.0.1:{free_port()}").check(timeout=BRIEF)
-    assert "unreachable: nothing answers at the endpoint" in absent.message
+    assert re.search("could not list: .*(not done within|Connect)", absent.message)
+    assert found.may_pass
+    assert absent.may_pass
 
 
 def test_a_check_of_a_server_that_never_answers_ends_in_time() -> None:
@@ -200,8 +207,7 @@ def test_a_uri_uses_a_profile(moto: str, strict_moto: dict[str, dict[str, str]],
 def test_no_credentials_anywhere_is_said(moto: str) -> None:
     found = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
     assert not found.ok
-    assert "no credentials: none in the block, environment or profile" in found.message
-    assert "; give keys, a credentials block or a profile [at: list; " in found.message
+    assert "no credentials were given and this machine has none of its own: give keys, a credentials" in found.message
 
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +288,7 @@ def _certificate(
 @pytest.mark.parametrize(
     ("trust", "said"),
     [
-        ("none", "the server's certificate is not trusted: set ca_certificate"),
+        ("none", "the server's certificate is not trusted"),
         ("its authority", "no such bucket"),
         ("anybody", "no such bucket"),
     ],

@@ -16,7 +16,7 @@ from prefect import flow, task
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server
-from prefect_tune.prefect_api.argument_validation import require_valid
+from prefect_tune.prefect_api.flow_with_server import require_valid
 from tests.trainables.counting import Fragile
 
 _ONLY_ON_REQUEST = pt.Cadence(every_steps=4000, every_seconds=None)
