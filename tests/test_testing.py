@@ -116,5 +116,5 @@ def test_a_failing_test_shows_its_own_line_and_its_log_once(tmp_path: Path, logg
     assert "# and here\n" in done.stdout
     assert "did you mean 'experiment'" in done.stdout
     assert "def _run" not in done.stdout
-    assert "argument_validation.py" not in done.stdout
+    assert "flow_with_server.py" not in done.stdout
     assert done.stdout.count("slots: ") == 1

@@ -385,6 +385,7 @@ class MaxFailures(ExperimentStopper):
     """
 
     failures: int = field(metadata={"example": 3})
+    """How many trials."""
 
     def __post_init__(self) -> None:
         _require_count(self, self.failures, "trial")
