@@ -100,7 +100,7 @@ def test_the_state_is_failed_with_the_error_and_its_message() -> None:
 SCRIPT = """
 import sys
 import prefect_tune as pt
-from tests.trainables.fragile import Fragile
+from tests.trainables.counting import Fragile
 
 pt.tune(
     Fragile, {"x": pt.grid_search([1, 2]), "gate": sys.argv[2]}, target=sys.argv[1], experiment="e", metric="loss",

@@ -168,7 +168,9 @@ _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
 _BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client refuses before it sends a request
-_INSTANCE_METADATA = re.compile(r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)")
+_INSTANCE_METADATA = re.compile(
+    r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)|/latest/api/token|/computeMetadata/"
+)
 _PASSING_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
 _FINAL_STATUSES = frozenset({501, 505})
 _UNKNOWN_STATUSES = frozenset({499})

@@ -126,7 +126,7 @@ def test_a_permission_that_is_missing_is_named(
             400,
             "AuthorizationHeaderMalformed",
             "wrong; expecting 'eu-west-1'",
-            "the bucket is in another region: .*expecting 'eu-west-1'",
+            "the bucket is in another region",
         ),
         (
             301,
