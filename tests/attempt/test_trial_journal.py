@@ -33,7 +33,7 @@ from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch
-from tests.fakes.searches.limits import limits_of
+from tests.fakes.searches.pending_entries import limits_of
 from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="00000")

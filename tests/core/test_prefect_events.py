@@ -81,46 +81,18 @@ def names(*events: Event) -> list[str]:
     return [str(each["name"]).removeprefix("prefect-tune.") for each in payloads(*events)]
 
 
+def content(event: Event) -> dict[str, object]:
+    return {"version": VERSION, **event.model_dump(mode="json", exclude={"type"})}
+
+
 def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_content() -> None:
-    trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
-    started, saved, finished = payloads(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
-    assert started == {
-        "name": "prefect-tune.started",
-        "version": VERSION,
-        "trial": T,
-        "attempt": 1,
-        "from_step": 0,
-        "from_sequence": None,
-        "at": None,
-        "supervisor": None,
-        "task_run": None,
-    }
-    checkpoint = committed(2, 3).model_dump(mode="json")["checkpoint"]
-    assert saved == {
-        "name": "prefect-tune.committed",
-        "version": VERSION,
-        "trial": T,
-        "checkpoint": checkpoint,
-        "retires": [],
-        "sent_bytes": None,
-        "upload_seconds": None,
-        "seconds": None,
-    }
-    assert finished == {
-        "name": "prefect-tune.finished",
-        "version": VERSION,
-        "trial": T,
-        "reason": "done",
-        "reason_code": None,
-        "kind": "criterion",
-        "use": None,
-        "status": "completed",
-        "attempt": 1,
-        "step": 2,
-        "metrics": {"loss": 0.5},
-        "wasted_steps": 0,
-        "wasted_at_least": False,
-    }
+    trained, end = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)], Finished(trial=T, reason="done")
+    started, saved, finished = payloads(ADDED, STARTED, *trained, end)
+    assert started == {"name": "prefect-tune.started", **content(STARTED)}
+    assert saved == {"name": "prefect-tune.committed", **content(committed(2, 3))}
+    of_trial = {"status": "completed", "attempt": 1, "step": 2, "metrics": {"loss": 0.5}}
+    wasted = {"wasted_steps": 0, "wasted_at_least": False}
+    assert finished == {"name": "prefect-tune.finished", **content(end), "reason_code": None, **of_trial, **wasted}
 
 
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:

@@ -42,7 +42,7 @@ from tests.fakes.checkpoints import committed, first_generation, write
 from tests.fakes.outcomes import make_leave
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import Death, FarSearch, nothing
-from tests.fakes.searches.limits import limits_of
+from tests.fakes.searches.pending_entries import limits_of
 from tests.fakes.trial_processes import until
 
 NOW = timedelta(0)

@@ -26,8 +26,7 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.stop_requests import Stopping
 from tests.fakes.searches.instant_executor import InstantExecutor
-from tests.fakes.searches.limits import limits_of
-from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
+from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, pending_entry, random_policy
 
 _LOG = logging.getLogger("tests")
 _TRIAL = "00000"

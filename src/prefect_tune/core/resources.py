@@ -40,20 +40,18 @@ def resources_of(given: Mapping[str, object], where: str) -> Resources:
     Raises:
         InvalidInput: it has another key, or an impossible amount.
     """
-    for name in given:
+    amounts: dict[str, float] = {}
+    for name, value in given.items():
         if name not in _KINDS:
             hint = did_you_mean(name, _KINDS)
             raise InvalidInput(f"{where}: expected {' or '.join(map(repr, _KINDS))}, found {name!r}{hint}")
-    return Resources(**{name: _amount(amount, f"{where}: {name}") for name, amount in given.items()})
-
-
-def _amount(amount: object, where: str) -> float:
-    amount = plain_scalar(amount)
-    if not is_number(amount) or amount < 0:
-        raise InvalidInput(f"{where}: expected a number of at least 0, found {shown(amount)}")
-    if amount > 1 and amount != int(amount):
-        raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
-    return amount
+        amount = plain_scalar(value)
+        if not is_number(amount) or amount < 0:
+            raise InvalidInput(f"{where}: {name}: expected a number of at least 0, found {shown(amount)}")
+        if amount > 1 and amount != int(amount):
+            raise InvalidInput(f"{where}: {name}: expected a whole number, or a part of one, found {amount!r}")
+        amounts[name] = amount
+    return Resources(**amounts)
 
 
 def valid_processes(given: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
@@ -63,13 +61,9 @@ def valid_processes(given: object, where: str = "processes_per_trial", example: 
         InvalidInput: it is neither.
     """
     given = plain_scalar(given)
-    parts: Sequence[object] = (
-        [*map(plain_scalar, given)]
-        if isinstance(given, list | tuple)
-        else given.split("-")
-        if isinstance(given, str)
-        else [given]
-    )
+    parts: Sequence[object] = given.split("-") if isinstance(given, str) else [given]
+    if isinstance(given, list | tuple):
+        parts = [*map(plain_scalar, given)]
     numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
     possible = all(isinstance(each, int | str) for each in parts) and len(numbers) == len(parts) in (1, 2)
     if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
@@ -99,29 +93,22 @@ def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequen
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.
     """
-    by_cpu = int(machine.cpu_count / needed.cpu + 1e-9) if needed.cpu else None
-    gpus = _dealt(machine.gpus, needed.gpu) if needed.gpu else None
-    counts = [count for count in (by_cpu, None if gpus is None else len(gpus)) if count is not None]
+    counts: list[int] = [int(machine.cpu_count / needed.cpu + 1e-9)] if needed.cpu else []
+    gpus: Sequence[tuple[str, ...]] | None = None
+    if needed.gpu >= 1:
+        size = int(needed.gpu)
+        gpus = [machine.gpus[first : first + size] for first in range(0, len(machine.gpus) - size + 1, size)]
+    elif needed.gpu:
+        gpus = [(gpu,) for _ in range(int(1 / needed.gpu + 1e-9)) for gpu in machine.gpus]
+    counts += [] if gpus is None else [len(gpus)]
     if 0 in counts:
-        raise InvalidInput(_impossible(machine, needed))
+        raise InvalidInput(
+            f"resources_per_trial: a trial needs {_counted(needed.cpu, needed.gpu)}, but this process may use "
+            f"{_counted(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
+            "resources_total={'cpu': ..., 'gpu': ...}"
+        )
     count = min([*counts, *([] if at_most is None else [at_most])], default=machine.cpu_count)
     return gpus[:count] if gpus is not None else [()] * count
-
-
-def _dealt(gpus: Sequence[str], each: float) -> Sequence[tuple[str, ...]]:
-    if each >= 1:
-        size = int(each)
-        return [tuple(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
-    shares = int(1 / each + 1e-9)
-    return [(gpu,) for _ in range(shares) for gpu in gpus]
-
-
-def _impossible(machine: Machine, needed: Resources) -> str:
-    return (
-        f"resources_per_trial: a trial needs {_counted(needed.cpu, needed.gpu)}, but this process may use "
-        f"{_counted(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
-        "resources_total={'cpu': ..., 'gpu': ...}"
-    )
 
 
 def _counted(cpus: float, gpus: float) -> str:

@@ -26,12 +26,37 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
+
+
+class _Journal:
+    """The journal of a new experiment below a folder."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        make_root(root)
+        self.store = PosixStore(root)
+        owner = Owner(name="a test", host="here", pid=1)
+        self.state = take_over(self.store, current_journal(self.store, name), owner, next(_STAMPS), side_by_side=map)
+
+    def write(self, *events: Event) -> None:
+        self.state = append(self.store, self.state, events, next(_STAMPS))
+
+    def begin(self, trial: str, config: Mapping[str, object]) -> None:
+        self.write(TrialAdded(trial=trial, config=config))
+        self.write(Started(trial=trial, attempt=1, from_step=0))
+
+    def save(self, step: int, staged: Path, more: Mapping[str, bytes]) -> None:
+        key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.number)
+        metrics = {"loss": 1 / step}
+        files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step, **more}
+        committed(self.store, write(staged, files), key, metrics=metrics)
+        reported = Reported(trial="trial", report=StepReport(step=step, metrics=metrics))
+        ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
+        self.write(reported, Committed(trial="trial", checkpoint=ref))
 
 
 def write_experiment(
@@ -42,27 +67,15 @@ def write_experiment(
     quarantined: tuple[int, ...] = (),
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write a finished experiment with a checkpoint at each of `steps`.
-
-    Args:
-        root: the target's folder.
-        name: of the experiment.
-        steps: of the checkpoints.
-        quarantined: those that are in quarantine.
-        files: more files of each checkpoint.
-    """
-    make_root(root)
-    store = PosixStore(root)
-    owner = Owner(name="a test", host="here", pid=1)
-    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
-    state = _write(store, state, TrialAdded(trial="trial", config={"rate": 0.5}))
-    state = _write(store, state, Started(trial="trial", attempt=1, from_step=0))
+    """Write a finished experiment with a checkpoint at each of `steps`, some in quarantine, with these files more."""
+    journal = _Journal(root, name)
+    journal.begin("trial", {"rate": 0.5})
     for step in steps:
-        state = _save(store, state, step, root.parent / f"staged-{name}-{step}", files)
-    for each in state.trial("trial").checkpoints:
+        journal.save(step, root.parent / f"staged-{name}-{step}", files)
+    for each in journal.state.trial("trial").checkpoints:
         if each.step in quarantined:
-            state = _write(store, state, Quarantined(trial="trial", sequence=each.sequence, reason="bad"))
-    _write(store, state, Finished(trial="trial", reason="had enough"))
+            journal.write(Quarantined(trial="trial", sequence=each.sequence, reason="bad"))
+    journal.write(Finished(trial="trial", reason="had enough"))
 
 
 _SETTINGS = {"metric": "loss", "mode": "min"}
@@ -81,55 +94,30 @@ def write_search(
 
     Each of `parameters` has a value of 20 characters that ends with the trial's name.
     """
-    make_root(root)
-    store = PosixStore(root)
-    owner = Owner(name="a test", host="here", pid=1)
-    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
-    state = _write(store, state, Configured(settings=settings))
+    journal = _Journal(root, name)
+    journal.write(Configured(settings=settings))
     for trial, loss in losses.items():
-        state = _write(store, state, TrialAdded(trial=trial, config=config_of(trial, loss, parameters)))
-        state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
-        state = _write(store, state, Reported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
+        journal.begin(trial, {"rate": loss, **{each: f"{each} of {trial}".rjust(20, ".") for each in parameters}})
+        journal.write(Reported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
         if trial == errored:
-            state = _write(store, state, AttemptEnded(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
-            state = _write(store, state, GaveUp(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
+            journal.write(AttemptEnded(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
+            journal.write(GaveUp(trial=trial, cause=Cause.USER, reason="ValueError: bad"))
         else:
-            state = _write(store, state, Finished(trial=trial, reason="had enough"))
+            journal.write(Finished(trial=trial, reason="had enough"))
 
 
 def write_curves(
     root: Path, name: str, curves: Sequence[Sequence[Mapping[str, object]]], metrics: Sequence[str]
 ) -> None:
     """Write a search by `metrics`, whose trials have made these reports and ended."""
-    make_root(root)
-    store, owner = PosixStore(root), Owner(name="a test", host="here", pid=1)
-    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
-    state = _write(store, state, Configured(settings={"metric": [*metrics]}))
+    journal = _Journal(root, name)
+    journal.write(Configured(settings={"metric": [*metrics]}))
     for number, reports in enumerate(curves):
         trial = f"{number:05}"
-        state = _write(store, state, TrialAdded(trial=trial, config={}))
-        state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
+        journal.begin(trial, {})
         for step, each in enumerate(reports, 1):
-            state = _write(store, state, Reported(trial=trial, report=StepReport(step=step, metrics=each)))
-        state = _write(store, state, Finished(trial=trial, reason="had enough"))
-
-
-def config_of(trial: str, rate: float, parameters: Sequence[str]) -> Mapping[str, object]:
-    return {"rate": rate, **{name: f"{name} of {trial}".rjust(20, ".") for name in parameters}}
-
-
-def _save(store: ObjectStore, state: Experiment, step: int, staged: Path, more: Mapping[str, bytes]) -> Experiment:
-    key = CheckpointKey(trial=state.trial_key("trial"), step=step, sequence=state.number)
-    metrics = {"loss": 1 / step}
-    files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step, **more}
-    committed(store, write(staged, files), key, metrics=metrics)
-    reported = Reported(trial="trial", report=StepReport(step=step, metrics=metrics))
-    ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
-    return _write(store, state, reported, Committed(trial="trial", checkpoint=ref))
-
-
-def _write(store: ObjectStore, state: Experiment, *events: Event) -> Experiment:
-    return append(store, state, events, next(_STAMPS))
+            journal.write(Reported(trial=trial, report=StepReport(step=step, metrics=each)))
+        journal.write(Finished(trial=trial, reason="had enough"))
 
 
 def after(state: Experiment, events: Sequence[Event]) -> Experiment:

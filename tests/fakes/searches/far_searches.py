@@ -33,7 +33,7 @@ from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.searches.far_attempts import FarMachines, plan_at
-from tests.fakes.searches.limits import limits_of
+from tests.fakes.searches.pending_entries import limits_of
 
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 

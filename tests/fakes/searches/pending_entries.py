@@ -1,12 +1,14 @@
-"""A pending entry of an experiment whose journal is a list, in a search without a scheduler."""
+"""A pending entry of an experiment whose journal is a list, in a search without a scheduler; the limits of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.search.objective import Objective
@@ -14,6 +16,8 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.parameters.plan_checks import SearchLimits
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.janitor import Janitor
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
@@ -55,3 +59,11 @@ def pending_entry(
     target = LocalTarget(path="/nowhere")
     journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _state: None)
     return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period, Janitor(target))
+
+
+def limits_of(
+    max_concurrent_trials: int, *, has_had_enough: Callable[[Trial], bool] = lambda _: True, **options: Any
+) -> SearchLimits:
+    """The limits of a run, with the options that a test passes."""
+    plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
+    return SearchLimits(plan, max_concurrent_trials, has_had_enough=has_had_enough)

@@ -14,8 +14,7 @@ from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.tuner.stop_requests import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.instant_executor import InstantExecutor
-from tests.fakes.searches.limits import limits_of
-from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
+from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, pending_entry, random_policy
 
 
 @pytest.mark.parametrize("trial", [None, "00000", "00001"], ids=["all", "one", "refused"])

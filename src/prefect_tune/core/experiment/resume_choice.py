@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationError
@@ -43,6 +43,9 @@ class ResumeLimits(Value):
     """The step at which the scheduler ends every trial."""
 
 
+_NUMBERS = {"samples", "steps", "hours"}
+
+
 def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
     """Return the choice that a form's `answer` makes.
 
@@ -54,23 +57,10 @@ def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoic
         choice = ResumeChoice.model_validate(answer)
     except ValidationError as invalid:
         raise argument_error(invalid) from invalid
-    _require_used(choice, limits)
-    match choice.way:
-        case "extend":
-            _require_more(choice, limits)
-        case "other checkpoint":
-            _require_there(choice, limits)
-        case "continue" | "stop here":
-            pass
-    return choice
-
-
-def _require_used(choice: ResumeChoice, limits: ResumeLimits) -> None:
-    """Refuse a number that was changed in the form and that the chosen way does not use."""
-    asked, there = _limits(choice), _limits(limits)
-    changed = [name for name, value in asked.items() if value not in {0, there[name]}]
+    asked, present = choice.model_dump(include=_NUMBERS), limits.model_dump(include=_NUMBERS)
+    changed = [name for name, value in asked.items() if value not in {0, present[name]}]
     if changed and choice.way != "extend":
-        numbers = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in changed)
+        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in changed)
         raise InvalidInput(f"{choice.way}: changes no numbers, and the form has {numbers}; choose extend to use them")
     newest = max(limits.checkpoints, default=0)
     if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest}:
@@ -78,18 +68,21 @@ def _require_used(choice: ResumeChoice, limits: ResumeLimits) -> None:
             f"{choice.way}: uses the newest checkpoint, of step {newest}, and the form has step {choice.checkpoint}; "
             "choose other checkpoint to go back to it"
         )
+    if choice.way == "extend":
+        _require_more(choice, limits, asked, present)
+    if choice.way == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
+        steps = ", ".join(map(str, limits.checkpoints)) or "none"
+        raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({steps}), found {choice.checkpoint}")
+    return choice
 
 
-def _limits(numbers: ResumeChoice | ResumeLimits) -> Mapping[str, float]:
-    return {"samples": numbers.samples, "steps": numbers.steps, "hours": numbers.hours}
-
-
-def _require_more(choice: ResumeChoice, limits: ResumeLimits) -> None:
-    asked, there = _limits(choice), _limits(limits)
-    if less := [name for name, value in asked.items() if 0 < value < there[name]]:
-        said = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in less)
-        raise InvalidInput(f"extend: less than before: {said}")
-    if not any(value > there[name] for name, value in asked.items()):
+def _require_more(
+    choice: ResumeChoice, limits: ResumeLimits, asked: Mapping[str, float], present: Mapping[str, float]
+) -> None:
+    if less := [name for name, value in asked.items() if 0 < value < present[name]]:
+        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in less)
+        raise InvalidInput(f"extend: less than before: {numbers}")
+    if not any(value > present[name] for name, value in asked.items()):
         raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
     if choice.samples and not limits.samples:
         raise InvalidInput("samples: the search of this run has no number of samples that a form can change")
@@ -107,26 +100,14 @@ def _require_more(choice: ResumeChoice, limits: ResumeLimits) -> None:
         )
 
 
-def _require_there(choice: ResumeChoice, limits: ResumeLimits) -> None:
-    if choice.checkpoint not in limits.checkpoints:
-        there = ", ".join(map(str, limits.checkpoints)) or "none"
-        raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({there}), found {choice.checkpoint}")
-
-
 def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
     """Return a stop criterion in its JSON form, with these limits in place of its own; 0 keeps a limit."""
-    replaced = {"step", "MaxSteps"} if steps else set()
-    if hours:
-        replaced.add("MaxTime")
-    parts = stop if isinstance(stop, list | tuple) else [stop]
-    rest = [_without(replaced, each) for each in parts]
     limits: list[object] = [{"step": steps}] if steps else []
-    if hours:
-        limits.append({"MaxTime": {"time_seconds": 3600 * hours}})
-    return [*(each for each in rest if each), *limits]
-
-
-def _without(names: Collection[str], part: object) -> object:
-    if not isinstance(part, Mapping):
-        return part
-    return {name: limit for name, limit in part.items() if name not in names}
+    limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
+    replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
+    parts = stop if isinstance(stop, list | tuple) else [stop]
+    rest = (
+        {name: limit for name, limit in part.items() if name not in replaced} if isinstance(part, Mapping) else part
+        for part in parts
+    )
+    return [*(part for part in rest if part), *limits]

@@ -162,26 +162,20 @@ def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> Sto
 
 def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
     """Return the journal's event for a request: what is stopped, or why it is refused."""
-    refused = _refusal_reason(experiment, request)
-    trial = None if refused is not None else request.trial
-    return StopAsked(trial=trial, reason=request.reason, request=request.write_id, refused=refused)
-
-
-def _refusal_reason(experiment: Experiment, request: StopRequest) -> Reason | None:
+    refused: Reason | None = None
     if request.unreadable:
-        return make_reason("request-unreadable")
-    if request.write_id in experiment.stop_requests:
-        return make_reason("request-repeated")
-    if request.trial is None:
-        if request.term == experiment.term:
-            return None
-        return make_reason("request-outdated", owner=request.term, successor=experiment.term)
-    if request.trial not in experiment.trials:
-        return make_reason("request-without-trial", trial=request.trial)
-    trial = experiment.trial(request.trial)
-    if trial.phase not in ENDED:
-        return None
-    return make_reason("request-for-ended-trial", trial=request.trial, status=trial.status.value)
+        refused = make_reason("request-unreadable")
+    elif is_journaled(experiment, request):
+        refused = make_reason("request-repeated")
+    elif request.trial is None:
+        if request.term != experiment.term:
+            refused = make_reason("request-outdated", owner=request.term, successor=experiment.term)
+    elif (trial := experiment.trials.get(request.trial)) is None:
+        refused = make_reason("request-without-trial", trial=request.trial)
+    elif trial.phase in ENDED:
+        refused = make_reason("request-for-ended-trial", trial=trial.trial, status=trial.status.value)
+    stopped = None if refused is not None else request.trial
+    return StopAsked(trial=stopped, reason=request.reason, request=request.write_id, refused=refused)
 
 
 # The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
