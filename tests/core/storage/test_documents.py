@@ -37,6 +37,8 @@ from prefect_tune.core.storage.documents import (
     unsigned,
     upgraded,
 )
+from prefect_tune.core.storage.generations import call_that_has, claim_name, end_generation
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Listed
 from prefect_tune.core.values import Stamp, canonical_json, digest_of
 from tests.core.driver import JOURNAL, NAME
@@ -479,3 +481,22 @@ def test_settings_without_a_signature_are_known() -> None:
     assert not has_signature(SETTINGS)
     assert not is_signed(SETTINGS, "e", SIGNING_KEY)
     assert has_signature(signed(SETTINGS, "e", SIGNING_KEY))
+
+
+# Which call of a run has the experiment of the run's name.
+
+
+def test_the_first_call_has_the_name_and_each_repetition_of_it_has_it_again() -> None:
+    store = MemoryStore()
+    assert call_that_has(store, "run") is None
+    claims = [claim_name(store, "run", call) for call in ("one", "two", "one", "two")]
+    assert claims == [True, False, True, False]
+    assert call_that_has(store, "run") == "one"
+
+
+def test_the_name_of_a_deleted_experiment_is_free_and_was_in_use() -> None:
+    store = MemoryStore()
+    claim_name(store, "run", "one")
+    end_generation(store, JournalKey(experiment="run", generation=1), at="now", by="a test")
+    assert call_that_has(store, "run") == ""
+    assert claim_name(store, "run", "two")

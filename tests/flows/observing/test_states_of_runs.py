@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -17,7 +20,6 @@ from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
-from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.counting import Fragile
@@ -41,6 +43,15 @@ class Careless(Fragile):
 
     def step(self) -> Mapping[str, Any]:
         raise KeyError("lr")
+
+
+def states_of_attempts(flow_run: str | UUID | None) -> Mapping[str, tuple[str | None, str | None]]:
+    """Return name and message of the state of each attempt's task run, by the name of the run."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(str(flow_run))]))
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=only, limit=200)
+    ours = sorted((each for each in runs if each.name.startswith("train ")), key=lambda each: each.name)
+    return {each.name: (each.state_name, each.state.message if each.state else None) for each in ours}
 
 
 def searched(
