@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -132,18 +132,23 @@ class Trials(Mapping[str, Trial]):
         return len(self._trials)
 
     def __repr__(self) -> str:
-        shown = list(self.values())[:MAX_ROWS]
+        if not self:
+            return "no trials"
+        first, metrics, more = self._first()
         console = Console(color_system=None, force_jupyter=False, width=output_width())
-        table, hidden = trials_table(shown, self._metrics or common_metrics(shown))
+        table, hidden = trials_table(first, metrics)
         with console.capture() as text:
             console.print(table)
-        lines = [each.rstrip() for each in text.get().splitlines()] if shown else ["no trials"]
-        return "\n".join(filter(None, [*lines, hidden, more_trials(len(self) - len(shown))]))
+        return "\n".join(filter(None, [*(line.rstrip() for line in text.get().splitlines()), hidden, more]))
 
     def _repr_html_(self) -> str:
-        shown = list(self.values())[:MAX_ROWS]
-        table = trials_html(shown, self._metrics or common_metrics(shown))
-        return cell_html(table, paragraph(soft(more_trials(len(self) - len(shown)) if shown else "no trials")))
+        first, metrics, more = self._first()
+        return cell_html(trials_html(first, metrics), paragraph(soft(more if first else "no trials")))
+
+    def _first(self) -> tuple[Sequence[Trial], Sequence[str], str]:
+        """Return the trials that are shown, the metrics of them, and how many more there are."""
+        first = list(self.values())[:MAX_ROWS]
+        return first, self._metrics or common_metrics(first), more_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,23 +232,23 @@ class Results:
 
     def _ranked(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
         trials = self.trials.values()
-        found = self._ranked_by_curves(objective, scope) if scope != "last" else ranked(trials, objective)
+        if scope == "last":
+            found = ranked(trials, objective)
+        else:
+            curves = self._curves_of(objective.metrics)
+            found = smallest_first((each, scored(curves.get(each.trial, ()), objective, scope)) for each in trials)
         if not found:
             curves = self._curves_of(objective.metrics)
             why = why_none(trials, objective, scope, curves)
             names, count = ", ".join(objective.metrics), len(self.trials)
             lacking = f"none of its {count} trials has reported {names}"
-            if has_any_metric((*chain.from_iterable(curves.values()), *(each.metrics for each in trials)), objective):
-                report = "last report" if scope == "last" else "report"
-                lacking = f"no {report} of its {count} trials has {names} as a number"
+            reports = (*chain.from_iterable(curves.values()), *(each.metrics for each in trials))
+            if any(metric_in(report, name) is not None for report in reports for name in objective.metrics):
+                lacking = (
+                    f"no {'last report' if scope == 'last' else 'report'} of its {count} trials has {names} as a number"
+                )
             raise InvalidInput(f"experiment {self.experiment.name!r}: {lacking}: {why}")
         return found
-
-    def _ranked_by_curves(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
-        curves = self._curves_of(objective.metrics)
-        return smallest_first(
-            (each, scored(curves.get(each.trial, ()), objective, scope)) for each in self.trials.values()
-        )
 
     def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
         columns = metric_columns(self._reports, metrics)
@@ -402,7 +407,7 @@ class Results:
         return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'}{best})"
 
 
-# ----------------------------------------------------------------------------------- why there is no best one
+# Why there is no best trial.
 
 Curves = Mapping[str, Sequence[Mapping[str, object]]]
 
@@ -413,36 +418,21 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
     Args:
         curves: all reports of all trials.
     """
-    errored = [each.trial for each in trials if each.status is Status.ERRORED]
-    names = sorted({name for each in trials for name in flat(each.metrics)})
-    if said := _no_numbers(trials, objective):
-        return said
-    if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves.values()):
+    for trial in trials:
+        for name in objective.metrics:
+            if kind := kind_unless_number(value := metric_in(trial.metrics, name)):
+                return f"trial {trial.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
+    names = sorted({name for trial in trials for name in flat(trial.metrics)})
+    if scope == "last" and names and any(scored(reports, objective, "all") for reports in curves.values()):
         return f"the last reports have {names}; scope='all' looks at all reports"
-    if errored and len(errored) == len(trials):
+    if trials and all(trial.status is Status.ERRORED for trial in trials):
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
-    return f"their reports have {names}{_meant(objective, names)}" if names else "nothing was reported"
-
-
-def has_any_metric(reports: Iterable[Mapping[str, object]], objective: Objective) -> bool:
-    """Return whether a report has one of the metrics, as a number or not."""
-    return any(metric_in(report, name) is not None for report in reports for name in objective.metrics)
-
-
-def _meant(objective: Objective, names: Sequence[str]) -> str:
-    """Return `; did you mean 'eval/loss'?` for a metric that is similar to a name, or to the last part of one."""
+    if not names:
+        return "nothing was reported"
     by_last_part = {name.rpartition("/")[2]: name for name in names}
-    for each in objective.metrics:
-        near = nearest(each, names) or by_last_part.get(nearest(each, by_last_part) or each)
-        if each not in names and near is not None:
-            return f"; did you mean {near!r}?"
-    return ""
-
-
-def _no_numbers(trials: Collection[Trial], objective: Objective) -> str:
-    for each in trials:
-        for name in objective.metrics:
-            if kind := kind_unless_number(value := metric_in(each.metrics, name)):
-                return f"trial {each.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
-    return ""
+    for metric in objective.metrics:  # similar to a name, or to the last part of one
+        near = nearest(metric, names) or by_last_part.get(nearest(metric, by_last_part) or metric)
+        if metric not in names and near is not None:
+            return f"their reports have {names}; did you mean {near!r}?"
+    return f"their reports have {names}"

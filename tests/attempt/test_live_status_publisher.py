@@ -50,16 +50,9 @@ class Search:
         self.view.apply(event, MOMENT, self.state)
 
 
-def test_nothing_is_written_before_an_attempt_begins(bucket: Bucket) -> None:
-    Search(OFTEN).publisher.close()
-    assert not bucket.operations
-
-
 def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_lives(bucket: Bucket) -> None:
-    running = Search(OFTEN).publisher
-    running.begin()
-    until(lambda: bucket.operations["put"] > 3)
-    running.close()
+    with Search(OFTEN).publisher:
+        until(lambda: bucket.operations["put"] > 3)
     found = newest_live_status(bucket, KEY)
     assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
     assert found.number > 3
@@ -67,17 +60,15 @@ def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_live
 
 def test_at_the_end_it_is_deleted_unless_a_trial_was_left_running(bucket: Bucket) -> None:
     search = Search(OFTEN)
-    search.publisher.begin()
-    until(lambda: bucket.operations["put"] > 1)
-    search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
-    search.publisher.close()
+    with search.publisher:
+        until(lambda: bucket.operations["put"] > 1)
+        search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     assert not bucket.objects
 
 
 def test_without_a_period_nothing_is_published(bucket: Bucket) -> None:
-    silent = Search(None).publisher
-    silent.begin()
-    silent.close()
+    with Search(None).publisher:
+        pass
     assert not bucket.operations
 
 
@@ -85,11 +76,8 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.failures = [StoreUnavailable("no route to the bucket")] * 3
-    running = Search(OFTEN).publisher
-    with caplog.at_level(logging.WARNING, "prefect_tune"):
-        running.begin()
+    with caplog.at_level(logging.WARNING, "prefect_tune"), Search(OFTEN).publisher:
         until(lambda: newest_live_status(bucket, KEY))
-        running.close()
     assert [each.getMessage() for each in caplog.records] == [
         "the newest steps of running trials cannot be published; retried later: no route to the bucket"
     ]

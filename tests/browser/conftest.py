@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Response, sync_playwright
 
-from tests.browser.installation import Installation, installed
-from tests.browser.prefect_ui import Ui
+from tests.browser.prefect_ui import Installation, Ui, installed
 from tests.fakes.servers.prefect_database import migrated_database
 
 PICTURES = Path(__file__).parents[2] / "build" / "screenshots"

@@ -9,9 +9,7 @@ import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from prefect_tune.parameters.forms import flattened
-from tests.browser.installation import Installation
-from tests.browser.prefect_ui import Form, Ui
-from tests.browser.searches import LINGERS_AT, SAVED_EVERY, STEPS, Search, until
+from tests.browser.prefect_ui import LINGERS_AT, SAVED_EVERY, STEPS, Form, Installation, Search, Ui, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

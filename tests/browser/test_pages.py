@@ -10,8 +10,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.deploy.automations import install_automations, uninstall_automations
-from tests.browser.installation import Installation
-from tests.browser.prefect_ui import Ui
+from tests.browser.prefect_ui import Installation, Ui
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

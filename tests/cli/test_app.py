@@ -20,6 +20,7 @@ from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.plan import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
+from tests.fakes.pages import ROOT
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.refusing_server import refusing
 from tests.long_cases import long_after
@@ -153,19 +154,6 @@ def test_what_a_check_found_is_told_as_json(run: Run, tmp_path: Path) -> None:
     assert (found["ok"], found["conditional_create"]) == (True, True)
 
 
-def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = run("blocks", "check", tmp_path / "file")
-    assert (done.code, done.out) == (1, "")
-    assert done.err.count("\n") == 1
-
-
-def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
-    done = run("blocks", "check", "s4://bucket")
-    assert done.code == 2
-    assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
-
-
 def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
     import httpx
 
@@ -240,3 +228,14 @@ def test_a_drill_that_could_not_run_ends_with_2(run: Run, monkeypatch: pytest.Mo
     assert run("drill", "my.module:Net", "--at", "a").err.startswith(
         "prefect-tune: --at 'a': expected steps, such as 3,7"
     )
+
+
+# The claims of the docs page on the command line are true.
+
+
+PAGE = ROOT / "docs" / "cli.md"
+
+
+def test_the_page_names_every_command(run: Run) -> None:
+    shown = set(re.findall(r"^│ (\w+) +[A-Z]", run("--help").out, re.MULTILINE))
+    assert shown == set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from datetime import UTC, datetime, timedelta
@@ -257,14 +258,9 @@ def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
 # ---------------------------------------------------------------------------------------------------- the emitter
 
 
-@pytest.fixture
-def emitted() -> list[PrefectEvent]:
-    return []
-
-
-@pytest.fixture
-def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
-    return EventEmitter(PLACE, LOSS, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emitted.append)
+def emitter_of(emitted: list[PrefectEvent], state: Experiment | None = None) -> EventEmitter:
+    recorder = SearchRecorder(state or nothing_yet(first_generation("first")))
+    return EventEmitter(PLACE, LOSS, recorder, LOG, emitted.append)
 
 
 def play(emitter: EventEmitter, *events: Event) -> None:
@@ -272,52 +268,48 @@ def play(emitter: EventEmitter, *events: Event) -> None:
         emitter.applied(event, after_event(emitter.experiment, event, 1))
 
 
-def test_a_run_that_ends_in_order_has_finished(emitter: EventEmitter, emitted: list[PrefectEvent]) -> None:
-    with emitting_events(emitter, threading.Event()):
-        play(emitter, *begun("00000"))
-    assert names(emitted) == ["experiment.started", "started", "experiment.ended"]
-
-
 @pytest.mark.parametrize(
-    ("stops", "reason"), [([StopAsked(reason="enough money")], "enough money"), ([], "asked to stop")]
+    ("stops", "error", "end", "message"),
+    [
+        (None, None, "finished", ""),
+        ([StopAsked(reason="enough money")], None, "stopped", "enough money"),
+        ([], None, "stopped", "asked to stop"),
+        (None, Superseded("by another"), "superseded", "by another"),
+        (None, ValueError("a bug"), "failed", "ValueError: a bug"),
+        (None, KeyboardInterrupt(), "failed", "KeyboardInterrupt:"),
+    ],
 )
-def test_a_run_that_is_asked_to_end_says_why(
-    emitter: EventEmitter, emitted: list[PrefectEvent], stops: list[Event], reason: str
+def test_a_run_says_how_it_ended_and_an_error_goes_on(
+    stops: list[Event] | None, error: BaseException | None, end: str, message: str
 ) -> None:
-    stop = threading.Event()
-    stop.set()
-    with emitting_events(emitter, stop):
-        play(emitter, *stops)
-    assert (emitted[-1].payload["end"], emitted[-1].payload["message"]) == ("stopped", reason)
+    stop, emitted = threading.Event(), list[PrefectEvent]()
+    if stops is not None:
+        stop.set()
+    goes_on = pytest.raises(type(error)) if error is not None else contextlib.nullcontext()
+    with goes_on, emitting_events(emitter := emitter_of(emitted), stop):
+        play(emitter, *begun("00000"), *(stops or ()))
+        if error is not None:
+            raise error
+    assert names(emitted)[:2] == ["experiment.started", "started"]
+    last = emitted[-1]
+    assert (names([last]), last.resource["prefect-tune.end"]) == (["experiment.ended"], end)
+    assert (last.payload["end"], last.payload["message"]) == (end, message)
 
 
-@pytest.mark.parametrize(
-    ("error", "end"),
-    [(Superseded("by another"), "superseded"), (ValueError("a bug"), "failed"), (KeyboardInterrupt(), "failed")],
-)
-def test_a_run_that_dies_of_an_error_says_so_and_the_error_goes_on(
-    emitter: EventEmitter, emitted: list[PrefectEvent], error: BaseException, end: str
-) -> None:
-    with pytest.raises(type(error)), emitting_events(emitter, threading.Event()):
-        raise error
-    assert (names(emitted)[-1], emitted[-1].resource["prefect-tune.end"]) == ("experiment.ended", end)
-    assert str(error) in str(emitted[-1].payload["message"])
-
-
-def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emitted: list[PrefectEvent]) -> None:
-    found = Story()
+def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended() -> None:
+    found, emitted = Story(), list[PrefectEvent]()
     found.goes(*begun("00000"), *begun("00001"))
     ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, reason="its owner died")
-    recorder = SearchRecorder(after_event(found.state, ended, 2))
-    with emitting_events(EventEmitter(PLACE, LOSS, recorder, LOG, emitted.append), threading.Event(), found.state):
+    emitter = emitter_of(emitted, after_event(found.state, ended, 2))
+    with emitting_events(emitter, threading.Event(), found.state):
         pass
     assert names(emitted) == ["experiment.started", "attempt-ended", "experiment.ended"]
     assert emitted[1].payload["reason"] == "its owner died"
 
 
-def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
-    caplog: pytest.LogCaptureFixture, emitted: list[PrefectEvent]
-) -> None:
+def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    emitted: list[PrefectEvent] = []
+
     def emit(notice: PrefectEvent) -> None:
         if notice.event.endswith("tune.started"):
             raise ValueError("too large")
@@ -330,16 +322,13 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
     assert "committed" in names(emitted)
 
 
-def test_what_is_due_is_emitted_while_nothing_happens(
-    monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]
-) -> None:
+def test_what_is_due_is_emitted_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emitter_module, "_CHECK_INTERVAL", timedelta(seconds=0.05))
     monkeypatch.setattr(emitter_module, "_FIRST_REPORT_TIMEOUT", timedelta(seconds=0.1))
     stalled, story = threading.Event(), Story()
     story.goes(*begun("00000"))
 
     def emit(event: PrefectEvent) -> None:
-        emitted.append(event)
         if event.event.endswith("stalled"):
             stalled.set()
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -62,94 +62,65 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=LOG.name)
 
 
-def running() -> tuple[Progress, Callable[[int], None]]:
-    """The progress of a search of one trial, and a function that reports a step."""
-    state = after(
-        nothing_yet(first_generation("e")),
-        [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
-    )
-    seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
-    return seen, lambda step: seen.applied(Reported(trial="0", report=StepReport(step=step, metrics={})), state)
+class Shown:
+    """The progress of an experiment with one running trial, whose lines are due at once."""
+
+    def __init__(self, outlook: SearchEstimate | None = None, period: timedelta = timedelta(0)) -> None:
+        begun = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
+        self._state = after(nothing_yet(first_generation("e")), begun)
+        self._view = TrackedProgress(self._state, outlook or SearchEstimate("e"), 0.0, datetime.now(UTC))
+        self.progress = Progress(self._view, LOG, log_period=period)
+
+    def reports(self, step: int) -> None:
+        event = Reported(trial="0", report=StepReport(step=step, metrics={"loss": 0.5}))
+        self._view.happens(event, self._state)
+        self.progress.applied(event, self._state)
 
 
 def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    seen, report = running()
-    report(1)
+    rarely, often = Shown(period=timedelta(minutes=1)), Shown()
+    for step in range(1, 100):
+        rarely.reports(step)
+    assert caplog.messages == []
+    often.reports(1)
     assert caplog.messages[0].startswith("e: 1 running after ")
-    seen.is_shown = True
-    report(2)
+    often.progress.is_shown = True
+    often.reports(2)
     assert len(caplog.messages) == 1
+    often.progress.fall_back(OSError("hung up"))
+    often.reports(3)
+    assert caplog.messages[1] == "the live table ends, and the search continues: OSError: hung up"
+    assert len(caplog.messages) == 3
 
 
-def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_no_second_end(
+def test_a_single_training_logs_its_metrics_now_and_then_and_its_end_only_after_a_display(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    state = after(
-        nothing_yet(first_generation("e")),
-        [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
-    )
-    outlook = SearchEstimate("e", None, 1, 80, is_training=True)
-    tracker = TrackedProgress(state, outlook, 0.0, datetime.now(UTC))
-    seen, report = Progress(tracker, LOG, log_period=timedelta(0)), StepReport(step=7, metrics={"loss": 0.5})
-    tracker.happens(Reported(trial="0", report=report), state)
-    seen.applied(Reported(trial="0", report=report), state)
+    shown = Shown(SearchEstimate("e", None, 1, 80, is_training=True))
+    shown.reports(7)
     (message,) = caplog.messages
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
-    seen.conclude()
-    assert caplog.messages == [message]
-    seen.is_shown = True
-    seen.conclude()
-    assert len(caplog.messages) == 2
+    for is_shown, count in ((False, 1), (True, 2)):
+        shown.progress.is_shown = is_shown
+        shown.progress.conclude()
+        assert len(caplog.messages) == count
 
 
-def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    state = nothing_yet(first_generation("e"))
-    seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
-    for step in range(1, 100):
-        seen.applied(Reported(trial="0", report=StepReport(step=step, metrics={})), state)
-    assert caplog.messages == []
-
-
-def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.LogCaptureFixture) -> None:
-    seen, report = running()
-    seen.is_shown = True
-    seen.fall_back(OSError("hung up"))
-    report(1)
-    assert caplog.messages[0] == "the live table ends, and the search continues: OSError: hung up"
-    assert len(caplog.messages) == 2
-
-
-def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
-    with progress(
-        SearchRecorder(nothing_yet(first_generation("e"))),
-        SearchEstimate("e", trial_count=3),
-        (),
-        LOG,
-        threading.Event(),
-        in_terminal=True,
-    ):
-        pass
-    assert caplog.messages == ["e: none of 3 after 0 s"]
-    shown = progress(
-        SearchRecorder(nothing_yet(first_generation("e"))),
-        *(SearchEstimate("e"), (), LOG, threading.Event()),
-        in_terminal=True,
-    )
-    with pytest.raises(ZeroDivisionError), shown:
+def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_errors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nothing, outlook = nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=3)
+    errored = after(nothing, [TrialAdded(trial="0", config={}), GaveUp(trial="0", cause=Cause.USER, reason="no")])
+    for state in (nothing, errored):
+        with progress(SearchRecorder(state), outlook, (), LOG, threading.Event(), in_terminal=True):
+            pass
+    broken = progress(SearchRecorder(nothing), outlook, (), LOG, threading.Event(), in_terminal=True)
+    with pytest.raises(ZeroDivisionError), broken:
         raise ZeroDivisionError
-    assert len(caplog.messages) == 1
-
-
-def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    errored = GaveUp(trial="0", cause=Cause.USER, reason="no")
-    state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
-    with progress(
-        SearchRecorder(state), SearchEstimate("e", trial_count=1), (), LOG, threading.Event(), in_terminal=True
-    ):
-        pass
-    (last,) = caplog.records
-    assert last.levelname == "WARNING"
-    assert last.message == "e: 1 errored of 1 after 0 s; why: results.errors, or prefect-tune show TARGET e"
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "e: none of 3 after 0 s"),
+        ("WARNING", "e: 1 errored of 3 after 0 s; why: results.errors, or prefect-tune show TARGET e"),
+    ]
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -197,24 +168,6 @@ def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_serve
     assert "2 running" in shown
     assert "at step 1" in shown
     assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.trial}")
-
-
-_TRAINING = """
-import sys, prefect_tune as pt
-from tests.trainables.digits_table import DigitsTable
-config = {"row": 1, "step_seconds": 0.4}
-print(pt.durable_trainable(DigitsTable, config, target=sys.argv[1], experiment="digits", stop={"step": 9}).step)
-"""
-
-
-@pytest.mark.long
-def test_a_single_training_in_a_terminal_has_a_live_display_too(prefect_server: str, tmp_path: Path) -> None:
-    process, master = searching(prefect_server, tmp_path, _TRAINING)
-    shown = _all_of(master)
-    assert process.wait(120) == 0
-    assert " of 9" in shown
-    assert "error 0." in shown
-    assert shown.rstrip().endswith("9")
 
 
 def _all_of(master: int) -> str:
@@ -279,34 +232,55 @@ def logged(caplog: pytest.LogCaptureFixture, *events: Event, of_search: bool = T
     return caplog.messages
 
 
-def test_a_trial_begins_with_its_configuration_and_completes_with_metric_reason_and_checkpoint(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first, last = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"))
-    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
-    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
+VANISHED = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
+ASKED = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
+STOPPED = Finished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED)
+COMPLETED, PAUSED = Finished(trial=T, reason="step 2 of 2"), Paused(trial=T, reason="rung")
+PRUNED = finish_of(T, Stop(reason="rung", early=True))
+FAILED = make_failure("too large", trial=T, type="ValueError", traceback="Traceback (most recent call last):")
+SPENT = make_reason("max-failures", failures=1, limit=0, error=FAILED.reason)
+WHY = "failure 1 of the trainable (max_failures=0): ValueError: too large"
+EARLIER = CheckpointRef(step=1, sequence=2, metrics={"loss": 0.5})
+STEP_1, STEP_3 = (Reported(trial=T, report=StepReport(step=step, metrics={"loss": 0.5})) for step in (1, 3))
+LINES: dict[str, tuple[Sequence[Event], str]] = {
+    "its configuration": ([started()], "begins: lr 0.01, net/layers 2"),
+    "metric, reason and checkpoint": ([*TRAINED, COMPLETED], f"completed {AT}: step 2 of 2; {SAVED_AT}"),
+    "nothing resumes a pruned trial": (
+        [*TRAINED, Decided(trial=T, report=AT_2, decision=Stop(reason="rung", early=True)), PRUNED],
+        f"pruned {AT}: rung",
+    ),
+    "asked to stop": ([*TRAINED, STOPPED], f"interrupted {AT}: stopped by me; {SAVED_AT}"),
+    "a pause": ([*TRAINED, PAUSED], f"paused {AT}: rung"),
+    "a resume": ([*TRAINED, PAUSED, Resumed(trial=T), started(2, SAVED)], "resumes from step 2 (attempt 2)"),
+    "repeated steps": (
+        [*TRAINED, STEP_3, VANISHED, started(2, SAVED)],
+        "resumes from step 2 (attempt 2; 1 step trained again)",
+    ),
+    "another checkpoint is as good": (
+        [started(), STEP_1, Committed(trial=T, checkpoint=EARLIER), *TRAINED[1:], COMPLETED],
+        f"completed {AT}: step 2 of 2; {SAVED_AT}",
+    ),
+    "no checkpoint": ([*TRAINED[:2], ASKED], f"interrupted {AT}: saved, as requested; no checkpoint"),
+    "again without one": (
+        [*TRAINED[:2], ASKED, started(2)],
+        "begins again without a checkpoint (attempt 2; 2 steps trained again)",
+    ),
+    "killed": ([*TRAINED, VANISHED], "crashed in attempt 1: the run that trained it was killed"),
+    "an error": (
+        [*TRAINED, FAILED, GaveUp(trial=T, cause=Cause.USER, reason=SPENT)],
+        f"errored {AT}: {WHY}; {SAVED_AT}",
+    ),
+}
 
 
-@pytest.mark.parametrize(("early", "end"), [(True, "pruned"), (False, "completed")])
-def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
-    caplog: pytest.LogCaptureFixture, end: str, *, early: bool
-) -> None:
-    stop = Stop(reason="rung", early=early)
-    decided = Decided(trial=T, report=AT_2, decision=stop)
-    *_, last = logged(caplog, *TRAINED, decided, finish_of(T, stop))
-    assert last.startswith(f"trial 00003 {end} {AT}: rung")
-    assert (SAVED_AT in last) is not early, "nothing resumes a pruned trial"
-
-
-def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
-    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED))
-    assert last.startswith(f"trial 00003 interrupted {AT}: stopped by me; {SAVED_AT}")
-
-
-def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    _, paused, resumed = logged(caplog, *TRAINED, Paused(trial=T, reason="rung"), Resumed(trial=T), started(2, SAVED))
-    assert paused == f"trial 00003 paused {AT}: rung"
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2)"
+@pytest.mark.parametrize("case", LINES)
+def test_the_log_has_a_line_for_what_happens_to_a_trial(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    events, said = LINES[case]
+    last = logged(caplog, *events)[-1]
+    ends_with_path = f"{said}0000000002-0000000004"
+    assert last in (f"trial 00003 {said}", f"trial 00003 {ends_with_path}")
+    levels = {"killed": "WARNING", "an error": "ERROR"}
+    assert caplog.records[-1].levelname == levels.get(case, "INFO")
 
 
 def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,15 +325,6 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     assert results.best.trial == "00001"
 
 
-def test_a_newest_checkpoint_that_is_as_good_as_any_is_the_only_one_named(caplog: pytest.LogCaptureFixture) -> None:
-    earlier = CheckpointRef(step=1, sequence=2, metrics={"loss": 0.5})
-    *_, last = logged(
-        caplog, started(), Reported(trial=T, report=StepReport(step=1, metrics={"loss": 0.5})),
-        Committed(trial=T, checkpoint=earlier), *TRAINED[1:], Finished(trial=T, reason="step 2 of 2"),
-    )  # fmt: skip
-    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
-
-
 def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial in ("00001", T, "00004"):
@@ -394,23 +359,13 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     assert caplog.messages[-1].endswith("loss 0.5 (best so far): rung 2")
 
 
-def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
-    three = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.4}))
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
-    _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
-    assert crashed == "trial 00003 crashed in attempt 1: the run that trained it was killed"
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step trained again)"
-    assert caplog.records[-2].levelname == "WARNING"
-
-
 def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     owner = Owner(name="a run", host="here", pid=1)
     search.goes(Opened(experiment="e", generation=1, term=1, owner=owner))
     search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), Launched(trial=T, outbox=1))
     search.goes(Opened(experiment="e", generation=1, term=2, owner=owner), Received(trial=T, post=1), started())
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
-    search.goes(OutboxClosed(trial=T), vanished, Launched(trial=T, outbox=2), Received(trial=T, post=1), started(2))
+    search.goes(OutboxClosed(trial=T), VANISHED, Launched(trial=T, outbox=2), Received(trial=T, post=1), started(2))
     assert caplog.messages == [
         "trial 00003 began attempt 1 in an earlier run: lr 0.01, net/layers 2",
         "trial 00003 crashed in attempt 1: the run that trained it was killed",
@@ -420,11 +375,10 @@ def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCa
 
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
-    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
     search.goes(TrialAdded(trial=T, config={}, of_search=True), *TRAINED)
     caplog.clear()
     search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
-    search.goes(vanished, started(2, SAVED), vanished)
+    search.goes(VANISHED, started(2, SAVED), VANISHED)
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
         "trial 00003 resumes from step 2 (attempt 2)",
@@ -439,13 +393,6 @@ def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCap
     assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
 
 
-def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
-    _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
-    assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
-    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps trained again)"
-
-
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines that a live table does not hide, although they are no warnings."""
     return [record.message for record in caplog.records if hasattr(record, "is_notice")]
@@ -454,9 +401,8 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, asked)
+    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, ASKED)
     assert notices(caplog) == []
     search.begins()
     search.goes(started(2, SAVED))
@@ -506,16 +452,5 @@ def test_what_a_person_must_know_is_in_the_terminal_when_the_tables_are_gone(
     assert "resumes from step 2, after 1 attempt" in rest
 
 
-def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    failed = make_failure("too large", trial=T, type="ValueError", traceback="Traceback (most recent call last):")
-    spent = make_reason("max-failures", failures=1, limit=0, error=failed.reason)
-    _, last = logged(caplog, *TRAINED, failed, GaveUp(trial=T, cause=Cause.USER, reason=spent))
-    why = "failure 1 of the trainable (max_failures=0): ValueError: too large"
-    assert last.startswith(f"trial 00003 errored {AT}: {why}; {SAVED_AT}")
-    assert "\n" not in last
-    assert caplog.records[-1].levelname == "ERROR"
-
-
 def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), of_search=False)
-    assert first == "the trial begins: lr 0.01, net/layers 2"
+    assert logged(caplog, *TRAINED, of_search=False)[0] == "the trial begins: lr 0.01, net/layers 2"

@@ -58,10 +58,16 @@ def thick(svg: str | None, ink: str) -> int:
     return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
 
 
+def ends(svg: str | None) -> list[tuple[str, str, str]]:
+    """The trial, attempt and status of each bar."""
+    return re.findall(r"<title>(\w+), attempt (\d), [^<]*: (\w+)</title>", svg or "")
+
+
 def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
     svg = learning_curves(asha(12, kills=False).report_input())
     assert thick(svg, ORANGE) == 2, "in the panels of its two metrics"
     assert marks(svg, "line") > 12
+    assert {"loss", "accuracy"} <= set(said(learning_curves(single().report_input()))), "of a training, too"
 
 
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
@@ -70,11 +76,6 @@ def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
     best = report_input.best[0].trial
     assert best in report_input.history.curves
     assert best in said(learning_curves(report_input))
-
-
-def test_one_training_has_a_panel_for_each_metric() -> None:
-    texts = said(learning_curves(single().report_input()))
-    assert {"loss", "accuracy"} <= set(texts)
 
 
 def test_a_line_through_the_parameters_for_each_trial() -> None:
@@ -159,20 +160,13 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
     assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 
 
-def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out() -> None:
-    search = single(60, kills=(23, 41))
-    svg = timeline(search.report_input())
-    assert marks(svg, "bar") == 3 + 3  # runs, attempts
-    assert marks(svg, "cross") == 2
-    assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
-
-
-def test_the_runs_above_the_attempts_have_none_of_the_colors_that_say_how_an_attempt_ended() -> None:
+def test_every_attempt_is_on_the_timeline_beneath_the_grey_runs_and_each_that_was_lost_is_crossed_out() -> None:
     svg = timeline(single(60, kills=(23, 41)).report_input())
     assert svg is not None
     inks = [str(each.get("fill")) for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
-    assert set(inks[:3]) == {GREY}
-    assert GREY not in inks[3:]
+    assert (set(inks[:3]), len(inks[3:]), GREY in inks[3:]) == ({GREY}, 3, False)
+    assert marks(svg, "cross") == 2
+    assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
 
 
 RATES = [10.0 ** (-5 + index / 8) for index in range(33)]
@@ -214,9 +208,7 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
             if attempt < attempts:
                 search.record(Resumed(trial=name))
         search.record(Finished(trial=name, reason="not promoted", kind=FinishKind.PRUNED))
-    svg = timeline(search.report_input())
-    assert svg is not None
-    assert re.findall(r"<title>(\w+), attempt (\d), [^<]*: (\w+)</title>", svg) == [
+    assert ends(timeline(search.report_input())) == [
         ("kept", "1", "paused"),
         ("kept", "2", "pruned"),
         ("left", "1", "pruned"),
@@ -344,6 +336,4 @@ def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
     search.trains("0", 2, {"loss": 0.5})
     search.decides("0", Stop(reason="rung"))
     search.record(Finished(trial="0", reason="rung", kind=FinishKind.PRUNED))
-    svg = timeline(search.report_input())
-    assert svg is not None
-    assert re.findall(r"attempt (\d), [^<]*: (\w+)</title>", svg) == [("1", "completed"), ("2", "pruned")]
+    assert ends(timeline(search.report_input())) == [("0", "1", "completed"), ("0", "2", "pruned")]

@@ -1,23 +1,31 @@
-"""Results of a search: in the run that trained it, in a later process, and exported to other tools."""
+"""Results of a search: in the run that trained it, in a later process, and exported; why there is no best trial."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import journal_access
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
+from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.retention import retired
 from prefect_tune.core.experiment.summary import Scope, best_of, objective_in
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
+from prefect_tune.results import why_none
 from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.testing import without_server
-from tests.fakes.searches.experiments import write_experiment
+from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.experiments import after, write_curves, write_experiment, write_search
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses
 from tests.trainables.counting import Scripted
 
@@ -56,14 +64,6 @@ def count_in(checkpoint: pt.Checkpoint | None) -> str:
         return Path(directory, "count").read_text()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scope", "best"), [("last", B), ("all", A), ("avg", C), ("last-5-avg", C), ("last-10-avg", C)]
-)
-def test_which_trial_is_the_best_depends_on_the_scope(scope: Scope, best: str, results: pt.Results) -> None:
-    assert results.best_trial(scope=scope).trial == best
-
-
 def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
     assert results.best.config == {"losses": [8.0, 8.0, 2.0], "model": {"depth": 2}}
     assert results.best_trial("loss", "max").trial == A
@@ -90,18 +90,6 @@ def test_a_nested_metric_is_named_by_its_way(scope: Scope, results: pt.Results) 
     assert count_in(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
     with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
         results.best_trial("eval/lost", scope=scope)
-
-
-def test_the_report_draws_a_nested_metric() -> None:
-    search = JournalBuilder(settings={"metric": "eval/loss", "mode": "min"})
-    for name, loss in (("a", 0.25), ("b", 0.125)):
-        search.adds(name, {})
-        search.starts(name)
-        search.trains(name, 1, {"eval": {"loss": 1.0}})
-        search.trains(name, 2, {"eval": {"loss": loss}})
-    shown = search.report_input()
-    assert shown.ranking[0].trial == "b"
-    assert list(shown.history.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
 
 
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
@@ -316,3 +304,129 @@ def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_p
     more = "and 480 more trials: results.to_pandas()"
     assert len(lines) == (22 if count == 500 else 4)
     assert (lines[-1] == more) == (more in html) == (count == 500)
+
+
+# The error for a search without comparable trials.
+
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
+    """A trial with these reports; with an error, it errored after them."""
+    events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
+    reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
+    events += [Reported(trial="00000", report=each) for each in reported]
+    events += [GaveUp(trial="00000", cause=Cause.USER, reason=error)] * bool(error)
+    return after(nothing_yet(first_generation("e")), events).trial("00000")
+
+
+def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
+    return why_none(trials, LOSS, scope, {"00000": curves})
+
+
+def test_where_all_errored_the_first_error_is_said() -> None:
+    broken = trial(error="KeyError: 'learning_rate'\nTraceback")
+    said = "all 2 errored, the first with KeyError: 'learning_rate'; see results.errors"
+    assert why(broken, trial(error="another")) == said
+    assert why(broken, trial()) == "nothing was reported"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("0.5", "text, not as a number: '0.5'"), ([0.5], "a list, not as a number: [0.5]")],
+)
+def test_a_value_in_place_of_a_number_is_named_by_its_kind(value: object, said: str) -> None:
+    assert why(trial({"size": 1, "loss": value})) == f"trial 00000 reported 'loss' as {said}"
+
+
+def test_a_metric_that_has_metrics_within_is_said_to_be_a_dict() -> None:
+    assert why(trial({"loss": {"train": 1}})) == "trial 00000 reported 'loss' as a dict, not as a number: {'train': 1}"
+
+
+def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
+    said = (
+        r"its reports have \['loss'\]. Name one: results.best_trial\('loss'\), or pt.load_results\(..., metric='loss'\)"
+    )
+    with pytest.raises(pt.InvalidInput, match=said):
+        _ = pt.load_results(tmp_path / "target", "e").best
+
+
+def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:
+    reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
+    said = "the last reports have ['accuracy']; scope='all' looks at all reports"
+    assert why(trial(*reports), curves=reports) == said
+    assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
+
+
+def no_best(folder: Path, **scope: Any) -> str:
+    with pytest.raises(pt.InvalidInput) as error:
+        pt.load_results(folder, "e").best_trial(**scope)
+    return str(error.value)
+
+
+def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Path) -> None:
+    write_curves(tmp_path / "a", "e", [[{"loss": 1.0}, {"accuracy": 0.5}], [{"accuracy": 0.25}]], ["loss"])
+    assert "no last report of its 2 trials has loss as a number: the last reports have ['accuracy']; scope='all'" in (
+        no_best(tmp_path / "a")
+    )
+    assert pt.load_results(tmp_path / "a", "e").best_trial(scope="all").trial == "00000"
+    write_curves(tmp_path / "b", "e", [[{"loss": "0.5"}]], ["loss"])
+    assert "no last report of its 1 trials has loss as a number: trial 00000 reported 'loss' as text" in (
+        no_best(tmp_path / "b")
+    )
+    write_curves(tmp_path / "c", "e", [[{"loss": 1.0}], [{"accuracy": 0.5}]], ["loss", "accuracy"])
+    assert "no last report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c")
+    assert "no report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c", scope="avg")
+    write_curves(tmp_path / "d", "e", [[{"size": 1}], []], ["loss"])
+    for scope in ("last", "all"):
+        assert "none of its 2 trials has reported loss: their reports have ['size']" in no_best(
+            tmp_path / "d", scope=scope
+        )
+
+
+def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "e", {"00000": 0.5})
+    with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: their reports have \['loss'\]"):
+        pt.load_results(tmp_path / "target", "e", metric="los").best_trial()
+
+
+def test_a_nested_metric_is_named_as_it_is_written_and_the_similar_one_is_suggested() -> None:
+    reports: Mapping[str, object] = {"eval": {"size": 3, "lost": 0.5}}
+    assert (
+        why(trial(reports), scope="avg") == "their reports have ['eval/lost', 'eval/size']; did you mean 'eval/lost'?"
+    )
+
+
+# The cost of a search whose machine's clock was set, or that slept, while it ran.
+
+
+def train(config: dict[str, Any]) -> None:
+    for _ in range(2):
+        pt.report({"loss": config["loss"]})
+    Path(config["moves_clock"]).touch()
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize("jump", [timedelta(hours=8), timedelta(hours=-1)])
+def test_a_clock_that_is_moved_between_two_trials_adds_and_hides_no_second(
+    jump: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved = tmp_path / "moved"
+
+    class MovedClock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Any:
+            return datetime.now(tz) + (jump if moved.exists() else timedelta(0))
+
+    monkeypatch.setattr(journal_access, "datetime", MovedClock)
+    space = {"loss": pt.grid_search([1.0, 2.0, 3.0]), "moves_clock": str(moved)}
+    options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "max_concurrent_trials": 1}
+    cost = pt.tune(train, space, target=str(tmp_path / "runs"), experiment="e", **options).cost
+    assert moved.exists()
+    assert "earlier run" not in caplog.text
+    (run,) = cost.runs
+    assert 0 < run.seconds < 600
+    assert cost.slot_seconds == pytest.approx(run.seconds, rel=0.01, abs=0.1)
+    assert all(0 <= seconds < 600 for seconds in cost.seconds.values())

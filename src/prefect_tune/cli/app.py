@@ -46,44 +46,29 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect_tune.prefect_api.api_client import is_missing_server
     from prefect_tune.prefect_api.flow_with_server import has_begun
 
-    # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with _without_traces():
-            yield
-    except KeyboardInterrupt as interrupt:
-        advice = when_interrupted if has_begun(interrupt) else "stopped before it began; nothing was started"
-        print(advice, file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
-    except (httpx.HTTPError, PrefectException) as error:
-        raise TuneError(f"Prefect: {_in_one_line(error)}") from error
-    except ValidationError as error:
-        raise argument_error(error) from error
-    except RuntimeError as error:
-        if is_missing_server(error):
-            raise TuneError(f"Prefect: {_in_one_line(error)}") from error
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
-
-
-@contextmanager
-def _without_traces() -> Iterator[None]:
-    """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
-
     def says_more(record: logging.LogRecord) -> bool:
+        """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
+    # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(says_more)
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        advice = when_interrupted if has_begun(interrupt) else "stopped before it began; nothing was started"
+        print(advice, file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    except ValidationError as error:
+        raise argument_error(error) from error
+    except (httpx.HTTPError, PrefectException, RuntimeError) as error:
+        if not isinstance(error, httpx.HTTPError | PrefectException) and not is_missing_server(error):
+            raise
+        raise TuneError(f"Prefect: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
         logger.removeFilter(says_more)
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        signal.signal(signal.SIGTERM, terminate)
 
 
 _COULD_NOT_RUN = 2
@@ -247,22 +232,14 @@ def existing_place(target: str) -> StorageTarget | LocalFolder:
 
 @contextmanager
 def looked_at(target: str) -> Iterator[ObjectStore]:
-    """Open a target for reading.
-
-    Raises:
-        InvalidInput: it is a folder of this machine that does not exist.
-    """
+    """Open a target for reading. Raises as `existing_place`."""
     with existing_place(target).open(timeout=_TIMEOUT) as store:
         yield store
 
 
 @contextmanager
 def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
-    """Open a target for reading, and load an experiment.
-
-    Raises:
-        InvalidInput: there is no experiment of this name.
-    """
+    """Open a target for reading, and load an experiment. Raises `InvalidInput` if there is none of this name."""
     with looked_at(target) as store, transfer_pool() as transfers:
         state = load(store, current_journal(store, experiment), side_by_side=transfers)
         if not state.number:
@@ -271,11 +248,7 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
 
 
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None.
-
-    Raises:
-        InvalidInput: there is no trial of this name.
-    """
+    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None."""
     return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
 
 

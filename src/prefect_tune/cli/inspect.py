@@ -355,19 +355,15 @@ def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) 
     }
 
 
+_OUTPUT_HELP = "A .html or .md file, with the pictures. Default: Markdown without them, to stdout."
+
+
 @command
 def report(
     target: Target,
     experiment: ExperimentName,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="A .html or .md file, with the pictures. Default: Markdown without them, to stdout.",
-            show_default=False,
-        ),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help=_OUTPUT_HELP, show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from prefect_tune.cli.app import (
     AsJson,
     ExperimentName,
     Target,
     TrialName,
+    asks,
     chosen_trials,
     command,
     existing_place,
@@ -53,27 +53,18 @@ if TYPE_CHECKING:
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List an experiment's checkpoints, or those of one of its trials."""
     with opened(target, experiment) as (store, state):
-        trials = chosen_trials(state, trial)
-        rows = [_row(store, *each) for known in trials for each in _keys(store, state, known)]
+        rows = [row for known in chosen_trials(state, trial) for row in _rows_of(store, state, known)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print_parts(_table(rows, is_search(state)))
-
-
-def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[str, CheckpointKey, str]]:
-    """Return every checkpoint with its trial and "live" or "quarantined", oldest first.
-
-    Quarantined saves that were never committed are found on the target.
-    """
-    folder = state.trial_key(trial.trial)
-    keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
-    for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
-        keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined) - set(keys):
-        listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-        keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
-    return [(trial.trial, *keys[sequence]) for sequence in sorted(keys)]
+        return
+    names = ["trial"] if is_search(state) else []
+    table = borderless_table(*names, "step", "when", "size", "metrics", "status")
+    for row in rows:
+        size = "" if row.size_bytes is None else shown_size(row.size_bytes)
+        cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
+        of = (row.trial,) if names else ()
+        table.add_row(*plain_cells((*of, *cells)), style="" if row.status == "live" else "red")
+    print_parts(table)
 
 
 @dataclass(frozen=True)
@@ -91,35 +82,38 @@ class _Row:
     path: str = ""
 
 
-def _row(store: ObjectStore, trial: str, key: CheckpointKey, status: str) -> _Row:
-    try:
-        manifest = read_manifest(store, key)
-    except (CheckpointCorrupt, CheckpointNotFound):
-        if status == "live":  # a running trial may have retired it after the journal was read
-            status = "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
-        return _Row(trial, key.step, status, path=key.folder)
-    return _Row(
-        trial,
-        key.step,
-        status,
-        created_at=manifest.about.created_at,
-        size_bytes=manifest.size_bytes,
-        file_count=len(manifest.files),
-        attempt=manifest.about.attempt,
-        metrics=manifest.about.metrics,
-        path=key.folder,
-    )
+def _rows_of(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_Row]:
+    """Yield the row of every checkpoint of a trial, live or quarantined, oldest first.
 
-
-def _table(rows: Sequence[_Row], of_search: bool) -> Table:
-    trial_column = ("trial",) if of_search else ()
-    table = borderless_table(*trial_column, "step", "when", "size", "metrics", "status")
-    for row in rows:
-        size = "" if row.size_bytes is None else shown_size(row.size_bytes)
-        cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
-        of = (row.trial,) if of_search else ()
-        table.add_row(*plain_cells((*of, *cells)), style="" if row.status == "live" else "red")
-    return table
+    Quarantined saves that were never committed are found on the target.
+    """
+    folder = state.trial_key(trial.trial)
+    keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
+    for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
+        keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
+    if missing := set(trial.quarantined) - set(keys):
+        listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+        keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
+    for _, (key, status) in sorted(keys.items()):
+        try:
+            manifest = read_manifest(store, key)
+        except (CheckpointCorrupt, CheckpointNotFound):
+            found = status
+            if status == "live":  # a running trial may have retired it after the journal was read
+                found = "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
+            yield _Row(trial.trial, key.step, found, path=key.folder)
+            continue
+        yield _Row(
+            trial.trial,
+            key.step,
+            status,
+            created_at=manifest.about.created_at,
+            size_bytes=manifest.size_bytes,
+            file_count=len(manifest.files),
+            attempt=manifest.about.attempt,
+            metrics=manifest.about.metrics,
+            path=key.folder,
+        )
 
 
 @command
@@ -128,8 +122,7 @@ def verify(
     experiment: ExperimentName,
     trial: TrialName = None,
     release: Annotated[
-        int | None,
-        typer.Option(metavar="STEP", help="Reinstate a quarantined checkpoint if it is whole.", show_default=False),
+        int | None, asks("--release", "STEP", "Reinstate a quarantined checkpoint if it is whole.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -139,15 +132,19 @@ def verify(
         trials = chosen_trials(state, trial)
         checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
-            named = f"{name} " if is_search(state) else ""
-            checked = (check for _, check in of_trial)
-            verified = _with_progress(name, checked, damaged=None if as_json else f"{named}step")
-            found += [(name, each) for each in verified]
-            if not as_json and (whole := [each for each in verified if not each.damage]):
+            prefix, verified = f"{name} " if is_search(state) else "", list[Inspected]()
+            with Console(stderr=True).status(f"{name}: reading") as status:
+                for _, check in of_trial:
+                    verified.append(check)
+                    status.update(f"{name}: step {check.key.step} is read")
+                    if check.damage and not as_json:  # at once: an error of the target may end the checks
+                        print(f"{prefix}step {check.key.step}: DAMAGED: {visible(check.damage)}", file=sys.stderr)
+            found += [(name, check) for check in verified]
+            if not as_json and (whole := [check for check in verified if not check.damage]):
                 steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.key.step for each in whole])}"
                 size = shown_size(sum(each.size_bytes for each in whole))
                 files = plural(sum(each.file_count for each in whole), "file", "files")
-                print(f"{named}{steps}: {size} in {files}, whole")
+                print(f"{prefix}{steps}: {size} in {files}, whole")
     if as_json:
         rows = [{"trial": name, "step": each.key.step, **asdict(each)} for name, each in found]
         print(json.dumps([{name: row[name] for name in row if name != "key"} for row in rows], indent=2))
@@ -155,23 +152,6 @@ def verify(
         print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
     if any(each.damage for _, each in found):
         raise typer.Exit(1)
-
-
-def _with_progress(trial: str, checks: Iterable[Inspected], *, damaged: str | None) -> Sequence[Inspected]:
-    """Return the checks of a trial; while they run, a terminal shows which step was read last.
-
-    Args:
-        damaged: begins the line that is printed as soon as a damaged checkpoint is found: an error of the target may
-            end the checks. None if none is printed.
-    """
-    done = []
-    with Console(stderr=True).status(f"{trial}: reading") as status:
-        for each in checks:
-            done.append(each)
-            status.update(f"{trial}: step {each.key.step} is read")
-            if each.damage and damaged:
-                print(f"{damaged} {each.key.step}: DAMAGED: {visible(each.damage)}", file=sys.stderr)
-    return done
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
@@ -188,35 +168,30 @@ def _released(
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
     from prefect_tune.journal_access import new_write_id
 
-    trial, key = _quarantined_key(state, trials, step)
-    with transfer_pool() as transfers:
-        found = read_one(store, key, side_by_side=transfers)
-        if found.damage is None:
-            is_there = bool(reinstate(store, state.key, [key], new_write_id(), side_by_side=transfers))
-        else:
-            current = current_trial(store, state.trial_key(trial), side_by_side=transfers)
-            is_there = is_quarantined(current, key)
-        if not is_there:
-            raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
-    yield trial, found
-
-
-def _quarantined_key(state: Experiment, trials: Sequence[Trial], step: int) -> tuple[str, CheckpointKey]:
-    """Return the key of the quarantined checkpoint of `step`, and a trial that has it."""
-    found = {
+    keys = {
         trial.trial: state.trial_key(trial.trial).checkpoint_key(each.checkpoint)
         for trial in trials
         for each in trial.quarantined_checkpoints
         if each.checkpoint.step == step
     }
-    if not found:
+    if not keys:
         steps = {each.checkpoint.step for trial in trials for each in trial.quarantined_checkpoints}
         there = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
-    if len(set(found.values())) > 1:
-        names = ", ".join(found)
+    if len(set(keys.values())) > 1:
+        names = ", ".join(keys)
         raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
-    return next(iter(found.items()))
+    trial_name, key = next(iter(keys.items()))
+    with transfer_pool() as transfers:
+        found = read_one(store, key, side_by_side=transfers)
+        if found.damage is None:
+            is_there = bool(reinstate(store, state.key, [key], new_write_id(), side_by_side=transfers))
+        else:
+            current = current_trial(store, state.trial_key(trial_name), side_by_side=transfers)
+            is_there = is_quarantined(current, key)
+        if not is_there:
+            raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
+    yield trial_name, found
 
 
 @command
@@ -224,19 +199,10 @@ def export(
     target: Target,
     experiment: ExperimentName,
     directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIRECTORY", help="A directory that is new, empty, or holds this checkpoint.", show_default=False
-        ),
+        Path, typer.Argument(metavar="DIRECTORY", help="New, empty, or with this checkpoint.", show_default=False)
     ],
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="STEP", help="Step of the checkpoint. Default: the newest.", show_default=False),
-    ] = None,
-    trial: Annotated[
-        str | None,
-        typer.Option(metavar="TRIAL", help="Trial. Default: the best one by its last report.", show_default=False),
-    ] = None,
+    step: Annotated[int | None, asks("--step", "STEP", "Step of the checkpoint. Default: the newest.")] = None,
+    trial: Annotated[str | None, asks("--trial", "TRIAL", "Trial. Default: the best one by its last report.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Only the files of the checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -260,7 +226,14 @@ def export(
             raise InvalidInput(
                 f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
             )
-        key = _checkpoint(state, chosen, step)
+        live = live_keys(state.trial_key(chosen.trial), chosen)
+        key = next((key for key in reversed(live) if step in (None, key.step)), None)
+        if key is None:
+            steps = ", ".join(str(each.step) for each in live) or "none"
+            wanted = "" if step is None else f" of step {step}"
+            searched = f"experiment {state.name!r}" + (f", trial {chosen.trial!r}" if is_search(state) else "")
+            errored = ", which has errored" if chosen.status is Status.ERRORED else ""
+            raise CheckpointNotFound(f"{searched}{errored}: there is no checkpoint{wanted}; there are: {steps}")
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
     for usual, name in names.items():
         if name != usual:
@@ -268,20 +241,8 @@ def export(
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    named = f"{chosen.trial}{' (errored)' * (chosen.status is Status.ERRORED)} " if is_search(state) else ""
+    named = f"{chosen.trial}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
     print(f"{named}step {key.step} is in {directory}")
-
-
-def _checkpoint(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
-    live = live_keys(state.trial_key(trial.trial), trial)
-    fitting = [key for key in live if step in (None, key.step)]
-    if not fitting:
-        steps = ", ".join(str(key.step) for key in live) or "none"
-        wanted = "" if step is None else f" of step {step}"
-        searched = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
-        errored = ", which has errored" * (trial.status is Status.ERRORED)
-        raise CheckpointNotFound(f"{searched}{errored}: there is no checkpoint{wanted}; there are: {steps}")
-    return fitting[-1]
 
 
 @command
@@ -313,12 +274,13 @@ def gc(
         trials = [asdict(each) for each in garbage.trials]
         print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": left}, indent=2))
     else:
-        _print_garbage(garbage, deleted=delete)
+        print_garbage(garbage, deleted=delete)
     if any(each.damage for each in garbage.trials):
         raise typer.Exit(1)
 
 
-def _print_garbage(garbage: Garbage, *, deleted: bool) -> None:
+def print_garbage(garbage: Garbage, *, deleted: bool) -> None:
+    """Print what a collection found, by trial, and the total."""
     table = borderless_table("trial", "checkpoints", "objects", "size", "")
     for each in garbage.trials:
         note = each.damage or each.kept or ""
@@ -344,17 +306,14 @@ def maintain(
     target: Target,
     experiments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="EXPERIMENT", help="Names or patterns of experiments. Default: all.", show_default=False
-        ),
+        typer.Argument(metavar="EXPERIMENT", help="Names or patterns. Default: all.", show_default=False),
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
     share: Annotated[
         str, typer.Option(metavar="1/N", help="The sample: another part each day, all in N days.")
     ] = "1/7",
     keep_last: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Prune finished experiments to the last N.", show_default=False),
+        int | None, asks("--keep-last", "N", "Prune finished experiments to the last N.", at_least=1)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change nothing.")] = False,
     as_json: AsJson = False,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from prefect_tune.loggers.file_logger import FileLogger
-from prefect_tune.loggers.mlflow_logger import MLflowLogger
-from prefect_tune.loggers.tensorboard_logger import TensorBoardLogger
-from prefect_tune.loggers.wandb_logger import WandbLogger
+from prefect_tune.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
 
 __all__ = ["FileLogger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -20,8 +20,6 @@ from prefect_tune.core.journal_events import Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
 from prefect_tune.stores.local.staging import replace_file
 
-# The base class of loggers that write files into a local folder for each trial.
-
 DEFAULT_DIRECTORY = "~/prefect-tune-results"
 
 
@@ -87,10 +85,10 @@ class StepRows:
 
     def __init__(self, path: Path) -> None:
         """Open the file, which may have rows already."""
-        self.path = path
+        self._path = path
+        self._is_dirty = False
         self.last = 0
         """The last step in the file."""
-        self._is_dirty = False
         self.keep_up_to(math.inf)
 
     def add(self, trial: str, report: StepReport) -> str:
@@ -98,7 +96,7 @@ class StepRows:
         row = self._format_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
         if report.step <= self.last:
             self.keep_up_to(report.step - 1)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{row}\n")
         self.last = report.step
         self._is_dirty = True
@@ -110,8 +108,7 @@ class StepRows:
 
     def keep_up_to(self, step: float) -> None:
         """Remove the rows of later steps, and lines that are not rows."""
-        text = self._read_text()
-        lines = text.split("\n")[:-1]
+        text, lines = self._read_text(), self.lines()
         header, rows = lines[: self.header_line_count], lines[self.header_line_count :]
         kept = [row for row in rows if 0 < self._step_of(row) <= step]
         if (kept_text := _join_lines([*header, *kept])) != text:
@@ -121,8 +118,8 @@ class StepRows:
     def sync(self) -> None:
         """Sync all rows to the disk."""
         if self._is_dirty:
-            sync_to_disk(self.path)
-            sync_to_disk(self.path.parent)
+            for path in (self._path, self._path.parent):
+                sync_to_disk(path)
             self._is_dirty = False
 
     def _format_row(self, known: Mapping[str, object], report: StepReport) -> str:
@@ -136,10 +133,10 @@ class StepRows:
             return 0
 
     def _read_text(self) -> str:
-        return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return self._path.read_text(encoding="utf-8") if self._path.exists() else ""
 
     def _rewrite(self, text: str) -> None:
-        replace_file(self.path, text.encode())
+        replace_file(self._path, text.encode())
         self._is_dirty = True
 
 
@@ -185,19 +182,27 @@ class RowLogger(FolderLogger):
     def __init__(self, directory: str | os.PathLike[str], file_name: str, rows: type[StepRows]) -> None:
         super().__init__(directory)
         self._file_name = file_name
-        self._new_rows = rows
+        self._row_type = rows
         self._rows: dict[str, StepRows] = {}
 
     def rows_of(self, trial: str) -> StepRows:
         """Return the rows of a trial, including those in an existing file."""
         if trial not in self._rows:
-            self._rows[trial] = self._new_rows(self.folder_of(trial) / self._file_name)
+            self._rows[trial] = self._row_type(self.folder_of(trial) / self._file_name)
         return self._rows[trial]
 
-    def close_rows(self, trial: str) -> None:
+    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+        del finished
+        self.close_rows(trial)
+
+    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+        del gave_up
+        self.close_rows(trial)
+
+    def close_rows(self, trial: Trial) -> None:
         """Sync the rows of a trial that has ended to the disk."""
-        self.rows_of(trial).sync()
-        del self._rows[trial]
+        self.rows_of(trial.trial).sync()
+        del self._rows[trial.trial]
 
     def get_state(self) -> Mapping[str, object] | None:
         for rows in self._rows.values():
@@ -244,11 +249,3 @@ class FileLogger(RowLogger):
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         self.rows_of(trial.trial).add(trial.trial, report)
-
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
-        del finished
-        self.close_rows(trial.trial)
-
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        del gave_up
-        self.close_rows(trial.trial)

@@ -333,13 +333,7 @@ class EventEmitter(SearchObserver):
 def emitting_events(
     emitter: EventEmitter, stop: threading.Event, before: Experiment | None = None
 ) -> Iterator[EventEmitter]:
-    """Emit the start of a run and what is due while it lasts; on exit, emit how it ended.
-
-    Args:
-        emitter: not started.
-        stop: set if the run was asked to stop.
-        before: as in `EventEmitter.start`.
-    """
+    """Emit the start of a run and what is due while it lasts; on exit, emit how it ended. See `EventEmitter.start`."""
     ended = threading.Event()
 
     def emit_due() -> None:

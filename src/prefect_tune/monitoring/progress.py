@@ -112,11 +112,7 @@ def progress(
     """Yield the observer that shows the progress of a search or a single training; log a final line unless it raises.
 
     Args:
-        recorder: of this run.
-        outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
         notes: the last lines of the log.
-        log: of the flow run.
-        stop: whether the search is asked to stop.
         in_terminal: whether to show a table if stdout is a terminal.
     """
     owner = recorder.read().experiment.owner

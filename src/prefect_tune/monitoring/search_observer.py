@@ -151,8 +151,9 @@ _SHARE = 20
 
 
 class LiveStatusPublisher:
-    """Writes the running attempts: 1 s after the first `begin`, then every `period`. Best effort.
+    """Writes the running attempts during a `with` block: after 1 s, then every `period`. Best effort.
 
+    It writes also while no trial runs: `delete` takes an experiment whose live status is recent for running.
     While the target fails, nothing is written and nothing else fails; the first such error is logged.
     """
 
@@ -163,10 +164,9 @@ class LiveStatusPublisher:
         period: timedelta | None,
         is_run_here: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Prepare to write; no thread runs yet.
+        """Prepare to write.
 
         Args:
-            target: where the journal is.
             read: returns what is known of the journal whose owner this process is.
             period: the time between two writes; None to write nothing.
             is_run_here: whether this owner runs a trial; others, which an earlier one left, are not published.
@@ -182,24 +182,18 @@ class LiveStatusPublisher:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Publish also while no trial runs: `delete` takes an experiment whose live status is recent for running."""
-        self.begin()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop publishing. After `Superseded` another process publishes: then what this one wrote is deleted."""
-        self._is_superseded = kind is not None and issubclass(kind, Superseded)
-        self.close()
-
-    def begin(self) -> None:
-        """Start the thread, unless it runs already: an attempt has begun, or its search."""
-        if self._thread is None and self._period is not None and not self._closed.is_set():
+        if self._period is not None:
             loop = self._run, self._period
             self._thread = threading.Thread(target=copy_context().run, args=loop, name="live-status", daemon=True)
             self._thread.start()
+        return self
 
-    def close(self) -> None:
-        """Stop; delete the last object if no trial runs any more. Waits at most 1 s for the target."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop; delete the last object if no trial runs any more. Waits at most 1 s for the target.
+
+        After `Superseded` another process publishes: then what this one wrote is deleted.
+        """
+        self._is_superseded = kind is not None and issubclass(kind, Superseded)
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_END_TIMEOUT.total_seconds())

@@ -122,11 +122,8 @@ def live_output(
 ) -> Iterator[None]:
     """Show what `draw` returns during the `with` block, at most once a second, and how it ended afterwards.
 
-    Args:
-        output: the output to update.
-        draw: called repeatedly, in a thread of its own, which it may use for a 20th of the time.
-        on_error: called in that thread with an error of `draw` or of the kernel; only the end is drawn then.
-        stop: whether the search is asked to stop.
+    A thread calls `draw`, for a 20th of the time at most. `on_error` receives an error of it or of the kernel; only the
+    end is drawn then.
     """
     over = threading.Event()
     ending = Ending.RUNNING, ""
@@ -248,14 +245,7 @@ def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: Mapping[s
 
 
 def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> Html:
-    """Return the output of a running search, or how it ended.
-
-    Args:
-        state: the search at this moment.
-        ending: how it ended, if it has.
-        why: the error of a failure.
-        link: the URL of its run in the Prefect UI; None if it is not known.
-    """
+    """Return the output of a running search, or how it ended; `why` is the error of a failure, `link` its run's URL."""
     after = f"after {format_duration(state.elapsed)}"
     match ending:
         case Ending.RUNNING:
@@ -298,12 +288,7 @@ def results_html(
 ) -> Html:
     """Return the output: the best 20 trials and 60 curves, for any number of trials.
 
-    Args:
-        experiment: the results.
-        objective: what trials are compared by.
-        uri: the target's.
-        read_curves: an error of the target is shown in their place.
-        read_cost: returns its cost; of a running experiment it reads the target. Left out while the target fails.
+    `read_curves` and `read_cost` may read the target: an error of it takes the place of the curves, and hides the cost.
     """
     trials = list(experiment.trials.values())
     losses = {trial.trial: compared for trial, compared in ranked(trials, objective)}

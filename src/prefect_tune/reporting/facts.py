@@ -229,16 +229,7 @@ def elapsed_seconds(period: OwnershipPeriod) -> float:
 def report_input_of(
     snapshot: SearchSnapshot, *, uri: str, now: datetime, links: Links, expected: int | None = None, age: str = ""
 ) -> ReportInput:
-    """Return the data for a report of the experiment.
-
-    Args:
-        snapshot: with the curves of `drawn_trials`.
-        uri: of the target.
-        now: the time of the report.
-        links: returns the URLs of runs.
-        expected: the expected number of trials.
-        age: how old the report is, in words.
-    """
+    """Return the data for a report of the experiment; the snapshot has the curves of `drawn_trials`."""
     experiment = snapshot.experiment
     objective = objective_in(experiment.settings)
     trials = [with_report(trial, snapshot.newest(trial.trial)) for trial in experiment.trials.values()]

@@ -162,10 +162,8 @@ def live_display(
 ) -> Iterator[None]:
     """Show a live table during the `with` block, and remove it afterwards; of several at once only the first is shown.
 
-    Args:
-        draw: returns the table for a number of columns and lines; called repeatedly, in a thread of its own.
-        on_error: called in that thread with the error if the terminal or `draw` fails; only the table ends then.
-        terminal: the stream of the terminal.
+    A thread calls `draw` with the number of columns and lines. `on_error` receives an error of it or of the terminal;
+    only the table ends then.
     """
     if not _ONLY_ONE.acquire(blocking=False):
         yield

@@ -176,10 +176,6 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
 
     Running trials train `step_count` steps, and new ones as many as those that have ended did on average. Steps after
     a waiting trial's newest checkpoint are trained again. If only some of the trials that pause resume, it is unknown.
-
-    Args:
-        trials: all trials so far, each running one with its newest report.
-        estimate: the extent of the search.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     steps_of_new = fmean(last_steps) if last_steps else estimate.step_count

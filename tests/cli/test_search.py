@@ -1,11 +1,14 @@
-"""Searches from the command line: run, interrupted, resumed, and refused calls."""
+"""Searches from the command line: run, interrupted, resumed, stopped, and refused calls."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,11 @@ import prefect_tune as pt
 from prefect_tune.cli.search import parameters_from, space_from
 from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
+from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
+from tests.fakes.untrusted import TRAIN as TRUSTED
+from tests.fakes.untrusted import Untrusted, describe, untrusted_folder
 
 TRAIN = "tests.trainables.moody:train"
 MOODY = "tests.trainables.moody:Moody"
@@ -25,7 +31,7 @@ MOODY = "tests.trainables.moody:Moody"
 
 @pytest.fixture
 def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]:
-    """Run a search called `e` from the command line."""
+    """Run a search called `e` from the command line, with a server, which limits runs by their tags."""
     assert prefect_server
 
     def call(trainable: str, *arguments: object) -> Done:
@@ -148,7 +154,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
     )
     _wait_for(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")))
     process.send_signal(interrupt)
@@ -300,3 +306,63 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list
     assert "Traceback" not in done.err
     last = done.err.splitlines()[-1]
     assert last.startswith("prefect-tune: no Prefect server answers at PREFECT_API_URL=http://127.0.0.1:")
+
+
+# `prefect-tune stop` where no process runs the search: its messages, and its exit code.
+
+
+def test_the_commands_on_the_page_ask_for_what_they_say(
+    moods: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(moods / "moods", tmp_path / "runs" / "moods")
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "stopping.md"
+    lines = "".join(each.code for each in blocks_of(page) if each.language == "bash").splitlines()
+    stops = [line for line in lines if line.startswith("prefect-tune stop ")]
+    one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in stops)
+    trial = run(*one, "--wait-seconds", 0)
+    assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step 3 of 3\n")
+    asked = run(*whole)
+    assert (asked.code, asked.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
+    assert not (tmp_path / "runs" / "moods" / "1" / "requests").exists()
+
+
+def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(moods / "moods", tmp_path / "moods")
+    shutil.rmtree(tmp_path / "moods" / "1" / "results")  # between two trials, or killed before it could publish them
+    done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
+    assert done.code == 1
+    answer = json.loads(done.out)
+    assert (answer["status"], "no run has answered" in answer["message"]) == ("unanswered", True)
+    assert "a run that begins later is not stopped by this" in answer["message"]
+    assert len(list((tmp_path / "moods" / "1" / "requests").iterdir())) == 1
+
+
+# The code that `prefect-tune resume` runs: the command line names it, never a target.
+
+
+@pytest.fixture
+def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
+    return untrusted_folder(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize("road", ["trainable", "sample_from", "stop", "callbacks", "syncer"])
+def test_what_a_journal_chooses_is_refused_in_words_that_say_what_to_pass(
+    road: str, run: Run, untrusted: Untrusted
+) -> None:
+    untrusted.forge(road)
+    named = [] if road == "trainable" else ["--trainable", TRUSTED]
+    done = run("resume", untrusted.target.path, "e", *named)
+    assert done.code == 1
+    assert f"'{untrusted.module}:" in done.err
+    assert "If it is yours, pass it: pt.resume('e'" in done.err
+    assert not untrusted.marker.exists()
+    assert untrusted.module not in sys.modules
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_a_trainable_that_is_named_is_run(run: Run, untrusted: Untrusted) -> None:
+    describe(untrusted.target, "e", {"trainable": TRUSTED, "space": {"x": 1.0}, "num_samples": 1, "metric": "loss"})
+    assert run("resume", untrusted.target.path, "e").code == 1
+    assert run("resume", untrusted.target.path, "e", "--trainable", TRUSTED).code == 0

@@ -1,0 +1,290 @@
+"""What is shown of decisions and attempts: `audit`, `logs`, exploits, and the ends of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.stores import obstore_store
+from prefect_tune.testing import without_server
+from tests.fakes.command_line import Run
+from tests.fakes.searches.planned_search import STEPS, PlannedSearch
+from tests.fakes.untrusted import require_visible
+from tests.trainables.grouped import Talkative, late_at_last
+from tests.tuner.altered_journals import alterations_of, entries_of, write_altered
+
+KEY = JournalKey(experiment="e", generation=1)
+ASHA = pt.ASHA(STEPS, variant="stopping")
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Path:
+    """A target with a search of nine trials."""
+    PlannedSearch(LocalTarget(path=str(tmp_path / "search"))).run(scheduler=ASHA)
+    return tmp_path / "search"
+
+
+def test_the_first_line_is_the_result_and_a_table_counts_the_events(run: Run, search: Path) -> None:
+    done = run("audit", search, "e")
+    assert (done.code, done.err) == (0, "")
+    first, *rest = done.out.splitlines()
+    derived, _, total, *words = first.split()
+    assert (derived, " ".join(words)) == (total, "proposals and decisions derived again")
+    assert [line.split()[:2] for line in rest if line.startswith("derived")] == [["derived", derived]]
+    assert "9 trial-added" in done.out
+    assert json.loads(run("audit", search, "e", "--json").out)["derived"]["trial-added"] == 9
+
+
+def test_a_difference_is_named_with_its_entry_and_exits_with_1(run: Run, search: Path, tmp_path: Path) -> None:
+    entries = entries_of(search, KEY)
+    altered = next(each for each in alterations_of(entries) if each.kind == "stop for continue")
+    write_altered(tmp_path / "altered", KEY, entries, altered)
+    done = run("audit", tmp_path / "altered", "e")
+    assert (done.code, done.err) == (1, "")
+    head = f"entry {altered.entry}, trial {altered.events[0].model_dump()['trial']}: expected decided: decision"
+    assert done.out.startswith(f'{head} {{"type": "continue"}}; found decided: decision {{"type": "stop"')
+    found = json.loads(run("audit", tmp_path / "altered", "e", "--json").out)
+    assert found["difference"]["entry"] == altered.entry
+
+
+def test_what_a_person_passes_is_a_name_and_a_wrong_one_is_one_line(run: Run, search: Path) -> None:
+    done = run("audit", search, "e", "--scheduler", "tests.cli.test_audit_and_logs:ASHA")
+    assert (done.code, done.err) == (0, "")
+    for given, said in (("ASHA", "expected MODULE:NAME"), ("no.such:THING", "module 'no.such' cannot be imported")):
+        wrong = run("audit", search, "e", "--search", given)
+        assert (wrong.code, wrong.out) == (2, "")
+        assert said in wrong.err
+        assert wrong.err.count("\n") == 1
+    assert run("audit", search, "other").code == 2
+    assert run("audit", search / "nowhere", "e").code == 2
+
+
+def test_a_target_that_does_not_answer_is_no_finding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    done = run("audit", "s3://bucket?endpoint_url=http://127.0.0.1:9", "e")
+    assert (done.code, done.out) == (2, "")
+    assert "127.0.0.1:9" in done.err
+    assert done.err.count("\n") == 1
+
+
+# What a trial printed last is in its journal, is shown when it fails, and is printed by `logs`.
+
+
+pytestmark = pytest.mark.usefixtures("no_prefect_server")
+
+
+def prints(config: dict[str, Any]) -> None:
+    how = config["how"]
+    if how == "silent":
+        raise ValueError("no word")
+    for number in range(30):
+        print(f"line {number} of {how}")
+    sys.stderr.write(f"\rbar 0%\rbar 50% of {how}")
+    pt.report({"loss": 1.0})
+    match how:
+        case "raise":
+            raise ValueError("no data")
+        case "exit":
+            os._exit(3)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hostile":
+            os.write(1, b"\n\x1b]0;title\x07 \xff\xfe " + "\u202e".encode() + b"y" * 2**20)
+            raise ValueError("hostile")
+
+
+class BreaksInSetup(pt.Trainable):
+    def setup(self, config: dict[str, Any]) -> None:
+        print("opening the data")
+        raise OSError(f"no data for {config['how']}")
+
+    def step(self) -> dict[str, float]:
+        return {"loss": 1.0}
+
+
+def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_each_attempt(
+    tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = str(tmp_path / "target")
+    space = {"how": pt.grid_search(["work", "raise", "exit", "killed", "silent", "hostile"])}
+    policy = pt.FailurePolicy(max_failures=0, max_machine_failures=0)
+    pt.tune(prints, space, target=target, experiment="e", metric="loss", failures=policy, fail_fast=False)
+    failed = [record.getMessage() for record in caplog.records if " failed: " in record.getMessage()]
+    for trial, how in (("1", "raise"), ("2", "exit"), ("3", "killed")):
+        (message,) = [text for text in failed if f" of {how}" in text]
+        assert message.count(f"last output:\nline 11 of {how}\nline 12 of {how}\n") == 1
+        assert message.endswith(f"line 29 of {how}\nbar 50% of {how}")
+        for shown in (run("show", target, "e", "--trial", trial).out, run("logs", target, "e", trial).out):
+            assert shown.count(f"\nline 29 of {how}\nbar 50% of {how}\n") == 1
+            assert f"line 10 of {how}" not in shown
+    assert "line 29" not in run("show", target, "e", "--trial", "0").out
+    assert "line 29" not in run("show", target, "e").out
+    done = run("logs", target, "e", "00000").out
+    assert done.startswith("attempt 1: the trainable returned\nlast output:\nline 11 of work\n")
+    assert done.endswith("bar 50% of work\n")
+    silent = run("logs", target, "e", "4").out
+    assert silent.startswith("attempt 1: ValueError: no word\nTraceback")
+    assert silent.endswith("\nlast output:\n(none is stored)\n")
+    assert "last output" not in run("show", target, "e", "--trial", "4").out
+    for shown in (run("show", target, "e", "--trial", "5").out, run("logs", target, "e", "5").out):
+        require_visible(shown)
+        assert "y" * 8_000 in shown
+        assert "y" * 8_193 not in shown
+    (attempt,) = json.loads(run("logs", target, "e", "1", "--json").out)
+    assert attempt["attempt"] == 1
+    assert "ValueError: no data" in attempt["reason"]
+    assert attempt["last_output"].splitlines()[-1] == "bar 50% of raise"
+    assert json.loads(run("show", target, "e", "--trial", "1", "--json").out)["last_output"] == attempt["last_output"]
+    for arguments, problem in ((["e"], "name one"), (["e", "9"], "no trial '9'"), (["x", "1"], "no experiment 'x'")):
+        refused = run("logs", target, *arguments)
+        assert (refused.code, problem in refused.err) == (2, True)
+
+
+@pytest.mark.long
+def test_the_output_of_ranks_has_their_names_and_a_single_training_needs_no_name_of_a_trial(
+    tmp_path: Path, run: Run
+) -> None:
+    target = str(tmp_path / "target")
+    pt.durable_trainable(prints, {"how": "work"}, target=target, experiment="t", processes_per_trial=2)
+    printed = run("logs", target, "t").out
+    assert "rank 0:\nline 11 of work\n" in printed
+    assert "rank 1:\nline 11 of work\n" in printed
+
+
+@pytest.mark.long
+def test_each_attempt_of_a_class_that_fails_in_its_setup_has_its_output(tmp_path: Path, run: Run) -> None:
+    target = str(tmp_path / "target")
+    space = {"how": pt.grid_search(["a"])}
+    saves_nothing = pt.Cadence(every_seconds=None, at_end=False)
+    policy = pt.FailurePolicy(max_failures=1)
+    with pytest.raises(pt.SearchFailed, match="no data for a"):
+        pt.tune(
+            BreaksInSetup,
+            space,
+            target=target,
+            experiment="e",
+            metric="loss",
+            checkpoint=saves_nothing,
+            failures=policy,
+        )
+    printed = run("logs", target, "e", "0").out
+    for attempt in (1, 2):
+        assert printed.count(f"attempt {attempt}: OSError: no data for a\n") == 1
+    assert printed.count("OSError: no data for a\nlast output:\nopening the data\n") == 2
+    assert "last output:\nopening the data\n" in run("show", target, "e", "--trial", "0").out
+
+
+# `show --trial` of population based training: what a trial went on from, and how its configuration changed.
+
+
+class _Descent(pt.Trainable):
+    """Minimizes a parabola at the configured rate."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.x, self.rate = 10.0, config["rate"]
+
+    def step(self) -> Mapping[str, Any]:
+        self.x -= self.rate * (self.x - 3)
+        return {"loss": (self.x - 3) ** 2, "rate": self.rate}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "x").write_text(repr(self.x))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.x = float(Path(checkpoint_dir, "x").read_text())
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> pt.Results:
+    with without_server():
+        return pt.tune(
+            _Descent,
+            {"rate": pt.uniform(0.01, 0.5), "name": "same"},
+            target=str(tmp_path),
+            experiment="pbt",
+            metric="loss",
+            mode="min",
+            num_samples=4,
+            max_concurrent_trials=1,
+            stop={"step": 12},
+            scheduler=pt.PBT(4, {"rate": pt.uniform(0.01, 0.5)}),
+            isolation="thread",
+        )
+
+
+@pytest.mark.long
+def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(
+    searched: pt.Results, run: Run, tmp_path: Path
+) -> None:
+    changed = [each for each in searched.trials.values() if each.cloned is not None]
+    assert changed
+    for trial in changed:
+        shown = json.loads(run("show", tmp_path, "pbt", "--trial", trial.trial, "--json").out)
+        last = shown["exploited"][-1]
+        rates = {report.metrics["rate"] for report in searched.curve(trial.trial) if report.step > last["step"]}
+        assert last["changed"].keys() == {"rate"}
+        assert {last["changed"]["rate"][1]} == rates == {trial.config["rate"]}
+        assert last["source"] != trial.trial
+        words = run("show", tmp_path, "pbt", "--trial", trial.trial).out
+        assert words.count(" of trial ") == len(shown["exploited"])
+        assert f"step {last['step']} of trial {last['source']}: rate " in words
+
+
+# What people see of a trial's ranks: in the log, in `show --trial`, in the report and in the cost.
+
+
+def test_log_show_and_report_name_the_rank_that_was_killed(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one trial, rank 1 writes slowly, and is killed in the first attempt."""
+    with caplog.at_level("INFO"):
+        pt.tune(
+            Talkative,
+            {"rank": 1, "at": 5, "does": "die"},
+            target=str(tmp_path),
+            experiment="e",
+            metric="loss",
+            stop={"step": 6},
+            num_samples=1,
+            checkpoint=pt.Cadence(every_steps=2),
+            processes_per_trial=2,
+        )
+    assert "trial 00000: rank 0 is here" in caplog.text
+    assert "trial 00000/rank 1: rank 1 is here" in caplog.text
+    shown = run("show", tmp_path, "e", "--trial", "00000", columns=200).out
+    table = shown[shown.index("attempt  in all") :].splitlines()
+    assert table[1].rstrip().endswith("rank 1: ended by SIGKILL, the cause")
+    assert "rank 1" not in table[2]
+    first, second = json.loads(run("show", tmp_path, "e", "--trial", "00000", "--json").out)["cost"]
+    assert first["ends"] == [{"ranks": [1], "how": "ended by SIGKILL", "is_cause": True}]
+    assert "ends" not in second
+    assert run("report", tmp_path, "e", "--output", tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text()
+    pictures = [b64decode(each).decode() for each in re.findall(r'svg\+xml;base64,([^"]*)"', page)]
+    assert any("interrupted; rank 1: ended by SIGKILL, the cause" in each for each in pictures)
+
+
+def test_a_single_process_stores_and_shows_no_ranks(run: Run, tmp_path: Path) -> None:
+    with without_server():
+        pt.durable_trainable(late_at_last, {"steps": 2}, target=str(tmp_path), experiment="e")
+    [attempt] = json.loads(run("show", tmp_path, "e", "--json").out)["cost"]
+    assert not attempt.keys() & {"ranks", "ends"}
+    assert "ended otherwise" not in run("show", tmp_path, "e").out
+    entries = "".join(path.read_text() for path in tmp_path.rglob("journal/*.json"))
+    assert '"committed"' in entries
+    assert '"ranks"' not in entries
+    assert '"ends":[' not in entries

@@ -1,0 +1,592 @@
+"""The output of `ls`, `show`, `checkpoints`, `verify` and `report`: searches, trainings, forged journals, widths."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.cli.inspect import format_last_report
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.journal.journal import append, as_of, take_over, write_snapshot
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    Configured,
+    Owner,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.operations.scrub import inspect_one
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.posix_store import PosixStore, make_root
+from tests.fakes.checkpoints import files_in, first_generation, write
+from tests.fakes.command_line import PROGRAM, Run
+from tests.fakes.searches.experiments import write_experiment, write_search
+from tests.fakes.servers.processes import free_port
+
+
+def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
+    shown = json.loads(run("show", moods, "moods", "--json").out)
+    assert shown["trials_by_status"] == {"completed": 2, "errored": 2}
+    assert (shown["metric"], shown["mode"]) == (["loss"], ["min"])
+    assert [each["trial"] for each in shown["trials"][:2]] == ["00003", "00001"]
+    assert shown["trials"][0]["config"] == {"fails": "not", "x": 0.25, "always": "[bold]"}
+    assert shown["settings"]["stop"] == {"step": 3}
+
+
+def test_for_people_a_search_is_a_table_of_what_its_trials_differ_in(run: Run, moods: Path) -> None:
+    lines = run("show", moods, "moods").out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("trial "))
+    assert lines[header].split() == ["trial", "status", "step", "loss", "fails", "x"]
+    assert lines[header + 1].split() == ["00003", "completed", "3", "0.583333", "not", "0.25"]
+    assert "trials      2 completed, 2 errored" in "\n".join(lines)
+
+
+def test_below_it_stands_why_trials_errored(run: Run, moods: Path) -> None:
+    out = run("show", moods, "moods").out
+    assert "ValueError: in a mood" in out
+    assert "Traceback" not in out
+    assert "--trial 00000 prints its traceback" in out
+    assert "Traceback" in run("show", moods, "moods", "--trial", "00000").out
+
+
+def test_a_traceback_is_printed_as_it_is_however_narrow_the_terminal(run: Run, moods: Path) -> None:
+    reason = json.loads(run("show", moods, "moods", "--trial", "00000", "--json").out)["reason"]
+    out = run("show", moods, "moods", "--trial", "00000", columns=40).out
+    assert out.endswith(f"\n\n{reason.strip()}\n")
+    assert "ValueError: in a mood" in out.partition("\nconfig")[0]
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_no_line_is_wider_than_the_terminal(run: Run, moods: Path, columns: int) -> None:
+    for command in (["ls", moods], ["show", moods, "moods"], ["checkpoints", moods, "moods"], ["gc", moods, "moods"]):
+        assert max(map(len, run(*command, columns=columns).out.splitlines())) <= columns
+
+
+def test_one_trial_of_a_search_is_shown_with_all_that_is_known(run: Run, moods: Path) -> None:
+    shown = json.loads(run("show", moods, "moods", "--trial", "00002", "--json").out)
+    assert (shown["trial"], shown["status"], shown["step"]) == ("00002", "errored", 1)
+    assert "in a mood" in shown["reason"]
+    assert "[bold]" in run("show", moods, "moods", "--trial", "00002").out
+
+
+def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: Run, tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "rates", {"00000": 0.5, "00001": 0.25}, errored="00001")
+    assert pt.load_results(tmp_path / "target", "rates").best.trial == "00001"
+    assert "(00001, errored)" in run("ls", tmp_path / "target").out
+    assert json.loads(run("ls", tmp_path / "target", "--json").out)[0]["best_status"] == "errored"
+    page = run("report", tmp_path / "target", "rates").out
+    assert "(trial 00001, errored)" in page
+    assert "## Best trial: 00001, errored" in page
+    exported = run("export", tmp_path / "target", "rates", tmp_path / "out")
+    assert "trial '00001', which has errored: there is no checkpoint" in exported.err
+
+
+@pytest.mark.parametrize("named", ["3", "00003", "003"])
+@pytest.mark.parametrize(
+    "command",
+    [("show",), ("checkpoints",), ("verify",), ("gc",), ("stop", "--wait-seconds", 1)],
+    ids=lambda each: each[0],
+)
+def test_a_trial_is_found_by_its_number_alone(run: Run, moods: Path, command: tuple[str, ...], named: str) -> None:
+    verb, *options = command
+    done = run(verb, moods, "moods", "--trial", named, *options, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert "00003" in done.out
+    assert "00001" not in done.out
+
+
+def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
+    write_experiment(moods, "alone", [2])
+    (moods / "alone" / "a file").touch()
+    (moods / "another tool's").mkdir(exist_ok=True)
+    listed = json.loads(run("ls", moods, "--json").out)
+    assert [(each["experiment"], each["kind"]) for each in listed] == [("alone", "training"), ("moods", "search")]
+    assert listed[1]["trials"] == {"completed": 2, "errored": 2}
+    assert listed[1]["best_trial"] == "00003"
+    assert listed[1]["best"]["loss"] == pytest.approx(0.25 + 1 / 3)
+    assert "loss 0.583333 (00003)" in run("ls", moods).out
+
+
+def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path, "whole", [2])
+    write_experiment(tmp_path, "torn", [2])
+    entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes()[:-20])
+    listed = json.loads(run("ls", tmp_path, "--json").out)
+    assert [(each["experiment"], each["damage"] is None) for each in listed] == [("torn", False), ("whole", True)]
+
+
+def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of_audit_with_what_to_do(
+    run: Run, tmp_path: Path
+) -> None:
+    for name in ("whole", "torn"):
+        write_experiment(tmp_path, name, list(range(1, 10)))
+        state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10, side_by_side=map)
+        write_snapshot(PosixStore(tmp_path), state)
+    entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes().replace(b'"trial"', b'"Trial"'))
+    assert run("show", tmp_path, "whole").err == ""
+    shown, audited = run("show", tmp_path, "torn"), run("audit", tmp_path, "torn")
+    assert (shown.code, audited.code) == (0, 1)
+    for err in (shown.err, audited.err):
+        assert "torn or altered since it was written" in err
+        assert "; restore this object from a backup" in err
+        assert "'A damaged journal' in docs/maintain.md" in err
+    assert shown.err.startswith("warning: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ls",), ("show", "digits"), ("report", "digits"), ("maintain",), ("stop", "e"), ("delete", "--yes", "e")],
+)
+def test_a_folder_that_does_not_exist_is_named_and_not_created(
+    run: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    verb, *experiment = command
+    done = run(verb, tmp_path / "runs", *experiment)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n"
+    assert not list(tmp_path.iterdir())
+
+
+REFUSALS = [
+    ("show MOODS moods --trial 9", 2, "experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)"),
+    ("report MOODS moods --output TMP/no/page.md", 2, "TMP/no/page.md: No such file or directory"),
+    ("report MOODS moods --output TMP/page.pdf", 2, "expected a file that ends in .html or .md"),
+    ("report MOODS moods --output TMP/page.json", 2, "--json prints to stdout"),
+    ("report MOODS moods --output TMP/page.html --json", 2, "--json prints to stdout"),
+    ("export MOODS moods TMP/file/out", 1, "[Errno 17] File exists: 'TMP/file'"),
+    ("stop MOODS gone", 2, "there is no experiment 'gone'"),
+    ("stop MOODS moods --trial 00009", 2, "there is no trial '00009' among its 4"),
+    ("stop TARGET digits", 2, "is not a search: cancel its flow run"),
+    (f"ls TMP/{'long' * 100}", 1, "(File name too long)"),
+    (f"show TMP/{'long' * 100} digits", 1, "(File name too long)"),
+    ("blocks check s4://bucket", 2, "'s4://bucket': unknown scheme 's4'"),
+    ("blocks check TMP/file", 1, "TMP/file"),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "message"), REFUSALS)
+def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
+    command: str, code: int, message: str, run: Run, moods: Path, target: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    places = {"MOODS": str(moods), "TARGET": str(target), "TMP": str(tmp_path)}
+    for name, place in places.items():
+        command, message = command.replace(name, place), message.replace(name, place)
+    done = run(*command.split())
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
+    assert message in done.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
+    assert run("ls", tmp_path).out == f"{tmp_path}: no experiments\n"
+    assert json.loads(run("ls", tmp_path, "--json").out) == []
+
+
+def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
+    page = run("report", moods, "moods").out
+    assert "## Best trial: 00003" in page
+    assert page.partition("## Trials")[2].count("| completed |") == 2
+    assert page.partition("## Errors (2)")[2].count("ValueError: in a mood (moody.py:") == 1, "said once of both"
+    assert "| fails | grid\\_search(" in page.partition("## Space")[2]
+    assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
+    in_file = (tmp_path / "page.md").read_text().splitlines()
+    assert len(in_file) == len(page.splitlines())
+    differ = [pair for pair in zip(in_file, page.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert differ, "there are pictures"
+    for picture, words in differ:
+        shows = re.match(r"!\[(.*)\]\(data:image/svg", picture)
+        assert shows is not None
+        assert words == f"[{shows[1]}: a picture, see --output]"
+
+
+def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("report", moods, "moods", "--output", tmp_path / "page.HTML")
+    assert (done.out, done.err) == ("", f"the report of moods is in {tmp_path / 'page.HTML'}\n")
+    html = (tmp_path / "page.HTML").read_text()
+    assert html.startswith("<!doctype html>")
+    assert "<h2>Best trial: 00003</h2>" in html
+    assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
+    report = json.loads(run("report", moods, "moods", "--json").out)
+    assert (report["best"][0]["trial"], report["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})
+    assert [each["trial"] for each in report["errors"]] == ["00000", "00002"]
+    assert report["cost"]["sent_bytes"] > 0
+    assert report["runs"][0]["attempts"] == 4
+
+
+# Commands on an experiment of one training.
+
+
+def blobs(target: Path) -> list[Path]:
+    return sorted(target.glob("digits/1/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
+
+
+def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
+    done = run("checkpoints", target, "digits", "--json")
+    rows = json.loads(done.out)
+    assert [(row["step"], row["status"], row["size_bytes"]) for row in rows] == [
+        (2, "live", 5_000_001),
+        (4, "live", 5_000_001),
+        (6, "live", 5_000_001),
+    ]
+    assert rows[1]["metrics"] == {"loss": 0.25}
+    assert (target / rows[1]["path"] / "manifest.json").is_file()
+    assert done.code == 0
+
+
+def test_for_people_the_list_is_a_table(run: Run, target: Path) -> None:
+    lines = run("checkpoints", target.as_uri(), "digits").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "2", "4", "6"]
+    assert "4.77 MiB" in lines[1]
+    assert "loss 0.5" in lines[1]
+
+
+def test_a_checkpoint_that_was_put_aside_is_listed_as_quarantined(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "digits", [2, 4], quarantined=(4,))
+    rows = json.loads(run("checkpoints", tmp_path / "target", "digits", "--json").out)
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "quarantined")]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
+    run: Run, target: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(sorted(target.glob("digits/1/trials/trial/checkpoints/*/manifest.json"))[1])
+    rows = json.loads(run("checkpoints", target, "digits", "--json").out)
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
+
+
+def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
+    shown = json.loads(run("show", target, "digits", "--json").out)
+    assert shown["status"] == "completed"
+    assert shown["reason"] == "had enough"
+    assert shown["step"] == 6
+    assert shown["checkpoints"] == [2, 4, 6]
+    assert shown["config"] == {"rate": 0.5}
+    assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
+    lines = run("show", target, "digits").out.splitlines()
+    assert any(line.split() == ["reason", "had", "enough"] for line in lines)
+    assert any(line.split()[:3] == ["owner", "1:", "a"] for line in lines)
+    assert "term" not in "".join(lines)
+    assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
+
+
+def test_verify_reads_every_live_checkpoint(run: Run, target: Path) -> None:
+    done = run("verify", target, "digits")
+    assert done.code == 0
+    assert done.out == "steps 2, 4, 6: 14.3 MiB in 6 files, whole\n"
+
+
+def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path) -> None:
+    damaged = blobs(target)[1]
+    damaged.chmod(0o644)
+    data = bytearray(damaged.read_bytes())
+    data[12345] ^= 1
+    damaged.write_bytes(data)
+    done = run("verify", target, "digits")
+    assert done.code == 1
+    assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
+    assert done.out == "steps 2, 6: 9.54 MiB in 4 files, whole\n"
+    verified = run("verify", target, "digits", "--json")
+    assert (verified.code, verified.err) == (1, "")
+    assert [row["damage"] is None for row in json.loads(verified.out)] == [True, False, True]
+
+
+def test_verify_prints_damage_also_if_the_target_fails_later(
+    run: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until_the_last(store: ObjectStore, key: CheckpointKey, **more: Any) -> Sequence[object]:
+        if key.step == 6:
+            raise StoreUnavailable("the network is down")
+        return inspect_one(store, key, **more)
+
+    blobs(target)[0].unlink()
+    monkeypatch.setattr("prefect_tune.cli.storage.inspect_one", until_the_last)
+    done = run("verify", target, "digits")
+    assert done.code == 1
+    damage, error = done.err.splitlines()
+    assert damage.startswith("step 2: DAMAGED: ")
+    assert error == "prefect-tune: the network is down"
+
+
+def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:
+    assert run("export", target, "digits", tmp_path / "plain", "--plain").code == 0
+    assert files_in(tmp_path / "plain") == {"model/weights.bin": b"\x06" * 5_000_000, "state.json": b"6"}
+
+
+def test_export_writes_the_checkpoint_of_a_step(run: Run, target: Path, tmp_path: Path) -> None:
+    assert run("export", target, "digits", "--step", 2, tmp_path / "plain").code == 0
+    assert files_in(tmp_path / "plain")["state.json"] == b"2"
+
+
+def test_export_leaves_a_directory_that_is_in_use_alone(run: Run, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "mine").touch()
+    done = run("export", target, "digits", tmp_path / "plain")
+    assert done.code == 2
+    assert str(tmp_path / "plain") in done.err
+    assert list(files_in(tmp_path / "plain")) == ["mine"]
+
+
+def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run, target: Path, tmp_path: Path) -> None:
+    done = run("export", target, "digits", "--step", 3, tmp_path / "plain")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; there are: 2, 4, 6\n"
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "show", "verify"])
+def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_2(run: Run, target: Path, command: str) -> None:
+    done = run(command, target, "digit")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
+
+
+def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) -> None:
+    done = run("show", target)
+    assert done.code == 2
+    assert "EXPERIMENT" in done.err
+
+
+# The output about an experiment that a user's own flow wrote.
+
+
+def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, tmp_path: Path) -> None:
+    target = str(tmp_path / "runs")
+    place = {"target": target, "experiment": "own"}
+    for trial in ("a", "b"):
+        for step in (1, 2):
+            directory = write(tmp_path / f"{trial}-{step}", {"w": f"{trial} {step}".encode()})
+            pt.save_checkpoint.fn(directory, trial=trial, step=step, metrics={"loss": 1 / step}, **place)
+    pt.sync_experiment_state.fn(trial="a", status="completed", reason="enough", **place)
+
+    listed = json.loads(run("ls", target, "--json").out)
+    assert [(each["experiment"], each["kind"], each["trials"]) for each in listed] == [
+        ("own", "training", {"running": 1, "completed": 1})
+    ]
+    shown = json.loads(run("show", target, "own", "--trial", "a", "--json").out)
+    assert (shown["status"], shown["reason"], shown["checkpoints"]) == ("completed", "enough", [1, 2])
+    assert "1, 2, 6 B in all" in run("show", target, "own", "--trial", "a").out
+    assert run("verify", target, "own").code == 0
+    assert run("gc", target, "own").code == 0
+    restored = pt.restore_checkpoint.fn(trial="b", step=1, **place)
+    assert restored is not None
+    assert (restored.directory / "w").read_bytes() == b"b 1"
+
+
+def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "runs"
+    for experiment, seconds in (("unmeasured", 0.0), ("measured", 12.5)):
+        directory = write(tmp_path / experiment, {"w": b"1"})
+        pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, trained_seconds=seconds)
+
+    shown = json.loads(run("show", target, "unmeasured", "--json").out)
+    facts = json.loads(run("report", target, "unmeasured", "--json").out)
+    assert shown["trained_seconds"] is facts["trials"][0]["trained_seconds"] is facts["cost"]["trained_seconds"] is None
+    assert "trained_seconds" not in run("show", target, "unmeasured").out
+    page = run("report", target, "unmeasured").out
+    assert "| **step** | 1, in 1 attempt |" in page
+    assert "1 attempt; time not measured" in page
+    results = pt.load_results(target, "unmeasured")
+    assert results.to_arrow()["trained_seconds"].to_pylist() == [None]
+    assert ">1 step<" in results.trials["trial"]._repr_html_()
+
+    assert json.loads(run("show", target, "measured", "--json").out)["trained_seconds"] == 12.5
+    page = run("report", target, "measured").out
+    assert "1, after 12 s of training in 1 attempt" in page
+    assert "12 s in 1 attempt" in page
+
+
+def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "runs"
+    pt.save_checkpoint.fn(write(tmp_path / "a", {"w": b"1"}), target=target, experiment="own", step=1)
+    before = files_in(target)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    done = run("resume", target, "own")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith(
+        f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
+        "run that flow again with the same target and experiment, or, if it is of a deployment, Retry its last "
+        "run, script "
+    )
+    assert files_in(target) == before
+
+
+# The output of read-only commands for a forged journal, and for a search that has fallen silent.
+
+
+def forged(folder: Path, metric: Any) -> str:
+    """Write a search whose entries carry no times; return where."""
+    make_root(folder)
+    with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
+        stamps = (Stamp(write_id=name, at="some day") for name in ("first", "second"))
+        state = take_over(
+            store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
+        )
+        append(store, state, [Configured(settings={"metric": metric})], next(stamps))
+    return str(folder)
+
+
+def test_a_report_is_made_where_the_times_are_none(run: Run, tmp_path: Path) -> None:
+    done = run("report", forged(tmp_path / "runs", "loss"), "e")
+    assert done.code == 0
+    assert done.out.startswith("# e\n")
+
+
+@pytest.mark.parametrize("metric", [3, [["loss"]], {"a": 1}])
+def test_a_metric_that_is_no_name_is_one_line(metric: Any, run: Run, tmp_path: Path) -> None:
+    for command in ("report", "show"):
+        done = run(command, forged(tmp_path / command, metric), "e")
+        assert done.code == 2
+        assert done.err.strip() == f"prefect-tune: metric: expected a name, or a list of names, found {metric!r}"
+
+
+@pytest.mark.parametrize(("age", "is_stale"), [(timedelta(minutes=-1), False), (timedelta(minutes=1), True)])
+def test_running_trials_without_updates_are_dim_and_have_no_reason(
+    age: timedelta, is_stale: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_root(tmp_path / "runs")
+    store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e", generation=1)
+    stamps = (Stamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
+    state = take_over(
+        store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
+    )
+    lost = AttemptEnded(trial="first", cause=Cause.MACHINE, reason="its owner vanished")
+    started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
+    for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):
+        state = append(store, state, [event], next(stamps))
+    at = (datetime.now(UTC) - age).isoformat()
+    running = RunningTrial(trial="first", attempt=2)
+    document = {"term": state.term, "owner": state.owner, "number": 1, "at": at, "period_seconds": 5}
+    write_live_status(store, key, LiveStatus(**document, trials=(running,)))
+    shown = json.loads(run("show", tmp_path / "runs", "e", "--json").out)
+    assert (shown["is_stale"], shown["trials"][0]["reason"]) == (is_stale, "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for line in (
+        next(each for each in run("show", tmp_path / "runs", "e").out.splitlines() if "first" in each),
+        next(each for each in run("ls", tmp_path / "runs").out.splitlines() if "1 running" in each),
+    ):
+        assert line.startswith("\x1b[2m") == is_stale
+
+
+# The width of tables: a pipe gets every column, and a narrow terminal names the columns that it has no room for.
+
+
+PARAMETERS = [f"parameter_{letter}" for letter in "abcdefgh"]
+NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
+BEGAN = (NOW - timedelta(seconds=90)).isoformat()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search with more parameters than a terminal has room for."""
+    target = tmp_path_factory.mktemp("wide") / "runs"
+    write_search(target, "wide", {"00000": 0.5, "00001": 0.25}, parameters=PARAMETERS)
+    return target
+
+
+def columns_of(shown: str) -> list[str]:
+    return next(line for line in shown.splitlines() if line.startswith("trial  ")).split()
+
+
+ALL = ["trial", "status", "step", "loss", *PARAMETERS, "rate"]
+
+
+def test_a_pipe_gets_every_column_and_whole_cells(wide: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [*PROGRAM, "show", str(wide), "wide"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert columns_of(done.stdout) == ALL
+    assert "hidden" not in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("00001")]
+    assert row.count(" of 00001") == len(PARAMETERS)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 160, 200, 240])
+def test_a_terminal_shows_the_columns_that_fit_and_names_the_others(columns: int, wide: Path, run: Run) -> None:
+    shown = run("show", wide, "wide", columns=columns).out
+    there = columns_of(shown)
+    hidden = [name for name in ALL if name not in there]
+    note = re.search(
+        "^hidden, for lack of room: (.*); a wider terminal or a pipe has all columns$", shown, re.MULTILINE
+    )
+    assert (note[1].split(", ") if note else []) == hidden
+    table = shown[shown.index("trial  ") :].splitlines()[:3]
+    assert max(map(len, table)) <= columns
+    assert "of 00001" not in shown or "…" not in shown
+
+
+def test_a_real_terminal_of_80_columns_says_what_it_hides(wide: Path) -> None:
+    master, slave = pty.openpty()
+    os.set_inheritable(slave, True)
+    environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+    command = f"stty cols 80 rows 40 < /dev/tty; exec prefect-tune show {wide} wide"
+    path = f"{Path(PROGRAM[0]).parent}:{environment['PATH']}"
+    with subprocess.Popen(
+        ["setsid", "-c", "bash", "-c", command],
+        env={**environment, "PATH": path, "TERM": "xterm"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    ) as process:
+        os.close(slave)
+        shown = ""
+        try:
+            while data := os.read(master, 65536):
+                shown += data.decode()
+        except OSError:  # the program has closed it
+            pass
+        os.close(master)
+    assert process.returncode == 0, shown
+    assert "hidden, for lack of room: parameter_" in shown
+
+
+def test_the_trials_of_results_are_printed_in_the_same_way(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = pt.load_results(wide, "wide").trials
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert columns_of(repr(trials)) == ALL
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "hidden, for lack of room: parameter_" in repr(trials)
+    assert "hidden, for lack of room: parameter_" in trials._repr_html_()
+    assert capsys.readouterr().out == ""
+
+
+def test_every_table_of_a_pipe_has_its_rows_on_one_line(wide: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_tune.terminal.formatting.os.environ", {})  # `run` sets COLUMNS
+    listed = run("ls", wide).out.splitlines()
+    assert len(listed) == 2
+    assert listed[1].split()[:2] == ["wide", "search"]
+    assert len(run("checkpoints", wide, "wide").out.splitlines()) == 1
+
+
+def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:
+    attempt = RunningTrial(trial="t", attempt=1)
+    assert format_last_report(attempt, NOW) == "none known"
+    begun = attempt.model_copy(update={"began_at": BEGAN})
+    assert format_last_report(begun, NOW) == "none known; began 1 min 30 s ago"
+    assert format_last_report(begun.model_copy(update={"reported_at": BEGAN}), NOW) == "1 min 30 s ago"

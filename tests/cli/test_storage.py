@@ -1,0 +1,506 @@
+"""Checkpoints listed, verified, exported, collected; maintenance; deleted experiments, and their names used again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.cli.storage import print_garbage
+from prefect_tune.core.experiment.summary import config_at
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events import (
+    CheckpointOrigin,
+    CheckpointRef,
+    Cloned,
+    Deletion,
+    Event,
+    Owner,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.operations.trial_gc import Collected, Garbage
+from prefect_tune.core.storage.documents import DOCUMENT_BYTES
+from prefect_tune.core.storage.generations import end_generation
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import files_in, first_generation
+from tests.fakes.command_line import Run
+from tests.fakes.searches.experiments import write_experiment
+from tests.long_cases import long_after
+
+
+@pytest.fixture
+def own_moods(moods: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(moods, tmp_path / "copy")
+
+
+def test_the_checkpoints_of_all_trials_are_listed_and_those_of_one(run: Run, moods: Path) -> None:
+    rows = json.loads(run("checkpoints", moods, "moods", "--json").out)
+    assert [(row["trial"], row["step"]) for row in rows] == [
+        ("00000", 1),
+        ("00001", 2),
+        ("00001", 3),
+        ("00002", 1),
+        ("00003", 2),
+        ("00003", 3),
+    ]
+    one = json.loads(run("checkpoints", moods, "moods", "--trial", "00001", "--json").out)
+    assert [row["step"] for row in one] == [2, 3]
+    assert run("checkpoints", moods, "moods").out.splitlines()[0].split()[:2] == ["trial", "step"]
+
+
+def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> None:
+    done = run("verify", own_moods, "moods")
+    assert (done.code, done.out.count("whole")) == (0, 4)
+    for blob in own_moods.glob("moods/1/trials/00001/blobs/*"):
+        blob.chmod(0o644)
+        blob.write_bytes(b"x")
+    broken = run("verify", own_moods, "moods")
+    assert (broken.code, broken.out.count("whole")) == (1, 3)
+    assert broken.err.count("00001 step") == 2
+
+
+def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "e", [])
+    assert run("verify", tmp_path / "target", "e").out == "e: no checkpoint is live, so there is nothing to verify\n"
+    assert json.loads(run("verify", tmp_path / "target", "e", "--json").out) == []
+
+
+def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("export", moods, "moods", tmp_path / "best", "--json")
+    assert json.loads(done.out) == {"trial": "00003", "step": 3, "directory": str(tmp_path / "best")}
+    exported = files_in(tmp_path / "best")
+    assert (set(exported), exported["count"]) == ({"count", "config.json", "metrics.json"}, b"3")
+    results = pt.load_results(str(moods), "moods")
+    assert json.loads(exported["config.json"]) == results.best.config
+    assert json.loads(exported["metrics.json"]) == results.best.metrics
+    again = run("export", moods, "moods", tmp_path / "best")
+    assert (again.code, files_in(tmp_path / "best")) == (0, exported), "an export is completed by another one"
+    (tmp_path / "best" / "config.json").write_bytes(exported["config.json"][:9])  # as an interrupted one
+    assert run("export", moods, "moods", tmp_path / "best").code == 0
+    assert files_in(tmp_path / "best") == exported
+    assert results.export(tmp_path / "in python") == str(tmp_path / "in python")
+    assert files_in(tmp_path / "in python") == exported
+
+
+def test_a_plain_export_has_only_the_files_of_the_checkpoint(run: Run, moods: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("export", moods, "moods", tmp_path / "out").code == 0
+        assert run("export", moods, "moods", tmp_path / "out", "--plain").code == 0
+        assert files_in(tmp_path / "out") == {"count": b"3"}
+    pt.load_results(str(moods), "moods").export(tmp_path / "more", "00001", step=2, plain=True)
+    assert files_in(tmp_path / "more") == {"count": b"2"}
+    with pytest.raises(pt.CheckpointNotFound, match="there is no checkpoint of step 7; there are: 2, 3"):
+        pt.load_results(str(moods), "moods").export(tmp_path / "none", "00001", step=7)
+
+
+def test_what_a_user_has_put_into_the_directory_is_not_overwritten(run: Run, moods: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    done = run("export", moods, "moods", tmp_path / "out")
+    assert done.code == 2
+    assert files_in(tmp_path / "out") == {"config.json": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "own", [["config.json"], ["config.json", "metrics.json"], ["config.json", "trial-config.json"]]
+)
+def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
+    own: list[str], run: Run, tmp_path: Path
+) -> None:
+    write_experiment(tmp_path / "target", "e", [2], files=dict.fromkeys(own, b"of the model"))
+    done = run("export", tmp_path / "target", "e", tmp_path / "out")
+    exported = files_in(tmp_path / "out")
+    assert [exported[name] for name in own] == [b"of the model"] * len(own)
+    name = "trial-2-config.json" if "trial-config.json" in own else "trial-config.json"
+    assert json.loads(exported[name]) == {"rate": 0.5}
+    assert f"config.json is the checkpoint's own file; that of the trial is {name}" in done.err
+    metrics = "trial-metrics.json" if "metrics.json" in own else "metrics.json"
+    assert json.loads(exported[metrics]) == {"loss": 0.5}
+    assert run("export", tmp_path / "target", "e", tmp_path / "out").code == 0
+    assert files_in(tmp_path / "out") == exported
+
+
+def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time() -> None:
+    clone = CheckpointRef(step=4, sequence=7, origin=CheckpointOrigin(trial="u", step=4, sequence=2))
+    events: list[Event] = [
+        TrialAdded(trial="t", config={"lr": 1}),
+        Cloned(trial="t", checkpoint=clone, source="u", config={"lr": 2}),
+    ]
+    entries: list[Any] = [SimpleNamespace(events=[event]) for event in events]
+    assert [config_at(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
+
+
+def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("export", moods, "moods", tmp_path / "other", "--trial", "00001", "--step", 2)
+    assert done.out == f"00001 step 2 is in {tmp_path / 'other'}\n"
+    assert files_in(tmp_path / "other")["count"] == b"2"
+    assert json.loads(files_in(tmp_path / "other")["metrics.json"])["loss"] is not None
+
+
+_HUGE_BYTES = 60 * 1024**3
+
+
+@pytest.fixture
+def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading more than a document may have is a `MemoryError`, as on a machine with little memory."""
+    read = PosixStore.read
+
+    def within_memory(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if min(store.size(path) or 0, _HUGE_BYTES if length is None else length) > DOCUMENT_BYTES:
+            raise MemoryError
+        return read(store, path, offset=offset, length=length)
+
+    monkeypatch.setattr(PosixStore, "read", within_memory)
+
+
+@pytest.mark.usefixtures("_memory_for_documents")
+@pytest.mark.parametrize("document", ["trials/trial/checkpoints/*/manifest.json", "journal/*2.json", "segments/*"])
+@pytest.mark.parametrize("verb", long_after(2, ["verify", "export", "checkpoints", "gc", "show", "delete"]))
+def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path, verb: str, document: str) -> None:
+    (target / "digits" / "1" / "segments").mkdir(exist_ok=True)
+    (target / "digits" / "1" / "segments" / "0000000010.jsonl").touch()
+    for path in (target / "digits" / "1").glob(document):
+        path.chmod(0o644)
+        os.truncate(path, _HUGE_BYTES)
+    more = {"export": [tmp_path / "out"], "delete": ["--yes"]}.get(verb, [])
+    done = run(verb, target, "digits", *more)
+    assert "Traceback" not in done.out + done.err
+    if "segments" in document or (verb == "delete" and "manifest" in document):
+        assert done.code == 0, done
+    elif "journal" in document or verb in ("verify", "export"):
+        assert done.code == 1
+        assert "expected a document of at most 512 MiB, found 60 GiB; it was not read" in done.out + done.err
+
+
+def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:
+    done = run("gc", moods, "moods", "--delete")
+    assert (done.code, done.out) == (0, "nothing to collect in 4 trials\n")
+
+
+def test_the_table_of_gc_counts_objects_and_says_why_some_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Collected("a", checkpoints=(1, 2), orphan_count=3, orphan_bytes=5, answer_count=4, kept="it runs")
+    print_garbage(Garbage([kept, Collected("b", damage="torn"), Collected("c")], 0, ()), deleted=False)
+    header, first, second, _, total = capsys.readouterr().out.splitlines()
+    assert header.split() == ["trial", "checkpoints", "objects", "size"]
+    assert first.split() == ["a", "1,", "2", "9", "5", "B", "it", "runs"]
+    assert (second.split()[0], second.split()[-1]) == ("b", "torn")
+    assert total == "9 objects, 5 B; to delete them: --delete"
+
+
+def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:
+    blob = next(own_moods.glob("moods/1/trials/00003/blobs/*"))
+    stray = blob.with_name(f"{'0' * 64}-{blob.name.partition('-')[2]}")
+    stray.write_bytes(b"stray")
+    listed = json.loads(run("gc", own_moods, "moods", "--json").out)
+    found = {each["trial"]: each for each in listed["trials"]}
+    assert (listed["deleted"], found["00003"]["orphan_count"], found["00003"]["orphan_bytes"]) == (False, 1, 5)
+    assert stray.exists()
+    done = run("gc", own_moods, "moods", "--delete")
+    assert done.out.endswith("deleted: 1 object, 5 B\n")
+    assert not stray.exists()
+    assert run("verify", own_moods, "moods").code == 0
+
+
+# Names whose experiment was deleted, or is of a development version, as the command line shows them.
+
+
+DEVELOPMENT = Path(__file__).parents[1] / "data" / "development_layout"
+REFUSED = (
+    "experiment '{}' was written by a development version of prefect-tune, before its first release, and is not read: "
+    "finish it with that version, or delete its folder {}/, or choose another name"
+)
+NAMES = sorted(path.name for path in DEVELOPMENT.iterdir())
+VERBS: Sequence[Sequence[str]] = (
+    ["show"],
+    ["audit"],
+    ["checkpoints"],
+    ["verify"],
+    ["gc"],
+    ["report"],
+    ["export", "DIRECTORY"],
+    ["stop"],
+    ["delete", "--yes"],
+    ["resume"],
+)
+
+
+def test_there_are_five_kinds_of_experiments_of_a_development_version() -> None:
+    assert NAMES == ["asha", "fork", "own", "pbt", "training"]
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_that_names_one_refuses_it_in_one_sentence(run: Run, tmp_path: Path, name: str) -> None:
+    for verb, *more in VERBS:
+        found = run(verb, DEVELOPMENT, name, *(str(tmp_path) if each == "DIRECTORY" else each for each in more))
+        assert REFUSED.format(name, name) in " ".join(found.err.split()), (verb, found.err)
+        assert found.code != 0
+
+
+def test_ls_lists_them_with_that_sentence(run: Run) -> None:
+    listed = json.loads(run("ls", DEVELOPMENT, "--json").out)
+    assert [(each["experiment"], each["kind"], each["damage"]) for each in listed] == [
+        (name, "not read", REFUSED.format(name, name)) for name in NAMES
+    ]
+
+
+def test_a_deleted_name_is_used_again_and_what_its_deletion_left_is_collected(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path, "first", [1])
+    assert run("delete", tmp_path, "first", "--yes").code == 0
+    (marker,) = [path for path in tmp_path.rglob("*.json") if "first" in path.parts]
+    assert marker.relative_to(tmp_path).as_posix() == "first/generations/0000000002.json"
+    assert "no experiments" in run("ls", tmp_path).out
+    again = run("delete", tmp_path, "first", "--yes")
+    assert "there is no experiment 'first'" in again.err
+    late = tmp_path / "first" / "1" / "trials" / "trial" / "blobs" / "late"
+    late.parent.mkdir(parents=True)
+    late.write_bytes(b"late")
+    write_experiment(tmp_path, "first", [1])
+    assert (tmp_path / "first" / "2" / "journal").is_dir()
+    assert json.loads(run("gc", tmp_path, "first", "--json").out)["deleted_experiments"]["object_count"] == 1
+    assert late.exists()
+    assert "1 object of deleted experiments of this name" in run("gc", tmp_path, "first", "--delete").out
+    assert not late.exists()
+    assert run("show", tmp_path, "first").code == 0
+    late.parent.mkdir(parents=True, exist_ok=True)
+    late.write_bytes(b"late")
+    assert run("delete", tmp_path, "first", "--yes").code == 0
+    assert not late.exists()
+    late.parent.mkdir(parents=True, exist_ok=True)
+    late.write_bytes(b"late")
+    assert run("delete", tmp_path, "first", "--yes").code == 0  # what is left of it, after an interruption
+    assert not late.exists()
+
+
+# `maintain`, and the release of a quarantined checkpoint.
+
+
+def _damage(target: Path, step: int) -> tuple[Path, bytes]:
+    """Truncate the manifest of a step, and return its former bytes."""
+    (path,) = target.rglob(f"{step:010d}-*/manifest.json")
+    was = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(was[:-1])
+    return path, was
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_maintain_ends_with_4_where_it_finds_damage_and_what_is_whole_again_is_released(run: Run, target: Path) -> None:
+    path, was = _damage(target, 6)
+    done = run("maintain", target, "--verify", "all", "--json")
+    assert done.code == 4
+    assert json.loads(done.out)["experiments"][0]["damaged"][0]["step"] == 6
+    assert "damaged, and quarantined: " in done.err
+    again = run("maintain", target, "digits", "--verify", "all", "--keep-last", "1", "--dry-run")
+    assert (again.code, "1 would be pruned" in again.out) == (0, True)
+
+    refused = run("verify", target, "digits", "--release", 6)
+    assert (refused.code, "DAMAGED" in refused.err) == (1, True)
+    path.write_bytes(was)
+    released = run("verify", target, "digits", "--release", 6)
+    assert (released.code, "whole" in released.out) == (0, True)
+    rows = json.loads(run("checkpoints", target, "digits", "--json").out)
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "live"), (6, "live")]
+
+
+def test_what_its_owner_quarantined_is_released_too(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_experiment(target, "digits", [2, 4], quarantined=(4,))
+    assert run("gc", target, "digits", "--delete").code == 0
+    assert run("verify", target, "digits", "--release", 4).code == 0
+    assert run("verify", target, "digits").out.startswith("steps 2, 4: ")
+
+
+def test_what_is_not_put_aside_cannot_be_released(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_experiment(target, "digits", [2, 4], quarantined=(4,))
+    done = run("verify", target, "digits", "--release", 2)
+    assert (done.code, "step 2 is not quarantined; there are: 4" in done.err) == (2, True)
+
+
+# `prefect-tune delete` and `pt.delete_experiment`: what is asked, what goes, and what is refused.
+
+
+OWNER = Owner(name="lively lynx", host="node-7", pid=4242)
+PERIOD_SECONDS = 5.0
+
+
+def is_gone(experiment: Path) -> bool:
+    """Return whether a deletion has left nothing but the marker of the next generation."""
+    return [str(each) for each in files_in(experiment)] == ["generations/0000000002.json"]
+
+
+def train(_config: object) -> None:
+    pt.report({"loss": 1.0})
+
+
+class _Terminal(io.StringIO):
+    """A terminal on which a person has typed an answer."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = True) -> None:
+    """Write an experiment whose one trial runs or waits, with a live status of that age; None for none."""
+    root.mkdir(exist_ok=True)
+    store = PosixStore(root)
+    state = take_over(
+        store, first_generation(name), OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map
+    )
+    events = [TrialAdded(trial="trial", config={}), *[Started(trial="trial", attempt=1, from_step=0)] * runs]
+    state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
+    if updated is not None:
+        at = (datetime.now(UTC) - updated).isoformat()
+        trials = (RunningTrial(trial="trial", attempt=1),) * runs
+        live = LiveStatus(term=state.term, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
+        write_live_status(store, JournalKey(experiment=name, generation=1), live)
+
+
+def test_a_script_deletes_with_yes_and_is_told_what_went(target: Path, run: Run) -> None:
+    write_experiment(target, "kept", [2])
+    before = files_in(target / "kept")
+    done = run("delete", target, "digits", "--yes")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("deleted: digits: 1 trial, 3 checkpoints, ")
+    assert is_gone(target / "digits")
+    assert files_in(target / "kept") == before
+    assert "there is no experiment 'digits'" in run("delete", target, "digits", "--yes").err
+
+
+def test_json_says_what_went(target: Path, run: Run) -> None:
+    size_bytes = sum(each.stat().st_size for each in (target / "digits").rglob("*") if each.is_file())
+    done = run("delete", target, "digits", "--yes", "--json")
+    said = json.loads(done.out)
+    assert said.pop("object_count") > 3
+    assert said == {"experiment": "digits", "trial_count": 1, "checkpoint_count": 3, "size_bytes": size_bytes}
+
+
+def test_without_a_terminal_and_without_yes_nothing_is_deleted(target: Path, run: Run) -> None:
+    before = files_in(target)
+    done = run("delete", target, "digits")
+    assert (done.code, done.out) == (2, "")
+    assert "there is no terminal to confirm it on: add --yes" in done.err
+    assert files_in(target) == before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_on_a_terminal_it_asks_first(
+    answer: str, code: int, target: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Terminal(answer))
+    done = run("delete", target, "digits")
+    assert done.code == code
+    assert f"Delete experiment 'digits' at {target} for good: 1 trial, 3 checkpoints, " in done.out
+    assert is_gone(target / "digits") != bool(code)
+    assert ("nothing was deleted" in done.err) == bool(code)
+
+
+def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Path, run: Run) -> None:
+    running(tmp_path / "target", "runs", updated=timedelta(0))
+    before = files_in(tmp_path / "target")
+    done = run("delete", tmp_path / "target", "runs", "--yes")
+    assert done.code == 2
+    assert "lively lynx (pid 4242 on node-7): 1 trial was running as of " in done.err
+    assert "End that run first (cancel its flow run)" in done.err
+    assert files_in(tmp_path / "target") == before
+    with pytest.raises(pt.InvalidInput, match="a run may own it"):
+        pt.delete_experiment("runs", target=str(tmp_path / "target"))
+    assert run("delete", tmp_path / "target", "runs", "--yes", "--even-if-running").code == 0
+    assert is_gone(tmp_path / "target" / "runs")
+
+
+def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_path: Path, run: Run) -> None:
+    running(tmp_path / "target", "between", updated=timedelta(0), runs=False)
+    before = files_in(tmp_path / "target")
+    done = run("delete", tmp_path / "target", "between", "--yes")
+    assert "a run may own it, lively lynx (pid 4242 on node-7): its process was alive as of " in done.err
+    assert files_in(tmp_path / "target") == before
+    assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
+    running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now
+    take_over(
+        PosixStore(tmp_path / "target"),
+        first_generation("later"),
+        OWNER,
+        Stamp(write_id="3", at="2026-11-21"),
+        side_by_side=map,
+    )
+    assert run("delete", tmp_path / "target", "later", "--yes").code == 0
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_a_search_is_refused_while_it_trains_and_before_and_deleted_when_it_has_ended(tmp_path: Path) -> None:
+    refused: list[str] = []
+    target = str(tmp_path / "target")
+
+    def proposes(config: object) -> object:
+        """Wait, while the first trial is proposed, until a deletion would be refused."""
+        until = time.monotonic() + 300
+        while Path(target, "e", "1", "journal").exists() and not refused and time.monotonic() < until:
+            if list(Path(target, "e", "1").glob("live/*")):
+                with pytest.raises(pt.InvalidInput, match="its process was alive as of ") as error:
+                    pt.delete_experiment("e", target=target)
+                refused.append(str(error.value))
+            time.sleep(0.1)
+        return config is None
+
+    space = {"x": pt.sample_from(proposes)}
+    rarely = pt.SyncConfig(live_period_seconds=600)  # not stale before half an hour, however slow the machine
+    pt.tune(train, space, target=target, experiment="e", num_samples=1, isolation="thread", sync=rarely)
+    assert len(refused) == 1
+    assert pt.delete_experiment("e", target=target).object_count > 0
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_what_a_killed_run_has_left_is_deleted(tmp_path: Path, runs: bool) -> None:
+    running(tmp_path / "target", "killed", updated=timedelta(minutes=9), runs=runs)
+    assert pt.delete_experiment("killed", target=str(tmp_path / "target")).object_count > 0
+    assert is_gone(tmp_path / "target" / "killed")
+
+
+def test_without_updates_a_run_may_be_alive(tmp_path: Path) -> None:
+    running(tmp_path / "target", "silent", updated=None)
+    with pytest.raises(pt.InvalidInput, match="the last journal entry"):
+        pt.delete_experiment("silent", target=str(tmp_path / "target"))
+
+
+def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
+    store = PosixStore(target)
+    state = take_over(
+        store,
+        first_generation("digits"),
+        OWNER,
+        Stamp(write_id="gone", at=""),
+        side_by_side=map,
+        also=lambda _: [Deletion()],
+    )
+    assert "digits" in run("ls", target).out  # killed here: it is still there, and cannot be resumed
+    end_generation(store, state.key, at="", by="a script")
+    store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # or here
+    assert "no experiments" in run("ls", target).out
+    assert run("delete", target, "digits", "--yes").code == 0
+    assert is_gone(target / "digits")
+
+
+def test_a_folder_that_is_no_experiment_stays(target: Path, run: Run) -> None:
+    (target / "images").mkdir()
+    (target / "images" / "cat.png").write_bytes(b"a cat")
+    done = run("delete", target, "images", "--yes")
+    assert (done.code, "there is no experiment 'images'" in done.err) == (2, True)
+    assert (target / "images" / "cat.png").read_bytes() == b"a cat"
