@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -258,13 +257,8 @@ class Scene:
         return replace(self.on(MemoryStore(self.store.objects)), done=[])
 
     def on(self, store: ObjectStore) -> Self:
-        twins = [search and self._on(search, store) for search in (self.old, self.new)]
+        twins = [search and search.on(store, search.chronicle) for search in (self.old, self.new)]
         return replace(self, store=store, old=twins[0], new=twins[1])  # type: ignore[arg-type]  # one before its store
-
-    def _on(self, search: SmallSearch, store: ObjectStore) -> SmallSearch:
-        twin = copy.copy(search)
-        twin.store = store
-        return twin
 
     def broken(self, *, tidy: bool = True) -> list[str]:
         """Every existing experiment is undamaged, and each can be deleted, the fork first."""

@@ -201,7 +201,7 @@ def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
     search.step("a")
     (ref,) = search.state.trial("a").checkpoints
     origin = CheckpointOrigin(trial="a", step=ref.step, sequence=ref.sequence)
-    search.write(Cloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
+    search.append(Cloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
     found = inspect(search.store, search.state, side_by_side=map)
     assert [each.key for each in found.inspected] == [search.key("a").checkpoint_key(ref)]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from hashlib import blake2b
+from typing import ClassVar, Self
 
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
@@ -106,12 +108,14 @@ class Attempt:
         """Publish the step of a report; return the event of its commit, and the checkpoints that it retires."""
         step = report.step
         key = CheckpointKey(trial=self.key, step=step, sequence=self.trial.next_sequence)
-        files = {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
-        self.upload(key, files, report)
-        new = CheckpointRef(step=step, sequence=key.sequence, trained_seconds=float(step))
+        self.upload(key, self.files(step), report)
+        new = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
         ending = retired_by_commit(self.trial, new, self.retention)
         retires = tuple(ref.sequence for ref in ending)
         return Committed(trial=self.trial.trial, checkpoint=new, retires=retires), ending
+
+    def files(self, step: int) -> Files:
+        return {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
 
     def upload(self, key: CheckpointKey, files: Files, *reports: StepReport) -> None:
         """Publish files as a checkpoint, without a word to the journal."""
@@ -171,14 +175,15 @@ class Search:
     retention: Retention = field(default_factory=lambda: Retention(last=1))
     state: Experiment = field(init=False)
     attempts: dict[str, Attempt] = field(default_factory=dict)
+    kind: ClassVar[type[Attempt]] = Attempt
 
     def __post_init__(self) -> None:
         self.state = nothing_yet(self.journal)
 
-    def on(self, store: ObjectStore, chronicle: Chronicle) -> Search:
+    def on(self, store: ObjectStore, chronicle: Chronicle) -> Self:
         """Return the same owner, with the same fields, on another store."""
-        twin = replace(self, store=store, chronicle=chronicle)
-        twin.state = self.state
+        twin = copy.copy(self)
+        twin.store, twin.chronicle = store, chronicle
         twin.attempts = {name: attempt.on(store, chronicle) for name, attempt in self.attempts.items()}
         return twin
 
@@ -203,10 +208,13 @@ class Search:
 
     # ------------------------------------------------------------------------------------ attempts here
 
+    def attempt(self, name: str) -> Attempt:
+        """Return a new attempt of a trial, which has not begun."""
+        known = self.key(name), self.trial(name), self.state.term, self.owner, self.retention
+        return self.kind(self.store, self.chronicle, *known)
+
     def start(self, name: str) -> None:
-        attempt = Attempt(
-            self.store, self.chronicle, self.key(name), self.trial(name), self.state.term, self.owner, self.retention
-        )
+        attempt = self.attempt(name)
         self.append(attempt.start())
         self.attempts[name] = attempt
 
@@ -265,9 +273,7 @@ class Search:
     def launch(self, name: str) -> Attempt:
         """Request an attempt on another machine, and return it; it has not begun."""
         self.append(Launched(trial=name, outbox=self.trial(name).outbox_count + 1))
-        return Attempt(
-            self.store, self.chronicle, self.key(name), self.trial(name), self.state.term, self.owner, self.retention
-        )
+        return self.attempt(name)
 
     def receive(self, name: str, *, closes: bool = False) -> Sequence[CheckpointKey]:
         """Journal the posts of a trial, one entry for all, and delete them; return what they have retired."""
