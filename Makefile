@@ -54,7 +54,7 @@ PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' p
 PREFECT_newest = --upgrade "prefect>=3,<4" sqlalchemy
 # What hangs on Prefect most: suspend, forms, retries, deployments, calls, artifacts, assets, the server of a script.
 PREFECT_TESTS := tests/prefect_api tests/test_testing.py tests/suspension tests/deploy tests/cli/test_deploy.py \
-	tests/monitoring/test_live_report.py tests/flows/resuming/test_last_form.py tests/flows/resuming/test_asking_here.py \
+	tests/monitoring/test_live_report.py \
 	tests/flows/resuming/test_suspension.py tests/flows/deployments/test_deployed.py tests/flows/resuming/test_extending.py
 
 test-prefect:  ## what hangs on Prefect most, on the oldest and the newest Prefect allowed

@@ -14,18 +14,20 @@ from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import EVERYTHING, share_of
+from prefect_tune.core.storage.generations import names_among, names_with_dead_objects
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import AS_WHOLE
 from prefect_tune.maintenance import (
     MaintenanceOptions,
     MaintenanceReport,
     maintain_experiments,
-    names_on,
     show_report,
 )
 from prefect_tune.parameters.forms import TargetField
 from prefect_tune.parameters.search_plan import PositiveSeconds
 from prefect_tune.prefect_api.flow_runs import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.storage_retries import on_target
 
 __all__ = ["maintain"]
 
@@ -86,10 +88,9 @@ def maintain(
         raise InvalidInput(f"share={share!r}: it is the part of a sample, and verify={verify!r}; nothing was begun")
     if verify == "none" and max_verify_bytes is not None:
         raise InvalidInput(f"max_verify_bytes={max_verify_bytes}: verify='none' reads nothing; nothing was begun")
-    today = datetime.now(UTC).date()
-    daily = EVERYTHING if verify == "all" else share_of(share, today)
-    budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
-    until = None if budget is None else datetime.now(UTC) + budget
+    now = datetime.now(UTC)
+    daily = EVERYTHING if verify == "all" else share_of(share, now.date())
+    until = None if time_budget_seconds is None else now + timedelta(seconds=time_budget_seconds)
     options = MaintenanceOptions(
         target=resolve_existing(target),
         share=None if verify == "none" else daily,
@@ -100,7 +101,7 @@ def maintain(
         until=until,
         dry_run=dry_run,
     )
-    report = maintain_experiments(options, _chosen(options.target, experiments), today)
+    report = maintain_experiments(options, _chosen(options.target, experiments), now.date())
     get_run_logger().info("%s", report.summary)
     show_report(report)
     if report.damaged:
@@ -109,13 +110,19 @@ def maintain(
 
 
 def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of the experiments that match; a pattern without a match is an error."""
-    names = names_on(target)
-    if not patterns:
-        return names
-    for pattern in patterns:
+    """Return the names of the experiments that match, also of deleted ones that have left objects.
+
+    A pattern without a match is an error.
+    """
+
+    def look(store: ObjectStore) -> Sequence[str]:
+        paths = [each.path for each in store.list("")]
+        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
+
+    names = on_target(target, look, timedelta(minutes=10))
+    for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InvalidInput(
                 f"experiments: none of the {len(names)} at {target.uri} matches {pattern!r}; nothing was begun"
             )
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns or ["*"])]

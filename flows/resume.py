@@ -31,7 +31,7 @@ from prefect_tune.parameters.plan_checks import require_no_fewer, require_search
 from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results import Results
-from prefect_tune.suspension.resume_forms import chosen_before
+from prefect_tune.suspension import chosen_before
 from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, fork_source
 from prefect_tune.trust import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched

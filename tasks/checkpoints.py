@@ -289,21 +289,20 @@ class _Save:
         if trial is None or newest is None or newest.step < step:
             return None
         same = next((each for each in reversed(trial.checkpoints) if each.step == step), None)
-        if same is not None and self._has_these_files(self._folder.checkpoint_key(same)):
-            return same
+        if same is not None:
+            key = self._folder.checkpoint_key(same)
+            with self._target.open(timeout=READ_TIMEOUT) as store:
+                manifest, staged = read_manifest(store, key), StagedFiles(self._asked.directory)
+                # A copy has the metadata that were set since.
+                copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
+                if has_same_files(manifest, staged) or has_same_files(copy, staged):
+                    return same
         what = "it is committed with other files" if same else f"the newest checkpoint is of step {newest.step}"
         raise AlreadyCommitted(
             f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: {what}. Nothing "
             "was written: call pt.restore_checkpoint before the training and continue after the step that it returns; "
             f"or go back by pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
-
-    def _has_these_files(self, key: CheckpointKey) -> bool:
-        """Whether the directory is what was saved, or a copy of it with the metadata that were set since."""
-        with self._target.open(timeout=READ_TIMEOUT) as store:
-            manifest, staged = read_manifest(store, key), StagedFiles(self._asked.directory)
-            copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
-            return has_same_files(manifest, staged) or has_same_files(copy, staged)
 
     def _reports(self, state: Experiment) -> Sequence[Reported]:
         """Return the report of this step, unless it was journaled before its checkpoint."""
@@ -397,9 +396,10 @@ def restore_checkpoint(
     """
     asked = RestoreArguments(**locals())
     for _ in range(MOST_RACES):
-        state, found = _trial_at(asked)
+        with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
+            state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
         with suppress(_RetiredMeanwhileError):
-            restored = _newest_good(asked, state, found)
+            restored = _newest_good(asked, state, state.trials.get(asked.trial))
             if restored is None and (missing := misspelt(asked.target, state, asked.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
@@ -407,13 +407,6 @@ def restore_checkpoint(
         f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {MOST_RACES} times its run deleted the checkpoint "
         "during the download. Keep more of them (retention=pt.Retention(last=2)), or restore when that run has ended"
     )
-
-
-def _trial_at(asked: RestoreArguments) -> tuple[Experiment, Trial | None]:
-    """Return the experiment, and the trial; None if there is no such trial."""
-    with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
-        return state, state.trials.get(asked.trial)
 
 
 def _newest_good(asked: RestoreArguments, state: Experiment, found: Trial | None) -> RestoredCheckpoint | None:
@@ -512,6 +505,20 @@ def delete_checkpoint(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     asked = DeleteArguments(**locals())
+
+    def retire() -> tuple[Experiment, Sequence[CheckpointKey]]:
+        """Retire the checkpoints of the step; return those to delete, or what an interrupted deletion has left."""
+        state = own(asked.target, asked.experiment)
+        found, folder = state.trial(asked.trial), state.trial_key(asked.trial)
+        every = (*found.checkpoints, *(each.checkpoint for each in found.quarantined_checkpoints))
+        if going := [each for each in every if each.step == asked.step]:
+            retired = Retired(trial=asked.trial, retires=tuple(each.sequence for each in going))
+            state = write_if_unchanged(asked.target, state, asked.trial, [retired, *going_back(found, going)])
+            return state, [folder.checkpoint_key(each) for each in going]
+        with asked.target.open(timeout=READ_TIMEOUT) as store:
+            keys = [CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints)]
+        return state, [key for key in keys if key and key.step == asked.step and is_collectable(found, key)]
+
     known = read_undamaged(asked.target, asked.experiment)  # before it is owned, which would create it
     if not known.number:
         raise InvalidInput(f"{no_experiment_at(asked.target, asked.experiment)}. Nothing was deleted")
@@ -519,23 +526,8 @@ def delete_checkpoint(
         where = f"experiment {asked.experiment!r} at {asked.target.uri}"
         hint = did_you_mean_or_has(asked.trial, known.trials)
         raise InvalidInput(f"{where} has no trial {asked.trial!r}; {hint}. Nothing was deleted")
-    state, doomed = trying_again(lambda: _retired(asked))
+    state, doomed = trying_again(retire)
     if not doomed:
         return 0
     folder, found = state.trial_key(asked.trial), state.trial(asked.trial)
     return delete_retired_checkpoints.fn(asked.target, folder, found, doomed, timeout_seconds=asked.timeout_seconds)
-
-
-def _retired(asked: DeleteArguments) -> tuple[Experiment, Sequence[CheckpointKey]]:
-    """Retire the checkpoints of the step; return those to delete: these, or what an interrupted deletion has left."""
-    state = own(asked.target, asked.experiment)
-    found, folder = state.trial(asked.trial), state.trial_key(asked.trial)
-    every = (*found.checkpoints, *(each.checkpoint for each in found.quarantined_checkpoints))
-    if going := [each for each in every if each.step == asked.step]:
-        retired = Retired(trial=asked.trial, retires=tuple(each.sequence for each in going))
-        events = [retired, *going_back(found, going)]
-        state = write_if_unchanged(asked.target, state, asked.trial, events)
-        return state, [folder.checkpoint_key(each) for each in going]
-    with asked.target.open(timeout=READ_TIMEOUT) as store:
-        keys = [CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints)]
-    return state, [key for key in keys if key and key.step == asked.step and is_collectable(found, key)]

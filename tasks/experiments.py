@@ -222,20 +222,26 @@ def _synced(asked: SyncArguments) -> Experiment:
             f"config: trial {name!r} of experiment {state.name!r} has {dict(found.config)}, found {dict(asked.config)}"
             ". Pass the same config, or choose another trial name"
         )
-    begun = _begun(found, asked)
-    ends = asked.status is not None and (bool(begun) or found is None or found.status != asked.status)
-    events = [*begun, *_ended(name, asked.status if ends else None, asked.reason)]
-    return write_if_unchanged(asked.target, state, name, events) if events else state
-
-
-def _begun(found: Trial | None, asked: SyncArguments) -> Sequence[Event]:
-    """Return the events of the reports that are new, after those with which an attempt begins."""
     new = _new_reports(found, asked.reports)
-    reports = [Reported(trial=asked.trial, report=each) for each in new]
-    if reports or (asked.status is not None and (found is None or found.status != asked.status)):
+    ends = asked.status is not None and (bool(new) or found is None or found.status != asked.status)
+    events: list[Event] = []
+    if new or ends:
         step = new[0].step if new else (found.step if found else 0)
-        return [*opening_events(found, asked.trial, step, asked.config), *reports]
-    return [TrialAdded(trial=asked.trial, config=asked.config or {})] if found is None else []
+        events += opening_events(found, name, step, asked.config)
+    elif found is None:
+        events.append(TrialAdded(trial=name, config=asked.config or {}))
+    events += (Reported(trial=name, report=each) for each in new)
+    if ends:
+        why: AnyReason = asked.reason or make_reason("said", status=asked.status)
+        match asked.status:
+            case "completed":
+                events.append(Finished(trial=name, reason=why, kind=FinishKind.RETURNED))
+            case "paused":
+                events.append(Paused(trial=name, reason=why))
+            case _:
+                events.append(AttemptEnded(trial=name, cause=Cause.USER, reason=why))
+                events.append(GaveUp(trial=name, cause=Cause.USER, reason=why))
+    return write_if_unchanged(asked.target, state, name, events) if events else state
 
 
 def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
@@ -253,20 +259,6 @@ def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence
         return []
     newest = newest_checkpoint(found)
     return [each for each in reports if each.step > (newest.step if newest else 0)]
-
-
-def _ended(name: str, status: End | None, reason: str) -> Sequence[Event]:
-    why: AnyReason = reason or make_reason("said", status=status)
-    match status:
-        case None:
-            return []
-        case "completed":
-            return [Finished(trial=name, reason=why, kind=FinishKind.RETURNED)]
-        case "paused":
-            return [Paused(trial=name, reason=why)]
-        case "errored":
-            ended = AttemptEnded(trial=name, cause=Cause.USER, reason=why)
-            return [ended, GaveUp(trial=name, cause=Cause.USER, reason=why)]
 
 
 # Fork an experiment.
@@ -307,7 +299,11 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         if not origin.number:
             raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
         past = _past(store, request, origin, there, transfers)
-        past = replace(past, settings=_settings(past, request, target.signing_secret))
+        settings: Mapping[str, object] = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
+        key = target.signing_secret
+        if key is not None and is_signed(past.settings, request.experiment, key):
+            settings = signed(settings, request.into, key)  # unsigned settings stay unsigned
+        past = replace(past, settings=settings)
         if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
             raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
         into = begin_fork(store, there.key, past.origin, request.owner, request.stamp, side_by_side=transfers)
@@ -362,17 +358,6 @@ def _past(
     if not past.settings:
         raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past
-
-
-def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[str, object]:
-    """Return the fork's settings: the origin's seed is kept, and a valid signature is renewed for the new name.
-
-    Unsigned settings stay unsigned.
-    """
-    settings = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
-    if key is not None and is_signed(past.settings, request.experiment, key):
-        return signed(settings, request.into, key)
-    return settings
 
 
 def _log_fork(log: Log, past: Past, made: Fork) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 from prefect import task
 from prefect.client.schemas.objects import State
@@ -39,9 +39,7 @@ from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Event,
-    Finished,
     Outcome,
-    Paused,
     Requeued,
     Resumed,
     TrialAdded,
@@ -221,44 +219,37 @@ def run_trial(
     spec, stopper = spec_of_one_trial(plan, asked.trial)
     plain = storable_config(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
-    return _trained(spec, plain, stopper)
-
-
-def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> TrialState:
-    state = trying_again(lambda: _ready(spec, config, stopper))
-    spec = replace(spec, trial=state.trial_key(spec.trial.trial))
-    trial = state.trial(spec.trial.trial)
-    if trial.phase is not Phase.FINISHED:
+    state = trying_again(lambda: _ready(spec, plain, stopper))
+    spec = replace(spec, trial=state.trial_key(asked.trial))
+    ended = state.trial(asked.trial)
+    if ended.phase is not Phase.FINISHED:
         with own_context():  # else uploads would wait for the slots that this task holds for its tags
-            trial, outcome = interruptible(
+            ended, outcome = interruptible(
                 lambda stop: _attempted(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
             )
-        _require_success(outcome, spec)
-    return trial_state(spec.target, state.key, trial)
+        if isinstance(outcome, AttemptEnded) and outcome.cause is not Cause.PREEMPTED:
+            where = f"trial {asked.trial!r} of experiment {state.name!r} at {spec.target.uri}"
+            raise TrialFailed(f"{where}: {first_line(outcome.reason)}")
+    return trial_state(spec.target, state.key, ended)
 
 
 def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
     """Return the experiment with the trial waiting for an attempt, or finished by today's stop criterion too."""
     state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
     require_same_training(state, spec, config)
-    events = _waiting_events(state.trials.get(name), spec, config, stopper, CurveReader(spec.target, state.key))
-    return write_if_unchanged(spec.target, state, name, events) if events else state
-
-
-def _waiting_events(
-    trial: Trial | None, spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, curves: CurveReader
-) -> Sequence[Event]:
-    name = spec.trial.trial
+    trial = state.trials.get(name)
+    event: Event | None = None
     if trial is None:
-        return [TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)]
-    if trial.phase is Phase.RUNNING:
-        return [AttemptEnded(trial=name, cause=Cause.MACHINE, reason=make_reason("task-failed"))]
-    is_done = trial.phase is Phase.FINISHED and has_had_enough(trial, stopper, curves)
-    if trial.phase in ENDED and not is_done:
-        return [Requeued(trial=name, reason=make_reason("attempt-requested"))]
-    if trial.phase is Phase.PAUSED:
-        return [Resumed(trial=name)]
-    return []
+        event = TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)
+    elif trial.phase is Phase.RUNNING:
+        event = AttemptEnded(trial=name, cause=Cause.MACHINE, reason=make_reason("task-failed"))
+    elif trial.phase is Phase.PAUSED:
+        event = Resumed(trial=name)
+    elif trial.phase in ENDED:
+        curves = CurveReader(spec.target, state.key)
+        if trial.phase is not Phase.FINISHED or not has_had_enough(trial, stopper, curves):
+            event = Requeued(trial=name, reason=make_reason("attempt-requested"))
+    return write_if_unchanged(spec.target, state, name, [event]) if event else state
 
 
 def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
@@ -272,14 +263,3 @@ def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tup
             request = AttemptRequest(search_term=state.term, trial=trial, curve=curve)
             ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(journal)
     return ended.trial, ended.outcome
-
-
-def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
-    where = f"trial {spec.trial.trial!r} of experiment {spec.trial.experiment!r} at {spec.target.uri}"
-    match outcome:
-        case Finished() | Paused() | AttemptEnded(cause=Cause.PREEMPTED):
-            return
-        case AttemptEnded(reason=reason):
-            raise TrialFailed(f"{where}: {first_line(reason)}")
-        case _:
-            assert_never(outcome)

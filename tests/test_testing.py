@@ -61,6 +61,12 @@ def test_a_search_needs_no_server(tune_folder: str, isolation: str, caplog: pyte
     assert [record for record in caplog.records if record.levelname in {"ERROR", "CRITICAL"}] == []
 
 
+@pytest.mark.timeout(60)
+def test_a_search_with_tags_waits_for_no_slot(tune_folder: str) -> None:
+    options = {"trial_tags": ["mine"], "isolation": "thread", "num_samples": 1}
+    assert pt.tune(train, {"x": 1.0}, target=tune_folder, metric="loss", **options).best.metrics == {"loss": 3.0}
+
+
 def test_a_resume_goes_on_from_the_checkpoint(tune_folder: str) -> None:
     once = {"target": tune_folder, "experiment": "counts", "isolation": "thread"}
     assert pt.durable_trainable(Counts, {}, stop={"step": 2}, **once).metrics["count"] == 2

@@ -26,7 +26,7 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append, load, snapshot_is_due, take_over, write_snapshot
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.target_messages import last_known_reports
@@ -242,7 +242,9 @@ def opened_journal(
         )
         if before is not None:  # else an earlier try has written the entry, and its reply was lost
             settle_dead_attempts(before, opening.owner)
-        return adopt_unjournaled(store, opened, _second(opening.stamp), transfers)
+        # The stamp of the second entry: a retry of the task recognizes both.
+        second = Stamp(write_id=f"{opening.stamp.write_id}-adopted", at=opening.stamp.at)
+        return adopt_unjournaled(store, opened, second, transfers)
     except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
 
@@ -268,11 +270,6 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     return with_retries(open_it)
 
 
-def _second(stamp: Stamp) -> Stamp:
-    """The stamp of the entry after the first: a retry of the task recognizes both."""
-    return Stamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
-
-
 _KEYS_OF_ATTEMPTS = ("run_attempt-", "run_trial-")
 """Begin Prefect's keys of the tasks that run attempts, of a search and of a flow of one's own: their names in code."""
 _opened_here: set[Owner] = set()
@@ -292,7 +289,8 @@ def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     """
     dead, is_own = before.owner, before.owner in _opened_here
     _opened_here.add(owner)
-    if is_own or dead is None or not any(map(_is_running_here, before.trials.values())):
+    running_there = [each for each in before.trials.values() if each.status is Status.RUNNING and each.outbox is None]
+    if is_own or dead is None or not running_there:
         return
     is_same_run = dead.flow_run == owner.flow_run
     _set_crashed(dead, owner, (owner.attempt or flow_run.run_count) if is_same_run else None)
@@ -308,24 +306,19 @@ def _set_crashed(dead: Owner, owner: Owner, run_count: int | None) -> None:
     if dead.flow_run is None:
         return
     is_same_run = dead.flow_run == owner.flow_run  # Prefect starts a run again once it has ended
-    settle = threading.Thread(
+    successor = "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
+    if not is_same_run:
+        successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)
+    threading.Thread(
         target=copy_context().run,
         args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
         kwargs={
-            "successor": _successor(dead, owner, run_count),
+            "successor": successor,
             "has_ended": is_same_run or has_process_ended(dead),
         },
         name="settle-dead-attempts",
         daemon=True,
-    )
-    settle.start()
-
-
-def _successor(dead: Owner, owner: Owner, run_count: int | None) -> str:
-    """Return what took over from `dead`: a run, or within one flow run the trial's next attempt."""
-    if dead.flow_run != owner.flow_run:
-        return f"flow run {owner.name!r}" if owner.flow_run else str(owner)
-    return "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
+    ).start()
 
 
 def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
@@ -344,8 +337,3 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
         return is_earlier and run.task_key.startswith(_KEYS_OF_ATTEMPTS)
 
     return is_attempt
-
-
-def _is_running_here(trial: Trial) -> bool:
-    """Whether the attempt of `trial` runs in a process of the journal's owner."""
-    return trial.status is Status.RUNNING and trial.outbox is None

@@ -7,9 +7,10 @@ while a run may own the experiment.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 
 from httpx import HTTPError
 from prefect.artifacts import MarkdownArtifact
@@ -33,18 +34,16 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
-from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare
+from prefect_tune.core.operations.scrub import DailyShare
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.generations import (
     current_journal,
     is_deleted,
-    names_among,
-    names_with_dead_objects,
     no_experiment,
     objects_before,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import on_target
@@ -194,18 +193,18 @@ def markdown(report: MaintenanceReport) -> str:
         rows.append((damaged.experiment, what, f"damaged{quarantined}: {damaged.damage}"))
     rows += [(each.experiment, "", each.work) for each in report.experiments]
     rows += [(each.experiment, each.what, f"not checked: {each.why}") for each in report.not_looked_at]
-    shown = [f"| {' | '.join(map(_cell, row))} |" for row in rows[:_SHOWN_ROWS]]
+
+    def cell(text: str) -> str:
+        """Escape and shorten text from the target: it must not end the cell, or start markup."""
+        line = " ".join(text.split())
+        return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")
+
+    shown = [f"| {' | '.join(map(cell, row))} |" for row in rows[:_SHOWN_ROWS]]
     more = [f"\nand {len(rows) - _SHOWN_ROWS} more"] if len(rows) > _SHOWN_ROWS else []
     title = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
     state = "damage" if report.damaged else "no damage found"
     page = "\n".join([f"# {title}\n\n**{state}**: `{report.target}`\n\n{report.summary}.\n", *shown, *more, ""])
     return visible(page)
-
-
-def _cell(text: str) -> str:
-    """Escape and shorten text from the target: it must not end the cell, or start markup."""
-    line = " ".join(text.split())
-    return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +220,6 @@ class MaintenanceOptions:
     retention: Retention | None
     until: datetime | None
     dry_run: bool
-
-
-def names_on(target: StorageTarget) -> Sequence[str]:
-    """Return the names of the experiments on `target`, and those of which deleted ones have left objects."""
-
-    def look(store: ObjectStore) -> Sequence[str]:
-        paths = [each.path for each in store.list("")]
-        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
-
-    return on_target(target, look, timedelta(minutes=10))
 
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
@@ -253,21 +242,25 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
 
     A failure is reported, and does not stop the acts that follow.
     """
-    upkeep = Upkeep(name)
-    acts = [
-        ("checkpoints", _verify, options.share is not None),
-        ("retention", _prune, options.retention is not None),
-        ("garbage", _collect, options.collect),
-    ]
+    upkeep, target, retention = Upkeep(name), options.target, options.retention
+
+    def prune() -> None:
+        if retention is not None:
+            upkeep.pruned_count = prune_checkpoints(target, journal, retention, dry_run=options.dry_run)
+
     try:
-        journal = on_target(options.target, lambda store: current_journal(store, name))
+        journal = on_target(target, lambda store: current_journal(store, name))
     except _SKIPPED as error:
         upkeep.skip("everything", str(error))
         return upkeep
-    for what, act, is_wanted in acts:
+    acts: dict[str, Callable[[], None]] = {
+        "checkpoints": partial(_verify, options, journal, upkeep),
+        "retention": prune,
+        "garbage": partial(_collect, options, journal, upkeep),
+    }
+    for what, act in acts.items():
         try:
-            if is_wanted:
-                act(options, journal, upkeep)
+            act()
         except JournalCorrupt as error:
             upkeep.skip(what, f"the journal is damaged: {error}")
             if all(each.folder != journal.entries for each in upkeep.damaged):
@@ -280,7 +273,9 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
 
 def _verify(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
     """Read the share, and quarantine what is damaged after publishing the damage: no later run finds it again."""
-    result = verify_checkpoints(options.target, journal, options.share or EVERYTHING, options.max_bytes, options.until)
+    if options.share is None:
+        return
+    result = verify_checkpoints(options.target, journal, options.share, options.max_bytes, options.until)
     upkeep.live_count, upkeep.verified_count = len(result.live), len(result.inspected)
     upkeep.verified_bytes = sum(each.size_bytes for each in result.inspected)
     upkeep.unread_count = result.unread_count
@@ -306,12 +301,9 @@ def _verify(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) ->
         upkeep.damaged = [replace(each, is_quarantined=each.folder in folders) for each in upkeep.damaged]
 
 
-def _prune(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
-    retention = options.retention or Retention()
-    upkeep.pruned_count = prune_checkpoints(options.target, journal, retention, dry_run=options.dry_run)
-
-
 def _collect(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+    if not options.collect:
+        return
     garbage = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
     upkeep.collected_count, upkeep.collected_bytes = garbage.object_count, garbage.size_bytes
     upkeep.undecided_count = sum(each.undecided_count for each in garbage.trials)
@@ -380,7 +372,17 @@ def delete_experiment(
             if not (even_if_running or state.is_removed):
                 _require_no_run(store, state, resolved.uri)
             trials = state.trials
-        return journal, _contents_of(journal, trials, objects_before(store, experiment, journal.generation + 1))
+        listed, folder = objects_before(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
+        paths = [each.path for each in listed if each.path.startswith(folder)]
+        named = [(path.removeprefix(folder).split("/")[0], path) for path in paths]
+        keys = [CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in named]
+        return journal, ExperimentContents(
+            experiment,
+            trial_count=len({trial for trial, _ in named} | set(trials)),
+            checkpoint_count=sum(key is not None for key in keys),
+            object_count=len(listed),
+            size_bytes=sum(each.size_bytes for each in listed),
+        )
 
     def delete(store: ObjectStore) -> int:
         with transfer_pool() as transfers:
@@ -412,19 +414,4 @@ def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
     raise InvalidInput(
         f"experiment {state.name!r} at {uri}: a run may own it, {state.owner}: {runs}. End that run first "
         f"({end}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"
-    )
-
-
-def _contents_of(journal: JournalKey, trials: Collection[str], listed: Sequence[Listed]) -> ExperimentContents:
-    folder = f"{journal.folder}/trials/"
-    named = [
-        (each.path.removeprefix(folder).split("/")[0], each.path) for each in listed if each.path.startswith(folder)
-    ]
-    keys = (CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in named)
-    return ExperimentContents(
-        journal.experiment,
-        trial_count=len({trial for trial, _ in named} | set(trials)),
-        checkpoint_count=sum(key is not None for key in keys),
-        object_count=len(listed),
-        size_bytes=sum(each.size_bytes for each in listed),
     )

@@ -157,21 +157,17 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
         while not is_claimed:
             name, left = on_target(plan.target, find)
             for other in left:
-                _require_finished(plan.target, other)
+                trials = with_retries(partial(read_known, plan.target, other)).trials.values()
+                if any(trial.phase is not Phase.FINISHED for trial in trials):
+                    raise InvalidInput(
+                        f"experiment: an earlier try of this run has begun {other!r} by a call without a name, and it "
+                        "is not finished. This call trains something else: its trainable or what that holds, space, "
+                        "config, metric, mode, search, scheduler or seed differs. If it is the same call, changed, "
+                        f"pass experiment={other!r}, which continues it; if it is another call, pass another name"
+                    )
             is_claimed = on_target(plan.target, partial(claim_name, experiment=name, call=path.key))
         _callers[uri, name] = path.caller
     return plan.extended(experiment=name)
-
-
-def _require_finished(target: StorageTarget, name: str) -> None:
-    trials = with_retries(lambda: read_known(target, name)).trials.values()
-    if not all(trial.phase is Phase.FINISHED for trial in trials):
-        raise InvalidInput(
-            f"experiment: an earlier try of this run has begun {name!r} by a call without a name, and it is not "
-            "finished. This call trains something else: its trainable or what that holds, space, config, metric, mode, "
-            f"search, scheduler or seed differs. If it is the same call, changed, pass experiment={name!r}, which "
-            "continues it; if it is another call, pass another name"
-        )
 
 
 # The flow run of a search or a training: not in a crash loop, and not beside a live run.
@@ -195,8 +191,9 @@ def owner_after(known: Experiment, max_restarts: int) -> Owner:
     if before.flow_run != owner.flow_run:
         _leave_to_the_living(known.name, before)
         return owner
-    if _is_by_hand(UUID(owner.flow_run)):
-        return owner.model_copy(update={"by_hand": True})
+    with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
+        if is_started_by_hand(client.read_flow_run_states(UUID(owner.flow_run))):
+            return owner.model_copy(update={"by_hand": True})
     if known.restarts >= max_restarts:
         raise CrashLoop(
             f"experiment {known.name!r}: this run was restarted {known.restarts} times in a row, and each time it "
@@ -205,16 +202,6 @@ def owner_after(known: Experiment, max_restarts: int) -> Owner:
             "the count starts at 0 again"
         )
     return owner
-
-
-def _is_by_hand(flow_run: UUID) -> bool:
-    """Whether a person resumed or retried the run; False if the Prefect server does not answer."""
-    try:
-        with get_client(sync_client=True) as client:
-            states = client.read_flow_run_states(flow_run)
-    except (PrefectException, HTTPError, OSError):
-        return False
-    return is_started_by_hand(states)
 
 
 def _leave_to_the_living(experiment: str, owner: Owner) -> None:
@@ -267,47 +254,35 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
         ResumeFailed: its journal is damaged, or it is being deleted; nothing was started.
         StoreRefused: the target refuses access.
     """
-    with _writing[target.uri, experiment]:
-        me, stamp = this_writer(), new_write_id()
-        while True:
-            known = read_undamaged(target, experiment)
-            if not is_same_writer(known.owner, me):
-                _require_ours(known, target)
-                _require_not_superseded(known, target, me)
-                # By another task of this run; after any other takeover the next turn raises.
-                with suppress(_OpenedMeanwhileError, Superseded):
-                    return _opened(target, known, me)
-            elif known.adopted_in == known.term:
-                return known
-            else:  # a task of this run has opened the experiment, and was killed, or does the same now
-                with suppress(Superseded):
-                    return on_target(target, partial(_adopt, known=known, stamp=stamp))
+    me, stamp = this_writer(), new_write_id()
 
-
-def _adopt(store: ObjectStore, known: Experiment, stamp: Stamp) -> Experiment:
-    with transfer_pool() as transfers:
-        return adopt_unjournaled(store, known, stamp, transfers)
-
-
-def _opened(target: StorageTarget, known: Experiment, me: Owner) -> Experiment:
-    if not check_target(target).conditional_create:
-        require_one_runner(target.uri)
-
-    def also(found: Experiment) -> Sequence[Event]:
+    def require_unopened(found: Experiment) -> Sequence[Event]:
         if is_same_writer(found.owner, me):
             raise _OpenedMeanwhileError
         return ()
 
-    return open_journal(target, known.key, Opening(me, new_write_id(), also, known=known))
-
-
-def _require_ours(state: Experiment, target: StorageTarget) -> None:
-    require_goes_on(state)
-    if state.settings or any(trial.of_search for trial in state.trials.values()):
-        raise InvalidInput(
-            f"experiment {state.name!r} at {target.uri} is a search, which writes its journal itself: expected a name "
-            "that is free, or an experiment of these tasks. Nothing was written: choose another experiment name"
-        )
+    with _writing[target.uri, experiment]:
+        while True:
+            known = read_undamaged(target, experiment)
+            if not is_same_writer(known.owner, me):
+                require_goes_on(known)
+                if known.settings or any(trial.of_search for trial in known.trials.values()):
+                    raise InvalidInput(
+                        f"experiment {experiment!r} at {target.uri} is a search, which writes its journal itself: "
+                        "expected a name that is free, or an experiment of these tasks. Nothing was written: choose "
+                        "another experiment name"
+                    )
+                _require_not_superseded(known, target, me)
+                # By another task of this run; after any other takeover the next turn raises.
+                with suppress(_OpenedMeanwhileError, Superseded):
+                    if not check_target(target).conditional_create:
+                        require_one_runner(target.uri)
+                    return open_journal(target, known.key, Opening(me, new_write_id(), require_unopened, known=known))
+            elif known.adopted_in == known.term:
+                return known
+            else:  # a task of this run has opened the experiment, and was killed, or does the same now
+                with suppress(Superseded), transfer_pool() as transfers:
+                    return on_target(target, partial(adopt_unjournaled, opened=known, stamp=stamp, transfers=transfers))
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner) -> None:

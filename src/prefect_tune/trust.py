@@ -10,6 +10,7 @@ import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.documents import has_signature, is_signed, signed, unsigned
-from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
 from prefect_tune.parameters.search_plan import OPTIONS, Stored
@@ -198,7 +198,8 @@ def _sync(given: Any) -> Iterator[CodeChoice]:
     syncer, place = given.get("syncer", "auto"), given.get("upload_dir")
     if syncer not in ("auto", None):
         yield CodeChoice("sync", f"syncer {syncer!r}", str(syncer))
-    if not (place is None or _is_saved_block(place)):
+    # The user's own Prefect server, not the target, holds the location of a saved block.
+    if not (place is None or (isinstance(place, str) and _SAVED_BLOCK.fullmatch(place))):
         yield CodeChoice("sync", f"upload_dir {place!r}")
 
 
@@ -221,11 +222,6 @@ def _warm_start_places(given: Any, known_sources: Collection[str] = ()) -> Itera
     yield from (
         CodeChoice("warm_start", repr(each)) for each in _texts_in(given) if "/" in each and each not in known_sources
     )
-
-
-def _is_saved_block(place: object) -> bool:
-    """Whether `place` names a saved block: the user's own Prefect server, not the target, holds its location."""
-    return isinstance(place, str) and _SAVED_BLOCK.fullmatch(place) is not None
 
 
 def _texts_in(given: Any) -> Iterator[str]:
@@ -297,7 +293,12 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
     if key is None:
         if not (why := _shared_journal_reason(target, known)):
             return
-        refused = {each: said for each in chosen if (said := _why_not_of(each, packages))}
+        refused = {}
+        for each in chosen:
+            if each.name is None:
+                refused[each] = "no package"
+            elif said := why_not_defined(each.name, packages) if packages else "no package is trusted":
+                refused[each] = said
     elif is_signed(known.settings, known.name, key):
         return
     else:
@@ -324,28 +325,16 @@ def _shared_journal_reason(target: StorageTarget, known: Experiment) -> str | No
         return "the target is not a folder of this machine"
     if target.may_hang:
         return "the target is a network mount"
+    journals, origin = [known.key], known.origin
     try:
-        journals = _with_origins(target, known)
+        while origin is not None and origin.key not in journals:
+            journals.append(origin.key)
+            origin = read_experiment(target, origin.key).origin
     except TuneError as error:
         return str(error)
     return shared_access_reason(
         Path(target.path), [folder for each in journals for folder in (each.entries, each.snapshots)]
     )
-
-
-def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[JournalKey]:
-    keys, origin = [known.key], known.origin
-    while origin is not None and origin.key not in keys:
-        keys.append(origin.key)
-        origin = read_experiment(target, origin.key).origin
-    return keys
-
-
-def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
-    """Return why trusted packages do not cover `choice`; empty if they do."""
-    if choice.name is None:
-        return "no package"
-    return why_not_defined(choice.name, packages) if packages else "no package is trusted"
 
 
 def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoice, str], why: str) -> str:
@@ -354,34 +343,27 @@ def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoi
         f"{where}: its journal decides what is run, and others may have written it: {why}. None of this was started:"
     ]
     lines += [f"  {each.parameter}: {each.shown}{f' ({said})' if said else ''}" for each, said in refused.items()]
-    lines.append(f"If it is yours, {_next_move(target, known, [each.parameter for each in refused])}")
+    parameters = list(dict.fromkeys(each.parameter for each in refused))
+    if all(OPTIONS[each].at_resume for each in parameters):
+        given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in parameters)
+        place = "..."
+        with suppress(InvalidInput):
+            place = repr(target_reference(target))
+        lines.append(f"If it is yours, pass it: pt.resume({known.name!r}, target={place}, {given})")
+    else:
+        lines.append("If it is yours, call pt.tune(...) as before, with the same experiment name: it resumes.")
     if target.signing_secret is None:
-        lines += _other_moves(refused)
+        packages = {each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}
+        names = sorted(each for each in packages if is_module_name(each) and each not in sys.stdlib_module_names)
+        if names:
+            variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
+            lines.append(
+                f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
+            )
+        lines.append("A target block with a signing_key trusts what was signed with that key.")
     return "\n".join(lines)
-
-
-def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
-    named = {each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}
-    if names := sorted(each for each in named if is_module_name(each) and each not in sys.stdlib_module_names):
-        variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
-        yield f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
-    yield "A target block with a signing_key trusts what was signed with that key."
-
-
-def _next_move(target: StorageTarget, known: Experiment, parameters: Sequence[str]) -> str:
-    if not all(OPTIONS[each].at_resume for each in parameters):
-        return "call pt.tune(...) as before, with the same experiment name: it resumes."
-    given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in dict.fromkeys(parameters))
-    return f"pass it: pt.resume({known.name!r}, target={_reference(target)}, {given})"
 
 
 def _shown(name: str, value: object) -> str:
     text = "{...}" if name == _UNSHOWN else repr(value)
     return text if len(text) <= _LONGEST else "..."
-
-
-def _reference(target: StorageTarget) -> str:
-    try:
-        return repr(target_reference(target))
-    except InvalidInput:
-        return "..."

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
-from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter
 from prefect.client.schemas.objects import State, StateDetails, StateType
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.events import Posture
-from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger
 
 
 def eventually(what: str, holds: Callable[[], object], patience: timedelta = timedelta(seconds=150)) -> None:
@@ -82,25 +77,6 @@ class Ui:
     def history(self, run: UUID) -> list[State[Any]]:
         """Its states, oldest first."""
         return sorted(self._client.read_flow_run_states(run), key=lambda each: each.timestamp)
-
-    @contextmanager
-    def restarting_crashed(self, within: timedelta) -> Iterator[None]:
-        """The automation that sets a run that stays Crashed to wait for a retry."""
-        goes_on = ("Running", "AwaitingRetry", "Scheduled", "Completed", "Cancelled")
-        trigger = EventTrigger(
-            posture=Posture.Proactive,
-            after={"prefect.flow-run.Crashed"},
-            expect={f"prefect.flow-run.{name}" for name in goes_on},
-            for_each={"prefect.resource.id"},
-            threshold=1,
-            within=within,
-        )
-        retry = ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry")
-        made = Automation(name=f"test {uuid4()}", trigger=trigger, actions=[retry]).create()
-        try:
-            yield
-        finally:
-            made.delete()
 
     def until_final(self, run: UUID) -> State[Any]:
         eventually("the end", lambda: self.state(run).is_final())

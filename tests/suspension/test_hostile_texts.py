@@ -25,8 +25,8 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
-from prefect_tune.suspension.resume_forms import page_of
-from prefect_tune.tuner import run_training, search_failure
+from prefect_tune.suspension import page_of
+from prefect_tune.tuner import run_search, run_training
 from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
 
@@ -48,8 +48,8 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
     caplog.set_level(logging.INFO)
     ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
     state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.of([ended]))
-    plan = SimpleNamespace(spec=SimpleNamespace(target=LocalTarget(path="/runs")))
-    run_training._log_progress(plan, state, is_done=True)
+    spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"))
+    run_training._log_progress(spec, spec, state, is_done=True)
     assert "done\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -58,7 +58,7 @@ def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b", settings={})
     found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
-    said = search_failure._all_errored(found, 0)
+    said = run_search._all_errored(found, 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 

@@ -18,8 +18,7 @@ from prefect_tune.core.errors import ResumeFailed
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Started, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.suspension.resume_forms import Shown
-from prefect_tune.suspension.suspend_and_resume import SEARCH_QUESTION, TRAINING_QUESTION, Turn, first_turn, resumable
+from prefect_tune.suspension import SEARCH_QUESTION, TRAINING_QUESTION, Shown, Turn, first_turn, resumable
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 

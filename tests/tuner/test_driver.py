@@ -1,4 +1,4 @@
-"""What a search does with the events of attempts on other machines, and of those that its end interrupts."""
+"""What a search does with the events of attempts on other machines, its slots, and with its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import append_as_guest
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -26,6 +27,7 @@ from prefect_tune.core.journal_events import (
     Event,
     Finished,
     Launched,
+    Opened,
     Quarantined,
     Received,
     Reported,
@@ -33,14 +35,19 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.messages.target_messages import StopRequest
+from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.executors import trial_executor
-from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
-from prefect_tune.journal_access import read_experiment
-from prefect_tune.tuner.janitor import Janitor
+from prefect_tune.executors.trial_executor import AttemptExited, Ended, LocalExecutor, Message
+from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, read_experiment
+from prefect_tune.tuner.pending_entry import Janitor
+from tests.fakes.checkpoints import committed, write
+from tests.fakes.searches import planned_search
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
+from tests.long_cases import long_after
 from tests.tuner.altered_journals import entries_of
 
 KEY = JournalKey(experiment="e", generation=1)
@@ -364,3 +371,210 @@ def test_no_attempt_hangs_whose_events_the_failed_search_lost_or_that_submits_to
     late = EventsSubmitted("00000", (), is_awaited=True)
     executor._receive(late)
     assert isinstance(late.written.exception(0), CommitUnknown)
+
+
+# Free slots are filled without delaying the answers to the trials that train already.
+
+
+_AT_ONCE = 8
+
+
+class _Watched(UnreliableExecutor):
+    """Records how many attempts start before each poll, and how long that poll may wait."""
+
+    def __init__(self) -> None:
+        super().__init__(steps=1)
+        self.starts = 0
+        self.polls: list[tuple[int, timedelta]] = []
+
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        self.starts += 1
+        super().start(spec, request)
+
+    def poll(self, patience: timedelta) -> list[Message]:
+        self.polls.append((self.starts, patience))
+        self.starts = 0
+        return super().poll(patience)
+
+
+def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
+    executor = _Watched()
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
+    state = search.run(num_samples=20, stop={"step": 1})
+
+    assert len(state.trials) == 20
+    first, second, third = executor.polls[:3]
+    assert first == second == (_AT_ONCE, timedelta(0)), "the slots that are left do not wait for a message"
+    assert third[0] == 20 - 2 * _AT_ONCE
+    assert third[1] > timedelta(0), "with no slot left, the search waits for messages"
+
+
+def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a_wait(tmp_path: Path) -> None:
+    executor = _Watched()
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
+    search.run(num_samples=3, stop={"step": 1})
+    assert executor.polls[0][0] == 3
+    assert all(patience > timedelta(0) for _, patience in executor.polls)
+
+
+@pytest.mark.parametrize("seed", long_after(1, [4, 3, 0, 1, 2]))
+def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(seed: int, tmp_path: Path) -> None:
+    """Its open pause is carried out, and the scheduler names it for a promotion, while the same slots are filled."""
+    options: dict[str, Any] = {"scheduler": ASHA(STEPS, variant="promotion", reduction_factor=2), "num_samples": 4}
+    for poll in range(1, 25):
+        target, executor = LocalTarget(path=str(tmp_path / str(poll))), UnreliableExecutor(seed=seed)
+        search = PlannedSearch(target, slots=4, executor=executor)
+        search.run(_after(poll), **options)
+        assert all(each.phase in ENDED for each in search.run(**options).trials.values())
+
+
+def _after(polls: int) -> Callable[[], bool]:
+    asked = count()
+    return lambda: next(asked) > polls
+
+
+# Outboxes of attempts that outlive their search: a damaged post, an illegal one, a trial that is stopped queued.
+
+
+@pytest.mark.parametrize("damaged", [1, 2], ids=["its begin", "its save"])
+def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_no_whole_checkpoint(
+    target: LocalTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
+    first = PostingExecutor(lambda _: None, survives_search=True)
+    run_killed(target, first, sync={"sync_period_seconds": 0})
+    attempt = first.attempts[0]
+    attempt.starts()
+    for step in (1, 2):
+        saved = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=attempt.outbox.trial.next_sequence)
+        with target.open(timeout=timedelta(minutes=1)) as store:
+            committed(store, write(tmp_path / f"staged-{step}", {"weights": bytes([step])}), saved)
+        attempt.saves(step)
+    path = Path(target.path, KEY.trial_key("00000").outbox_path(1, damaged))
+    path.chmod(0o644)
+    path.write_bytes(b"damaged")
+    executor = PostingExecutor(trains, survives_search=True)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert (trial.phase, trial.attempt) == (Phase.FINISHED, 2)
+    assert [(each.step, each.sequence) for each in trial.checkpoints[:1]] == [(2, saved.sequence)]
+    assert str(path.relative_to(target.path)) in caplog.text
+
+
+def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: LocalTarget) -> None:
+    replies: list[str] = []
+
+    def act(attempt: RemoteAttempt) -> None:
+        if len(executor.attempts) > 1:
+            trains(attempt)
+            return
+        attempt.starts()
+
+    def again(attempt: RemoteAttempt) -> None:
+        attempt.outbox.trial = attempt.request.trial  # a fault: it posts its start twice
+        attempt.starts()
+
+    class Faulty(PostingExecutor):
+        polls = 0
+
+        def poll(self, patience: object) -> Sequence[object]:  # type: ignore[override]  # the fake returns the same
+            self.polls += 1
+            first = self.attempts[0]
+            if self.polls == 2:
+                again(first)
+            if self.polls == 4:
+                try:
+                    first.saves(1)
+                    replies.append("acknowledged")
+                except Superseded:
+                    replies.append("refused")
+                first.exits()
+            return super().poll(patience)  # type: ignore[arg-type]  # as above
+
+    executor = Faulty(act)
+    (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
+    assert trial.phase is Phase.FINISHED
+    assert replies == ["refused"], "a save was acknowledged that no journal will ever name"
+
+
+def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_search_ends(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def queued(_: RemoteAttempt) -> None:
+        """Do not begin."""
+
+    first = PostingExecutor(queued, survives_search=True)
+    with pytest.raises(Killed):
+        PlannedSearch(target, slots=2, executor=first).run(kill_after(3), num_samples=2)
+    assert [each.trial for each in first.attempts] == ["00000", "00001"]
+
+    class Stops(planned_search._Interrupts):
+        taken = 0
+
+        def take(self) -> Sequence[StopRequest]:
+            self.taken += 1
+            asked = StopRequest(write_id="w", at="", reason="by a person", term=2, trial="00001")
+            whole = StopRequest(write_id="x", at="", reason="by a person", term=2)
+            return [asked, whole] if self.taken == 2 else []
+
+    monkeypatch.setattr(planned_search, "_Interrupts", Stops)
+    second = PostingExecutor(queued, survives_search=True)
+
+    def end_all() -> None:
+        for attempt in second.attempts:
+            if not attempt.messages:
+                attempt.exits()
+
+    monkeypatch.setattr(second, "stop", end_all)
+    PlannedSearch(target, slots=1, executor=second).run(num_samples=2)
+    third = PostingExecutor(trains, survives_search=True)
+    monkeypatch.undo()
+    state = PlannedSearch(target, slots=1, executor=third).run(num_samples=2)
+    assert state.trial("00001").phase is Phase.FINISHED
+    assert {name: each.outbox for name, each in state.trials.items()} == {"00000": None, "00001": None}
+    with pytest.raises(Superseded):
+        first.attempts[1].posts(Started(trial="00001", attempt=1, from_step=0), Finished(trial="00001", reason="x"))
+    assert read_experiment(target, KEY).trial("00001").outbox is None
+
+
+# A superseded search that has not noticed it yet takes no trial back from the new owner.
+
+
+TRIAL = "00000"
+
+
+class Losing(UnreliableExecutor):
+    """An executor that loses its first attempt; another owner may open the experiment then."""
+
+    def __init__(self, *, is_taken_over: bool) -> None:
+        super().__init__()
+        self._is_taken_over = is_taken_over
+        self.requests: list[AttemptRequest] = []
+
+    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        super().start(spec, request)
+        self.requests.append(request)
+        if len(self.requests) > 1:
+            return
+        if self._is_taken_over:
+            with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a guest takes nothing over
+                gone = [Quarantined(trial=TRIAL, sequence=1)]
+                append_as_guest(store, KEY, lambda _: gone, new_write_id(), side_by_side=map)
+            open_journal(spec.target, KEY, Opening(current_owner(), new_write_id()))
+        self._inbox.clear()
+        self._inbox.append(AttemptExited(TRIAL, StoreUnavailable("its process is gone")))
+
+
+def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
+    executor = Losing(is_taken_over=True)
+    with pytest.raises(Superseded, match="took over"):
+        PlannedSearch(target, executor=executor).run(num_samples=1)
+    assert len(executor.requests) == 1
+
+
+def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
+    open_journal(target, KEY, Opening(current_owner(), new_write_id()))
+    executor = Losing(is_taken_over=False)
+    state = PlannedSearch(target, executor=executor).run(num_samples=1)
+    assert state.trial(TRIAL).phase is Phase.FINISHED
+    assert [(each.search_term, each.attempt) for each in executor.requests] == [(2, 1), (2, 1)]
+    events = [event for entry in entries_of(Path(target.path), KEY) for event in entry.events]
+    assert sum(isinstance(event, Opened) for event in events) == 2

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import (
@@ -25,9 +30,12 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
-from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
+from tests.fakes.trial_processes import until
 
 
 @pytest.fixture
@@ -223,3 +231,30 @@ def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
     pending.then(lambda: acts.append("start"))
     pending.write(may_wait=True)
     assert acts == ["delete", "start"]
+
+
+def test_all_posts_that_wait_are_deleted_with_one_opening_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings, may_open, open_target = list[timedelta](), threading.Event(), LocalTarget.open
+
+    @contextmanager
+    def open_counted(target: LocalTarget, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        openings.append(timeout)
+        assert may_open.wait(60)
+        with open_target(target, timeout=timeout) as store:
+            yield store
+
+    monkeypatch.setattr(LocalTarget, "open", open_counted)
+    key = TrialKey(experiment="e", generation=1, trial="00000")
+    posts = [tmp_path / key.outbox_path(1, number) for number in range(2, 10)]
+    posts[0].parent.mkdir(parents=True)
+    for each in posts:
+        each.touch()
+    janitor = Janitor(LocalTarget(path=str(tmp_path)))
+    for number in range(2, 10):
+        janitor.delete_post(key, 1, number)
+    may_open.set()
+    until(lambda: not any(each.exists() for each in posts), seconds=60, what=lambda: "the deletion of all posts")
+    janitor.close()
+    assert len(openings) == 1

@@ -37,8 +37,7 @@ from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPl
 from prefect_tune.prefect_api.api_client import prefect_server
 from prefect_tune.stores.open_location import BLOCK_SLUG
 from prefect_tune.trust import trusted_here
-from prefect_tune.tuner.run_search import begun
-from prefect_tune.tuner.warm_start import source_names
+from prefect_tune.tuner.run_search import begun, source_names
 
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
 

@@ -36,6 +36,7 @@ from prefect_tune.core.journal_events import (
     Received,
     Resumed,
     SlotFreed,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.operations.trial_gc import collectable_origins
@@ -57,10 +58,8 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.tuner.decisions import Decisions
-from prefect_tune.tuner.failure_handling import FailureHandler
-from prefect_tune.tuner.janitor import Janitor
-from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.decisions import Decisions, FailureHandler
+from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, finish_of, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import Stopping, StopSource
 
@@ -187,12 +186,12 @@ class Driver:
         if self._limits.options.reruns_errored == "only":
             return None
         self._stop_unneeded()
-        if (paused := self._policy.resume_next()) is None:
-            return None if self._policy.is_waiting() else self._propose()
+        if (paused := self._policy.schedule.resume_next()) is None:
+            return None if self._policy.schedule.is_waiting() else self._propose()
         return self._resume(paused)
 
     def _stop_unneeded(self) -> None:
-        while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._slots:
+        while (stopped := self._policy.schedule.stop_next()) is not None and stopped[0] not in self._slots:
             self._put(finish_of(*stopped))
 
     def _resume(self, trial: str) -> str | None:
@@ -225,9 +224,9 @@ class Driver:
                 assert_never(never)
 
     def _without_new_trials(self) -> str | None:
-        self._policy.no_more()
+        self._policy.schedule.exhausted()
         self._stop_unneeded()
-        paused = self._policy.resume_next()
+        paused = self._policy.schedule.resume_next()
         return self._resume(paused) if paused is not None else None
 
     def _start(self, trial: str, *, finds: bool = False) -> None:
@@ -254,7 +253,7 @@ class Driver:
             trial=trial.model_copy(update={"past": (), "records": ()}),
             curve=tuple(self._curves.of(trial)) if self._curves is not None and trial.checkpoints else (),
             milestone=milestone,
-            saves_first=self._policy.saves_first,
+            saves_first=self._policy.schedule.saves_first,
         )
         self._executor.start(replace(self._spec, trial=self._state.trial_key(name)), request)
 
@@ -310,18 +309,17 @@ class Driver:
                 case never:
                     assert_never(never)
         for each in over:
-            self._executor.forget(each.trial)
-            self._free_slot(each.trial)
+            name = each.trial
+            self._executor.forget(name)
+            (since, began), trial = self._slots.pop(name), self._state.trial(name)
+            if trial.of_search:  # the one slot of a training is its run's
+                number, held_seconds = max(trial.attempt, self._attempts[name] + 1), time.monotonic() - began
+                self._put(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
             self._conclude(each)
-            self._extend(each.trial)
-
-    def _free_slot(self, name: str) -> None:
-        """Journal how long the trial had its slot; the one slot of a training is its run's."""
-        (since, began), trial = self._slots.pop(name), self._state.trial(name)
-        if trial.of_search:
-            number = max(trial.attempt, self._attempts[name] + 1)
-            held_seconds = round(time.monotonic() - began, 3)
-            self._put(SlotFreed(trial=name, attempt=number, since=since, seconds=held_seconds))
+            trial = self._state.trial(name)
+            if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
+                self._put(extension_of(trial))  # it finished by an earlier owner's criterion
+                self._startable.append(name)
 
     def _receive_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
         """Journal a post of an attempt on another machine, and then delete it, and what it retires."""
@@ -339,15 +337,16 @@ class Driver:
             return
         folder, outbox = self._state.trial_key(name), before.outbox
         self._pending_entry.after_entry(lambda: self._janitor.delete_post(folder, outbox, number))
-        self._pending_entry.after_entry(lambda: self._delete_own(before))
-        self._delete_origins(before)
 
-    def _delete_own(self, before: Trial) -> None:
-        """Delete the checkpoints that the trial had in the state `before` and has retired by the written journal."""
-        trial, folder = self._state.trial(before.trial), self._state.trial_key(before.trial)
-        keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
-        if retired := [key for key in keys if not is_live(trial, key)]:
-            self._janitor.delete_checkpoints(folder, trial, retired)
+        def delete_retired() -> None:
+            """Delete the checkpoints that the trial had and has retired by the written journal."""
+            trial = self._state.trial(name)
+            keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
+            if retired := [key for key in keys if not is_live(trial, key)]:
+                self._janitor.delete_checkpoints(folder, trial, retired)
+
+        self._pending_entry.after_entry(delete_retired)
+        self._delete_origins(before)
 
     def _delete_origins(self, before: Trial) -> None:
         """Delete retired checkpoints of which the trial had the last clone in the state `before`, after the entry.
@@ -418,7 +417,7 @@ class Driver:
         elif over.error is not None and not (trial.of_search and isinstance(over.error, Exception)):
             raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
         elif isinstance(over.error, AttemptCancelledError) and trial.phase not in ENDED:
-            self._stopping.stop_alone(trial.trial, str(over.error))
+            self._stopping.stop_trial(trial.trial, StopAsked(trial=trial.trial, reason=str(over.error)))
         elif isinstance(over.error, ResumeFailed | InvalidInput):
             reason = make_reason("raised", text=str(over.error))
             self._failure_handler.give_up(trial.trial, Cause.USER, reason)
@@ -438,13 +437,6 @@ class Driver:
         if self._policy.is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
-
-    def _extend(self, name: str) -> None:
-        """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
-        trial = self._state.trial(name)
-        if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-            self._put(extension_of(trial))
-            self._startable.append(name)
 
     # ------------------------------------------------------------------------------------------------ a resume
 

@@ -6,23 +6,82 @@ commit). While it is written, others submit events for the next one; so a commit
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from datetime import timedelta
 
 from prefect_tune.attempt.search_link import EventsSubmitted
-from prefect_tune.core.errors import CommitUnknown, IllegalTransition
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.journal.journal import snapshot_is_due
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.outbox import delete_posts
 from prefect_tune.core.journal_events import Event, TrialEvent
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.tuner.janitor import Janitor
+from prefect_tune.storage_retries import READ_TIMEOUT, on_target
+from prefect_tune.tasks.checkpoints import delete_retired_checkpoints
 from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
 """How long a changed status of a trial waits at most: long enough for the starts of all slots to share an entry."""
+
+
+class Janitor:
+    """Writes snapshots, and deletes what the journal has made superfluous, in a thread that ends after `close`.
+
+    What it fails to delete, maintenance deletes.
+    """
+
+    def __init__(self, target: StorageTarget) -> None:
+        self._target = target
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._posts: queue.SimpleQueue[tuple[TrialKey, int, int]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def write_snapshot(self, experiment: Experiment) -> None:
+        """Write the snapshot of an experiment."""
+        self._start(lambda: on_target(self._target, lambda store: write_snapshot(store, experiment)))
+
+    def delete_post(self, key: TrialKey, outbox: int, number: int) -> None:
+        """Delete a post whose events the journal holds, and with it all others that wait for their deletion."""
+        self._posts.put((key, outbox, number))
+        self._start(self._delete_posts)
+
+    def _delete_posts(self) -> None:
+        if self._posts.empty():
+            return
+        with self._target.open(timeout=READ_TIMEOUT) as store:  # without retries: maintenance finds what is left
+            while not self._posts.empty():
+                key, outbox, number = self._posts.get()
+                delete_posts(store, key, outbox, number, number)
+
+    def delete_checkpoints(self, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
+        """Delete checkpoints that the journal has retired in `trial`."""
+        self._start(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
+
+    def close(self) -> None:
+        """Take no more work, and end once the present work is done; does not wait."""
+        self._work.put(None)
+
+    def _start(self, act: Callable[[], object]) -> None:
+        self._work.put(act)
+        if self._thread is None:
+            run = copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._run,), name="janitor", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (act := self._work.get()) is not None:
+            with suppress(TuneError):
+                act()
 
 
 class PendingEntry:
@@ -38,7 +97,7 @@ class PendingEntry:
     ) -> None:
         self._journal_writer = journal_writer
         self._policy = policy
-        self._listener = listener
+        self.listener = listener
         self._sync_period = sync_period
         self._janitor = janitor
         self.state = journal_writer.experiment
@@ -58,7 +117,7 @@ class PendingEntry:
 
     def put(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
-        self._put(event, self._after(self.state, event))
+        self.put_all([event])
 
     def put_all(self, events: Sequence[Event]) -> None:
         """Add events to the next entry, all or none.
@@ -68,7 +127,7 @@ class PendingEntry:
         """
         states = [self.state]
         for event in events:
-            states.append(self._after(states[-1], event))
+            states.append(after_event(states[-1], event, self._journal_writer.experiment.number + 1))
         for event, state in zip(events, states[1:], strict=True):
             self._put(event, state)
 
@@ -90,28 +149,21 @@ class PendingEntry:
             submitted.written.set_exception(_error_for_attempt(error))
         self._submitted = []
 
-    def _after(self, state: Experiment, event: Event) -> Experiment:
-        return after_event(state, event, self._journal_writer.experiment.number + 1)
-
     def _put(self, event: Event, state: Experiment) -> None:
-        earlier, before = self.state, self.state.past_count
-        self.state = state
+        earlier, self.state = self.state, state
         # The sender of a stop request looks in the journal for the answer, and then for the end.
-        self._is_asked_after |= self.state.stop_requests != earlier.stop_requests or self.state.stops != earlier.stops
-        if self._status_changed_at is None and _changes_status(event, earlier, self.state):
-            self._status_changed_at = time.monotonic()
+        self._is_asked_after |= state.stop_requests != earlier.stop_requests or state.stops != earlier.stops
+        name = str(getattr(event, "trial", ""))
+        trial, trial_before = state.trials.get(name), earlier.trials.get(name)
+        if trial is not None and (trial_before is None or trial_before.status is not trial.status):
+            self._status_changed_at = self._status_changed_at or time.monotonic()
         self._unwritten.append(event)
-        self._listener.applied(event, self.state)
-        if self.state.past_count > before:
-            trial = self.state.trial(str(getattr(event, "trial", "")))
-            for past_event in trial.past[before - self.state.past_count :]:
-                self._policy.record(trial, past_event)
+        self.listener.applied(event, state)
+        if state.past_count > earlier.past_count:
+            for past_event in state.trial(name).past[earlier.past_count - state.past_count :]:
+                self._policy.record(state.trial(name), past_event)
         if isinstance(event, TrialEvent):
-            self._policy.has_trained(self.state.trial(event.trial))
-
-    def lost(self, trial: str, why: str) -> None:
-        """Pass on to the listener that an attempt of `trial` ended without journaling its end."""
-        self._listener.lost(self.state.trial(trial), why)
+            self._policy.has_trained(state.trial(event.trial))
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` once every event so far is written."""
@@ -133,7 +185,11 @@ class PendingEntry:
                 `sync_period` has passed since the last write, or 2 s since a trial's status changed.
         """
         is_awaited = self._then or self._is_asked_after or any(each.is_awaited for each in self._submitted)
-        if self._unwritten and (is_awaited or not may_wait or self._is_due()):
+        now, changed_at = time.monotonic(), self._status_changed_at
+        is_due = now - self._synced_at >= self._sync_period.total_seconds() or (
+            changed_at is not None and now - changed_at >= _STATUS_DELAY.total_seconds()
+        )
+        if self._unwritten and (is_awaited or is_due or not may_wait):
             before = self._journal_writer.experiment.number
             try:
                 while self._unwritten:
@@ -153,18 +209,12 @@ class PendingEntry:
             self._then, self._after_entry = [*self._after_entry, *self._then], []
             self._is_asked_after = False
             self._status_changed_at = None
-            self._listener.wrote(self.state)
+            self.listener.wrote(self.state)
             self._synced_at = time.monotonic()
         acts, self._then = self._then, []
         for act in acts:
             act()
         return self._journal_writer.experiment
-
-    def _is_due(self) -> bool:
-        now, changed_at = time.monotonic(), self._status_changed_at
-        if changed_at is not None and now - changed_at >= _STATUS_DELAY.total_seconds():
-            return True
-        return now - self._synced_at >= self._sync_period.total_seconds()
 
 
 def _error_for_attempt(error: BaseException) -> Exception:
@@ -172,10 +222,3 @@ def _error_for_attempt(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")
-
-
-def _changes_status(event: Event, before: Experiment, after: Experiment) -> bool:
-    """Return whether a trial starts, ends or changes its status otherwise: readers of the journal wait for that."""
-    name = str(getattr(event, "trial", ""))
-    earlier, now = before.trials.get(name), after.trials.get(name)
-    return now is not None and (earlier is None or earlier.status is not now.status)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import CurveReader, has_had_enough
+from prefect_tune.attempt.attempt import CurveReader, has_had_enough, last_report
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import Stopper, of_experiment, of_trials
+from prefect_tune.core.experiment.failure_policy import same_errors_reason
+from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.summary import Curves, best_label, best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
-from prefect_tune.core.journal_events import Configured, Event, WarmStart
+from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.journal_events import Configured, Event, PriorTrial, WarmStart
+from prefect_tune.core.reasons import Reason, error_of
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.core.shown_text import plural, visible
-from prefect_tune.core.values import leaves, metric_in
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import canonical_json, leaves, metric_in, valid_name
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import (
@@ -39,23 +43,16 @@ from prefect_tune.executors.trial_executor import (
     slots_elsewhere,
     slots_here,
 )
-from prefect_tune.journal_access import JournalWriter, read_known, write_directly
+from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known, write_directly
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
-from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
-from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import (
-    DisplayGroup,
-    LiveStatusPublisher,
-    ObserverGroup,
-    SearchObserver,
-    SearchRecorder,
-)
+from prefect_tune.monitoring.event_emitter import ExperimentAddress
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import (
     CODE_TRAINS,
     CODE_UNUSED,
+    KEEPS_CONFIGURATIONS,
     SearchLimits,
     log_code,
     log_errored,
@@ -80,27 +77,26 @@ from prefect_tune.prefect_api.call_paths import call_path
 from prefect_tune.prefect_api.flow_runs import failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
-from prefect_tune.storage_retries import retrying_refusals, skip_prefect_introspection
-from prefect_tune.suspension.resume_forms import is_answered
-from prefect_tune.suspension.suspend_and_resume import (
+from prefect_tune.storage_retries import on_target, retrying_refusals, skip_prefect_introspection
+from prefect_tune.suspension import (
     SEARCH_QUESTION,
     STOPPED_HERE,
     Turn,
     as_one_owner,
     ask_if_suspended,
     first_search_turn,
+    is_answered,
     take_over,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
-from prefect_tune.terminal.formatting import format_counts, format_value
+from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import SearchEstimate, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.search_failure import failure_of
+from prefect_tune.tuner.run_training import showing
 from prefect_tune.tuner.search_policy import SearchPolicy
 from prefect_tune.tuner.stop_requests import StopRequestPoller
-from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
 
 # The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
 
@@ -114,7 +110,20 @@ def log_opening(plan: SearchPlan, found: Experiment, slots: Slots, where: str, l
         found: the experiment as it was opened, before this run changes it.
         where: where the trials run, such as `on this machine`.
     """
-    for line in _lines(plan, found, slots, where):
+    count, objective, needed = plan.trial_count, plan.objective, plan.resources_per_trial
+    space = ", ".join(f"{name} {value!r}" for name, value in leaves(plan.space or {})) or "empty"
+    trials = "trials" if count is None else plural(count, "trial", "trials")
+    scheduler = "none, every trial trains to its end" if plan.scheduler is None else repr(plan.scheduler)
+    metrics = "no metric"
+    if objective is not None:
+        metrics = ", ".join(f"{name} ({mode})" for name, mode in zip(objective.metrics, objective.modes, strict=True))
+    each = f", each with {format_value(needed)}" if needed else ""
+    for line in (
+        f"experiment {plan.experiment!r} at {plan.target.uri}: {_found(found, objective)}",
+        f"space: {space}; {trials} by {type(plan.proposer).__name__}, seed {plan.seed_of_draws}",
+        f"scheduler: {scheduler}; {metrics}",
+        f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}{_of_processes(plan, slots)}",
+    ):
         log.info("%s", visible(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"))
 
 
@@ -146,7 +155,8 @@ def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Lo
     if (
         found.trials
         and all(each.phase is Phase.FINISHED for each in found.trials.values())
-        and _attempts(found) == _attempts(ended)
+        and all(ended.trials[name].attempt == each.attempt for name, each in found.trials.items())
+        and len(ended.trials) == len(found.trials)
         and not ended.ends
         and plan.reruns_errored != "only"
     ):
@@ -156,22 +166,6 @@ def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Lo
             found.name,
             extra=NOTICE,
         )
-
-
-def _attempts(experiment: Experiment) -> Mapping[str, int]:
-    return {name: each.attempt for name, each in experiment.trials.items()}
-
-
-def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Iterator[str]:
-    yield f"experiment {plan.experiment!r} at {plan.target.uri}: {_found(found, plan.objective)}"
-    count = plan.trial_count
-    trials = "trials" if count is None else plural(count, "trial", "trials")
-    yield f"space: {_space(plan.space or {})}; {trials} by {type(plan.proposer).__name__}, seed {plan.seed_of_draws}"
-    scheduler = "none, every trial trains to its end" if plan.scheduler is None else repr(plan.scheduler)
-    yield f"scheduler: {scheduler}; {_objective(plan.objective)}"
-    needed = plan.resources_per_trial
-    each = f", each with {format_value(needed)}" if needed else ""
-    yield f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}{_of_processes(plan, slots)}"
 
 
 def _of_processes(plan: SearchPlan, slots: Slots) -> str:
@@ -198,16 +192,6 @@ def _found(found: Experiment, objective: Objective | None) -> str:
     return f"{said}; {best_label(objective)}: trial {named(best.trial, best.status)}, {values}"
 
 
-def _space(space: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in leaves(space)) or "empty"
-
-
-def _objective(objective: Objective | None) -> str:
-    if objective is None:
-        return "no metric"
-    return ", ".join(f"{name} ({mode})" for name, mode in zip(objective.metrics, objective.modes, strict=True))
-
-
 _LOOK_EVERY = timedelta(seconds=0.5)
 
 
@@ -228,23 +212,23 @@ def searched(plan: SearchPlan, known: Experiment | None = None) -> Results:
 
 
 def _searched(turn: Turn) -> Results:
-    plan, name, objective = turn.plan, turn.plan.experiment, turn.plan.objective
+    plan, objective, log = turn.plan, turn.plan.objective, get_run_logger()
     stopper = of_trials(plan.stopper)
     require_possible(spec := trial_spec(plan, stopper))
-    warn_of_limits(stopper, objective, get_run_logger())
-    warn_of_constants(plan, get_run_logger())
+    warn_of_limits(stopper, objective, log)
+    warn_of_constants(plan, log)
     policy = policy_of(plan)
     opening, slots, where = _executor(plan, spec)
-    subscribers = _subscribers(plan)
-    known = require_presence(plan.target, name, plan.resume, turn.known)
-    seen = turn.known if turn.known is not None else None
-    warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, name, seen)
+    callbacks = callbacks_for(plan.callbacks)
+    known = require_presence(plan.target, plan.experiment, plan.resume, turn.known)
+    warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, plan.experiment, turn.known)
 
     def search(stop: threading.Event) -> Experiment:
         with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
             if not check_target(plan.target).conditional_create:
                 require_one_runner(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
-            state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts, slots)
+            found = known or read_known(plan.target, plan.experiment)
+            state, now, changes = _opened(turn, found, warm_starts, slots)
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, turn.reached)
             if turn.answer is not None and not is_answered(state, turn.answer.event.key):
@@ -253,15 +237,22 @@ def _searched(turn: Turn) -> Results:
                 journal_writer.write(changes)
             # Another run may have added samples between the reading and the opening; the journal has the seed.
             asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
-            _warm_start(asks, journal_writer)
-            log = get_run_logger()
+            if names := journal_writer.experiment.warm_starts:
+                prior = known_prior_trials(journal_writer)
+                line = "warm start: %d finished trials of %s; the search can use %d"
+                log.info(line, len(prior), ", ".join(names), asks.warm_start(prior), extra=NOTICE)
             log_opening(now, state, slots, where, log)
-            limits = _limits(turn, CurveReader(plan.target, state.key), stopper, slots)
+            curves = CurveReader(plan.target, state.key)
+            limits = SearchLimits(
+                options=plan,
+                max_concurrent_trials=slots.count,
+                end_reason=STOPPED_HERE if turn.stops else None,
+                has_had_enough=lambda trial: has_had_enough(trial, stopper, curves),
+            )
+            period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (
-                StopRequestPoller(
-                    plan.target, state.key, len(state.stop_requests), spec.sync.request_period, stop
-                ) as stop_requests,
-                subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
+                StopRequestPoller(plan.target, state.key, request_count, period, stop) as stop_requests,
+                _observing(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as listener,
             ):
                 driver = Driver(
                     *(spec, limits, asks, executor, journal_writer),
@@ -312,45 +303,6 @@ def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Eve
     if settings_before_training(state, plan.settings) == plan.settings:
         return ()
     return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
-
-
-def _subscribers(plan: SearchPlan) -> Subscribers:
-    stopper, target, objective = plan.stopper, plan.target, plan.objective
-    sync = plan.sync or SyncConfig()
-    outlook = SearchEstimate(
-        plan.experiment,
-        objective,
-        trial_count=plan.trial_count,
-        step_count=of_trials(stopper).step_count,
-        time=plan.time_budget,
-        resumes_paused=resumes_paused(plan.scheduler),
-    )
-    return Subscribers(
-        target,
-        SearchInfo(plan.experiment, target.uri, objective),
-        callbacks_for(plan.callbacks),
-        outlook,
-        in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
-        address=ExperimentAddress(target.uri, plan.experiment),
-        live_period=sync.live_period,
-    )
-
-
-def _warm_start(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
-    if journal_writer.experiment.warm_starts:
-        prior = known_prior_trials(journal_writer)
-        used, names = policy.warm_start(prior), ", ".join(journal_writer.experiment.warm_starts)
-        line = "warm start: %d finished trials of %s; the search can use %d"
-        get_run_logger().info(line, len(prior), names, used, extra=NOTICE)
-
-
-def _limits(turn: Turn, curves: CurveReader, stopper: Stopper, slots: Slots) -> SearchLimits:
-    return SearchLimits(
-        options=turn.plan,
-        max_concurrent_trials=slots.count,
-        end_reason=STOPPED_HERE if turn.stops else None,
-        has_had_enough=lambda trial: has_had_enough(trial, stopper, curves),
-    )
 
 
 def policy_of(plan: SearchPlan) -> SearchPolicy:
@@ -409,78 +361,51 @@ def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
         yield LocalExecutor(pool, slots.environments, launch=attempts_on(threads))
 
 
-# The subscribers of a running search: callbacks, progress, events, the report, and its learning curves.
+# What observes a running search: callbacks, progress, events, the report, and its learning curves.
 
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _MOST_REPORTS = 300_000
 
 
-class Subscribers:
-    """The subscribers of one run of a search, from its start to its end."""
+@contextmanager
+def _observing(
+    plan: SearchPlan,
+    spec: TrialSpec,
+    callbacks: Sequence[Callback],
+    journal_writer: JournalWriter,
+    runs: Callable[[str], bool],
+    stop: threading.Event,
+) -> Iterator[SearchObserver]:
+    """Yield the listener that the driver notifies; on exit, wait for the observers to process what is queued.
 
-    def __init__(
-        self,
-        target: StorageTarget,
-        search: SearchInfo,
-        callbacks: Sequence[Callback],
-        outlook: SearchEstimate,
-        *,
-        in_terminal: bool,
-        address: ExperimentAddress,
-        live_period: timedelta | None,
-    ) -> None:
-        self._target = target
-        self._outlook = outlook
-        self._in_terminal = in_terminal
-        self._search = search
-        self._address = address
-        self._live_period = live_period
-        self._callbacks = callbacks
-
-    @contextmanager
-    def listening(
-        self, journal_writer: JournalWriter, runs: Callable[[str], bool], stop: threading.Event, log: Log
-    ) -> Iterator[SearchObserver]:
-        """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
-
-        `runs` returns whether a trial is running now.
-
-        Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
-        or 2 s after a request to stop.
-        """
-        search = replace(self._search, generation=journal_writer.experiment.key.generation)
-        callbacks = Callbacks(self._callbacks, self._target, search, log)
-        keeper = _CurveKeeper(journal_writer.experiment)
-        recorder = SearchRecorder(journal_writer.experiment)
-        lines = SearchLog(recorder, self._search.objective, self._target.uri, log)
-        callbacks.start(journal_writer.experiment)
-        try:
-            with (
-                reported(Reporter(self._target, recorder, self._outlook, log), stop) as reporter,
-                emitting_events(EventEmitter(self._address, self._search.objective, recorder, log), stop) as emitter,
-                progress(recorder, self._outlook, lines.notes, log, stop, in_terminal=self._in_terminal) as seen,
-                LiveStatusPublisher(self._target, recorder.read, self._live_period, runs),
-            ):
-                shows = DisplayGroup([recorder, lines, emitter, seen, reporter], log)
-                yield ObserverGroup([keeper, callbacks, shows])
-                reporter.conclude()  # it draws the last page while the other subscribers end
-                if not stop.is_set():
-                    self._publish(journal_writer.experiment, keeper.curves, log)
-        finally:
-            callbacks.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
-
-    def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
-        """Publish the results as files; log an error if that fails, since the journal holds the same results."""
-        try:
-            publish_results(
-                self._target,
-                skip_prefect_introspection(experiment),
-                self._search.objective,
-                skip_prefect_introspection(curves),
-            )
-        except TuneError as error:
-            log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+    Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together, or 2 s
+    after a request to stop.
+    """
+    target, objective, log, found = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
+    search = SearchInfo(plan.experiment, target.uri, objective, found.key.generation)
+    outlook = SearchEstimate(
+        plan.experiment,
+        objective,
+        trial_count=plan.trial_count,
+        step_count=of_trials(plan.stopper).step_count,
+        time=plan.time_budget,
+        resumes_paused=resumes_paused(plan.scheduler),
+    )
+    runner, keeper = Callbacks(callbacks, target, search, log), _CurveKeeper(found)
+    runner.start(found)
+    try:
+        with showing(found, spec, outlook, stop, runs=runs) as (shows, reporter):
+            yield ObserverGroup([keeper, runner, shows])
+            reporter.conclude()  # it draws the last page while the other observers end
+            if not stop.is_set():
+                ended, curves = journal_writer.experiment, skip_prefect_introspection(keeper.curves)
+                try:
+                    publish_results(target, skip_prefect_introspection(ended), objective, curves)
+                except TuneError as error:  # the journal holds the same results
+                    log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+    finally:
+        runner.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
 
 class _CurveKeeper(SearchObserver):
@@ -495,3 +420,149 @@ class _CurveKeeper(SearchObserver):
             self.curves.tell_event(event)
             if self.curves.report_count > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
+
+
+# Warm start: results of earlier experiments, read once, stored in the new experiment's journal for its search.
+
+_WARM_START_TIMEOUT = timedelta(minutes=5)
+
+
+def source_names(warm_start: Sequence[object]) -> Sequence[str]:
+    """Return the experiments to warm-start from, each once: a name on the same target, or `target/name`.
+
+    Raises:
+        InvalidInput: one of them is neither.
+    """
+    for each in warm_start:
+        if not isinstance(each, str):
+            kind = type(each).__name__
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
+        if "://" in each:
+            validate_target(each)  # as a whole: a password in it must not end up in an error about the name
+        place, _, name = each.rpartition("/")
+        valid_name(name)
+        if place:
+            validate_target(place)
+    return list(dict.fromkeys(str(each) for each in warm_start))
+
+
+def new_warm_starts(
+    names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
+) -> Sequence[WarmStart]:
+    """Read the finished trials of the experiments that are new to `own`; those may still be running.
+
+    Args:
+        names: as `source_names` returns them.
+        target: the target of `own`.
+        own: the experiment that warm-starts.
+        known: its state as of the check of what its journal may choose; None to read it here. Experiments that
+            `known` names are not opened, even if the journal has changed since.
+
+    Raises:
+        InvalidInput: a source does not exist, or is `own` itself.
+        ResumeFailed: a source cannot be read.
+    """
+    found: list[WarmStart] = []
+    if not names:
+        return found
+    there = (known or read_known(target, own)).warm_starts
+    for name in names:
+        if name not in there:
+            place, _, experiment = name.rpartition("/")
+            where = resolve_target(place) if place else target
+            at = ExperimentAddress(where.uri, experiment).uri
+            if at == ExperimentAddress(target.uri, own).uri:
+                raise InvalidInput(
+                    f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
+                )
+            state = read_known(where, experiment)
+            if not state.number:
+                raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
+            trials = (
+                PriorTrial(
+                    trial=each.trial, config=each.config, report=last_report(each), stopped=each.past[-1].stopped
+                )
+                for each in state.trials.values()
+                if each.phase is Phase.FINISHED and each.step
+            )
+            found.append(WarmStart(source=name, place=at, trials=tuple(trials)))
+    return found
+
+
+def known_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
+    """Return the trials of other experiments that the journal holds, each once, in the order in which it got them."""
+    state = journal_writer.experiment
+
+    def read(store: ObjectStore) -> Sequence[WarmStart]:
+        found: list[WarmStart] = []
+        for number in sorted(set(state.warm_starts.values())):
+            if (entry := next_entry(store, state.key, number - 1)) is None:
+                raise JournalCorrupt(f"{state.key}: entry {number} is missing")
+            found += (each for event in entry.events if isinstance(event, Configured) for each in event.warm_starts)
+        return found
+
+    return prior_trials_of(on_target(journal_writer.target, read, _WARM_START_TIMEOUT))
+
+
+def prior_trials_of(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
+    """Return the trials of `warm_starts`, each once, in their order.
+
+    Forks share trials: one is the same by its configuration and its last report.
+    """
+    unique = {
+        canonical_json([trial.config, trial.report.step, trial.report.metrics]): trial
+        for each in reversed(warm_starts)
+        for trial in reversed(each.trials)
+    }
+    return list(reversed(unique.values()))
+
+
+# The error with which a search fails: every trial errored.
+
+_CAUSES = 3
+"""Different errors in the message."""
+
+
+def failure_of(results: Results, found: Experiment | None) -> SearchFailed | None:
+    """Return the error of a search whose trials all errored; None for any other.
+
+    Args:
+        found: the experiment as this run found it; None if it did not read it.
+    """
+    trials = results.trials
+    if not trials or (len(results.errors) < len(trials) and not same_errors_reason(trials.values())):
+        return None
+    earlier = {} if found is None else found.trials
+    skipped = sum(trial.attempt == earlier[name].attempt for name, trial in trials.items() if name in earlier)
+    return SearchFailed(_all_errored(results, skipped), results)
+
+
+def _all_errored(results: Results, skipped: int) -> str:
+    name, count = results.experiment.name, len(results.trials)
+    causes = errors_by_cause([trial for trial in results.trials.values() if trial.trial in results.errors])
+    (cause, (first, *_)), *others = causes
+    if count == 1:
+        errored = f"its only trial errored: {cause}"
+    elif not others:
+        errored = f"{len(results.errors)} of {count} trials errored, all with: {cause}"
+    else:
+        shown = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
+        if (more := len(causes) - _CAUSES) > 0:
+            shown.append(plural(more, "other error", "other errors"))
+        errored = f"{count} of {count} trials errored: {'; '.join(shown)}"
+    if isinstance(results.experiment.settings.get("trainable"), str):
+        again = f"pass rerun_errored=True (prefect-tune resume {results.target.uri} {name} --rerun-errored)"
+    else:  # a script's function, which no other program finds
+        again = f"pass experiment={name!r} and rerun_errored=True"
+    rerun = f"{again}; {KEEPS_CONFIGURATIONS}"
+    if not skipped:
+        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
+    else:
+        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        asked = f"{old}: to retry with the code as it is now, {rerun}"
+        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
+    failed = f"experiment {name!r}: {failed}"
+    error = error_of(first.end_reason)
+    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process has died
+        return failed
+    return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"

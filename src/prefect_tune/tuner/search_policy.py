@@ -75,7 +75,8 @@ class SearchPolicy:
     def __init__(self, proposals: Proposals, schedule: Schedule, tallies: Sequence[Tally] = ()) -> None:
         self._tally = Tallies(tallies)
         self._proposals = proposals
-        self._schedule = schedule
+        self.schedule = schedule
+        """Asked directly for what it decides about no single trial: whether it waits, which paused trial is next."""
         self._proposed = 0
         self._suggested: int | None = None  # the search itself proposed it: no `recall` needed
         self._paused: set[str] = set()
@@ -85,11 +86,6 @@ class SearchPolicy:
     def proposed(self) -> int:
         """The number of trials that the journal holds."""
         return self._proposed
-
-    @property
-    def saves_first(self) -> bool:
-        """Whether a trial saves a checkpoint before the scheduler decides about it."""
-        return self._schedule.saves_first
 
     def warm_start(self, prior: Iterable[PriorTrial]) -> int:
         """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
@@ -124,10 +120,6 @@ class SearchPolicy:
             self._suggested = self._proposed
         return suggestion
 
-    def no_more(self) -> None:
-        """Tell the scheduler that no trial can be added now."""
-        self._schedule.exhausted()
-
     def decide(self, trial: Trial, report: StepReport) -> Decision:
         """Return the scheduler's decision about a trial at a milestone.
 
@@ -135,7 +127,7 @@ class SearchPolicy:
             BadMetric: the report lacks the metric that the scheduler compares.
         """
         self._proposals.reported(number_of(trial.trial), report)
-        decision = self._schedule.decide(TrialReport(trial.trial, report))
+        decision = self.schedule.decide(TrialReport(trial.trial, report))
         took_over = decision.source if isinstance(decision, Exploit) else None
         self._decided[trial.trial] = report.step if took_over is None else self._decided.get(took_over, 0)
         (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.trial)
@@ -160,44 +152,29 @@ class SearchPolicy:
         found = open_decision(trial)
         if found is not None and found.report is not None:
             return found.report.step
-        return self._schedule.milestone(trial.trial, self._decided.get(trial.trial, 0))
-
-    def resume_next(self) -> str | None:
-        """Return the paused trial that gets the next free slot; None if there is none."""
-        return self._schedule.resume_next()
-
-    def stop_next(self) -> tuple[str, Stop] | None:
-        """Return a paused trial that the scheduler no longer needs, with its decision; None if there is none."""
-        return self._schedule.stop_next()
-
-    def is_waiting(self) -> bool:
-        """Whether the scheduler wants no new trial now."""
-        return self._schedule.is_waiting()
+        return self.schedule.milestone(trial.trial, self._decided.get(trial.trial, 0))
 
     def record(self, trial: Trial, past_event: PastEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is its state after the event."""
         number = number_of(trial.trial)
         match past_event.what:
             case "added":
-                self._added(trial, number)
+                proposed = trial.proposed or trial.config
+                self._tally.added(trial.trial)
+                if number == self._proposed:
+                    if self._suggested != number:
+                        self._proposals.recall(number, proposed)
+                    self._proposed += 1
+                self.schedule.added(trial.trial, proposed)
             case "resumed":
                 self._paused.discard(trial.trial)
-                self._schedule.resumed(trial.trial)
+                self.schedule.resumed(trial.trial)
             case "ended":
                 self._paused.discard(trial.trial)
-                self._schedule.ended(trial.trial)
+                self.schedule.ended(trial.trial)
                 if past_event.stopped:
                     self._proposals.stopped(number)
                 self._proposals.ended(number, past_event.report, failed=past_event.failed)
                 self._tally.ended(trial.trial, past_event.report, failed=past_event.failed)
             case "decided":
                 pass  # `decide` has recorded it
-
-    def _added(self, trial: Trial, number: int) -> None:
-        self._tally.added(trial.trial)
-        proposed = trial.proposed or trial.config
-        if number == self._proposed:
-            if self._suggested != number:
-                self._proposals.recall(number, proposed)
-            self._proposed += 1
-        self._schedule.added(trial.trial, proposed)

@@ -18,7 +18,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget, resolve_existing
@@ -42,7 +42,7 @@ from prefect_tune.core.messages.target_messages import (
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import JournalKey, TrialKey, delete_numbered, results_path
+from prefect_tune.core.storage.layout import JournalKey, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
@@ -96,7 +96,14 @@ class Stopping:
             self.ends = True
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in stop_source.take():
-            self._handle(stop_event(self._pending_entry.state, request))
+            asked = stop_event(self._pending_entry.state, request)
+            if asked.refused is not None:
+                self._log.warning("stop request ignored: %s (%s)", visible(asked.refused), visible(asked.reason))
+                self._pending_entry.put(asked)
+            elif asked.trial is None:
+                self._end(asked)
+            else:
+                self.stop_trial(asked.trial, asked)
         if self._limits.end_reason is not None:
             self.end(self._limits.end_reason)
         budget = self._limits.options.time_budget
@@ -125,25 +132,13 @@ class Stopping:
     def _stopped(self, trial: str) -> Finished:
         return Finished(trial=trial, reason=self._pending_entry.state.stops[trial], kind=FinishKind.STOPPED)
 
-    def _handle(self, asked: StopAsked) -> None:
-        if asked.refused is not None:
-            self._log.warning("stop request ignored: %s (%s)", visible(asked.refused), visible(asked.reason))
-            self._pending_entry.put(asked)
-        elif asked.trial is None:
-            self._end(asked)
-        else:
-            self._stop_trial(asked.trial, asked)
-
-    def stop_alone(self, trial: str, reason: AnyReason) -> None:
-        """Journal that one trial is to stop, and stop it."""
-        self._stop_trial(trial, StopAsked(trial=trial, reason=reason))
-
     def _end(self, asked: StopAsked) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", visible(asked.reason))
         self._pending_entry.put(asked)
         self.ends = True
 
-    def _stop_trial(self, trial: str, asked: StopAsked) -> None:
+    def stop_trial(self, trial: str, asked: StopAsked) -> None:
+        """Journal that one trial is to stop, and stop it."""
         self._log.warning("trial %s saves and ends: %s", trial, visible(asked.reason))
         self._pending_entry.put(asked)
         if trial in self._executor:
@@ -210,14 +205,23 @@ class StopRequestPoller(StopSource):
 
     def _watch(self) -> None:
         deleted_count = 0
-        while not self._closed.wait(self._period.total_seconds()):
-            self._look()
-            deleted_count = self._forget(deleted_count)
-        self._forget(deleted_count)
+        is_closed = False
+        while not is_closed:
+            is_closed = self._closed.wait(self._period.total_seconds())
+            if not is_closed:
+                self._look()
+            if (count := self._journaled_count) != deleted_count:
+                # After an error a later turn deletes them.
+                with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+                    delete_numbered(store, before=self._experiment.request_path(count + 1))
+                    deleted_count = count
 
     def _look(self) -> None:
         try:
-            self._read()
+            with self._target.open(timeout=_REQUEST) as store:
+                while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
+                    self._read_count += 1
+                    self._found.put(request)
         except (StoreUnavailable, StoreRefused) as error:
             if not self._fails:
                 logging.getLogger("prefect_tune").warning("stop requests are read later: %s", error)
@@ -225,27 +229,10 @@ class StopRequestPoller(StopSource):
         else:
             self._fails = False
 
-    def _read(self) -> None:
-        with self._target.open(timeout=_REQUEST) as store:
-            while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
-                self._read_count += 1
-                self._found.put(request)
-
-    def _forget(self, deleted_count: int) -> int:
-        """Delete newly acknowledged requests; return how many are deleted. After an error a later call deletes them."""
-        count = self._journaled_count
-        if count == deleted_count:
-            return count
-        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
-            delete_numbered(store, before=self._experiment.request_path(count + 1))
-            return count
-        return deleted_count
-
 
 # Request that a running experiment, or one of its trials, stops; from any machine that reaches the target.
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,21 +275,14 @@ def stop(
         InvalidInput: there is no such search or trial; no request was sent.
         StoreUnavailable: the target did not answer.
     """
+    sender = socket.gethostname()
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        sender = f"{getpass.getuser()}@{sender}"
     place = resolve_existing(target)
     journal = on_target(place, lambda store: current_journal(store, experiment))
-    asking = _Asking(place, journal, trial, _request_reason(reason))
-    return asking.until_answered(wait_seconds)
-
-
-def _request_reason(text: str) -> Reason:
-    who = socket.gethostname()
-    with suppress(OSError, KeyError):  # a container's user may have no name
-        who = f"{getpass.getuser()}@{who}"
-    return make_reason("stop-request", by=who, text=text or None)
-
-
-def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: ObjectStore) -> None:
-    answer(store, trial, attempt, UNASKED, said)
+    return _Asking(place, journal, trial, make_reason("stop-request", by=sender, text=reason or None)).until_answered(
+        wait_seconds
+    )
 
 
 class _Asking:
@@ -311,27 +291,27 @@ class _Asking:
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
         self._journal = journal
-        self._name = journal.experiment
         self._trial = trial
         self._reason = reason
         self._sent_to: set[str] = set()
 
     def until_answered(self, wait_seconds: float) -> StopOutcome:
-        state = self._looked_at()
-        if (ended := self._ended(state)) is not None:
+        state = self._read()
+        if (ended := self._end_message(state)) is not None:
             return StopOutcome("had-ended", ended, state)
         stamp = new_write_id()
         request = StopRequest(
             write_id=stamp.write_id, at=stamp.at, reason=self._reason, term=state.term, trial=self._trial
         )
-        number, pause_seconds = self._asked(state, request), _FIRST_PAUSE_SECONDS
+        number = on_target(self._target, partial(ask, experiment=state, request=request))
+        pause_seconds = _FIRST_PAUSE_SECONDS
         began, until = time.monotonic(), time.monotonic() + wait_seconds
         while True:
-            state = self._looked_at()
+            state = self._read()
             if not is_journaled(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
                 self._tell_attempts(state)
             if is_lost(state, request, number):
-                number = self._asked(state, request)
+                number = on_target(self._target, partial(ask, experiment=state, request=request))
             outcome = self._outcome(state, request)
             may_wait = time.monotonic() + pause_seconds <= until  # never, if the wait is no number
             if outcome.status not in ("stopping", "unanswered") or not may_wait:
@@ -339,72 +319,61 @@ class _Asking:
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _asked(self, state: Experiment, request: StopRequest) -> int:
-        return self._on_store(lambda store: ask(store, state, request))
+    def _read(self) -> Experiment:
+        """Return the state of the experiment, which has to be a search with the trial."""
 
-    def _tell_attempts(self, state: Experiment) -> None:
-        """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
-        if state.settings.get("trials") != "deployment":
-            return
-        for name in [self._trial] if self._trial else list(state.trials):
-            stopped = Finished(trial=name, reason=self._reason, kind=FinishKind.STOPPED)
-            said = Leave(outcome=stopped, save=True) if self._trial else StopAndSave()
-            key = state.trial_key(name)
-            if name not in self._sent_to and state.trial(name).phase not in ENDED:
-                trial = state.trial(name)
-                if trial.outbox is not None:
-                    self._on_store(partial(_answer, key, trial.attempt + (trial.phase is not Phase.RUNNING), said))
-                    self._sent_to.add(name)
-
-    def _looked_at(self) -> Experiment:
-        return self._checked(self._loaded(self._journal))
-
-    def _loaded(self, journal: JournalKey) -> Experiment:
-        def look(store: ObjectStore) -> Experiment:
+        def read(store: ObjectStore) -> Experiment:
             with transfer_pool() as transfers:
-                return load(store, journal, side_by_side=transfers)
+                state = load(store, self._journal, side_by_side=transfers)
+            if not state.number:
+                raise InvalidInput(no_experiment(store, state.name, self._target.uri))
+            return state
 
-        return self._on_store(look)
-
-    def _on_store(self, act: Callable[[ObjectStore], _T]) -> _T:
-        return on_target(self._target, act)
-
-    def _checked(self, state: Experiment) -> Experiment:
-        where = f"experiment {self._name!r} at {self._target.uri}"
-        if not state.number:
-            raise InvalidInput(self._on_store(lambda store: no_experiment(store, self._name, self._target.uri)))
+        state = on_target(self._target, read)
         if not state.settings:
             raise InvalidInput(
-                f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
+                f"experiment {state.name!r} at {self._target.uri} is not a search: cancel its flow run, or send it "
+                "SIGTERM; it saves, and can be resumed"
             )
         if self._trial is not None:
             self._trial = trial_named(state, self._trial).trial
         return state
 
-    def _ended(self, state: Experiment) -> str | None:
-        """Return how the trial, or the whole search, has ended; None if it has not."""
-        if self._trial is None:
-            over = f"experiment {self._name!r} has ended, with all of its {len(state.trials)} trials"
-            return over if self._is_over(state) else None
-        if (trial := state.trial(self._trial)).phase not in ENDED:
-            return None
-        return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
+    def _tell_attempts(self, state: Experiment) -> None:
+        """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
+        if state.settings.get("trials") != "deployment":
+            return
+        for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
+            if trial.trial in self._sent_to or trial.phase in ENDED or trial.outbox is None:
+                continue
+            stopped = Finished(trial=trial.trial, reason=self._reason, kind=FinishKind.STOPPED)
+            said = Leave(outcome=stopped, save=True) if self._trial else StopAndSave()
+            key, attempt = state.trial_key(trial.trial), trial.attempt + (trial.phase is not Phase.RUNNING)
+            on_target(self._target, partial(answer, trial=key, attempt=attempt, step=UNASKED, said=said))
+            self._sent_to.add(trial.trial)
 
-    def _is_over(self, state: Experiment) -> bool:
-        """Whether the last run has ended by itself: it has published results of the journal's last entry.
+    def _end_message(self, state: Experiment) -> str | None:
+        """Return how the trial, or the last run of the search, has ended; None if it has not.
 
-        If only all trials have ended, the next one may be about to be proposed.
+        A run that has ended by itself has published results of the journal's last entry. If only all trials have
+        ended, the next one may be about to be proposed.
         """
+        if self._trial is not None:
+            trial = state.trial(self._trial)
+            end = f"trial {trial.trial} is {trial.status} at step {trial.step}: {trial.reason}"
+            return end if trial.phase in ENDED else None
         if any(each.phase not in ENDED for each in state.trials.values()):
-            return False
+            return None
         path = results_path(state.key, "trials", state.number)
-        return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
+        published = on_target(self._target, lambda store: [each.path for each in store.list(path.rpartition("/")[0])])
+        end = f"experiment {state.name!r} has ended, with all of its {len(state.trials)} trials"
+        return end if path in published else None
 
     def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
         if not is_journaled(state, request):
             return self._unanswered(state, request)
         if self._trial is not None:
-            ended = self._ended(state)
+            ended = self._end_message(state)
             waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
         running = sum(each.phase is Phase.RUNNING for each in state.trials.values())
@@ -414,21 +383,17 @@ class _Asking:
             message = f"the run with the request has ended; another one has started, by {state.owner}"
             return StopOutcome("stopped", message, state)
         resumable = sum(each.phase not in ENDED for each in state.trials.values())
-        message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
+        message = f"experiment {state.name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", message, state)
 
     def _unanswered(self, state: Experiment, request: StopRequest) -> StopOutcome:
-        owner = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
+        if self._trial is None and state.term != request.term:
+            message = f"another run has started meanwhile, by {state.owner}; request the stop again to end it"
+            return StopOutcome("refused", message, state)
+        message = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
         if self._sent_to:
-            owner = f"{owner}; {len(self._sent_to)} attempts got the request directly"
+            message = f"{message}; {len(self._sent_to)} attempts got the request directly"
+        later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
         if self._trial is not None:
             later = f"trial {self._trial} will be ended when the experiment is opened next"
-            return StopOutcome("unanswered", f"{owner}: {later}", state)
-        if state.term != request.term:
-            return StopOutcome(
-                "refused",
-                f"another run has started meanwhile, by {state.owner}; request the stop again to end it",
-                state,
-            )
-        later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
-        return StopOutcome("unanswered", f"{owner}: {later}", state)
+        return StopOutcome("unanswered", f"{message}: {later}", state)

@@ -18,8 +18,7 @@ from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.tuner.janitor import Janitor
-from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.checkpoints import first_generation
 

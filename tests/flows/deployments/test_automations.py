@@ -116,14 +116,6 @@ class TestInstalled:
         assert set(uninstall_automations()) == set(automation_names())
         assert not set(found()) & set(automation_names())
 
-    def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
-        install_automations(names=[BEST])
-        twin: Any = Automation.read(name=BEST)
-        Automation(**twin.model_dump(exclude={"id"})).create()
-        install_automations(names=[BEST])
-        with get_client(sync_client=True) as client:
-            assert len(client.read_automations_by_name(BEST)) == 1
-
     def test_of_two_with_one_name_the_one_with_actions_stays(self) -> None:
         block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
         document = block.save("tune-alerts", overwrite=True)
@@ -150,16 +142,6 @@ class TestInstalled:
         assert "{{ event.payload.trial }}" in found()[BEST]["actions"][0]["body"]
         assert actions_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
         assert not found()[BEST]["enabled"]
-
-    def test_a_text_that_a_person_wrote_stays(self) -> None:
-        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
-        block.save("tune-alerts", overwrite=True)
-        install_automations(notify="custom-webhook/tune-alerts")
-        mine: Any = Automation.read(name=CORRUPT)
-        mine.actions = [mine.actions[0].model_copy(update={"body": "look"})]
-        mine.update()
-        install_automations()
-        assert found()[CORRUPT]["actions"][0]["body"] == "look"
 
     @pytest.mark.parametrize(
         ("options", "complaint"),

@@ -1,31 +1,33 @@
-"""Runs of deployments: three extend one experiment, a surplus one does no harm, and no secret is stored or logged."""
+"""Runs of deployments: their parameters, three that extend one experiment, and no secret is stored or logged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
 from prefect import Flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_engine import run_flow
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Pending
 
 import prefect_tune as pt
-from prefect_tune.blocks import LocalTarget, S3Target
+from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
 from prefect_tune.deploy.deployments import Pool, deploy
 from prefect_tune.parameters.forms import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
-from tests.long_cases import long_after
 
 POOL, SECRET = "deployed", "never-shown-to-anybody"
 TRAINABLE = "tests.trainables.digits_table:DigitsTable"
@@ -116,40 +118,6 @@ def as_deployed_by_an_earlier_release(client: SyncPrefectClient, name: str, para
         parameter_openapi_schema=form_of(pt.tune),
     )
     client.update_deployment(client.read_deployment_by_name(name).id, flat)
-
-
-@pytest.mark.long
-def test_a_run_takes_the_parameters_of_the_group(client: SyncPrefectClient, local_target: LocalTarget) -> None:
-    name = deployed("tune", "grouped", search_at(local_target))
-    there = client.read_deployment_by_name(name).parameters
-    assert there["advanced"] == {"samples_per_run": 2, "isolation": "thread"}
-    for number in (3, 6):  # the group of a run replaces the deployment's
-        run = begun(client, name, advanced={"samples_per_run": 3, "isolation": "thread", "fail_fast": True})
-        assert ended(client, name, run).is_completed()
-        assert len(experiment_at(local_target, "grouped").trials) == number
-
-
-@pytest.mark.long
-def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
-    client: SyncPrefectClient, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = deployed("tune", "beside", search_at(local_target))
-    assert ended(client, name, begun(client, name, samples_per_run=1)).is_completed()
-    assert len(experiment_at(local_target, "beside").trials) == 1
-    assert "samples_per_run: the value beside the group replaces the one in 'advanced'" in caplog.text
-    assert ended(client, name, begun(client, name, samples_per_run=None, num_samples=4)).is_completed()
-    assert len(experiment_at(local_target, "beside").trials) == 4
-
-
-@pytest.mark.parametrize(
-    "group", long_after(1, [{"samples_per_run": "two"}, {"sampels_per_run": 2}]), ids=["wrong", "misspelt"]
-)
-def test_the_server_refuses_what_is_wrong_in_the_group(
-    client: SyncPrefectClient, local_target: LocalTarget, group: Mapping[str, Any]
-) -> None:
-    name = deployed("tune", "refused", search_at(local_target))
-    with pytest.raises(PrefectHTTPStatusError, match="409"):
-        begun(client, name, advanced=group)
 
 
 @pytest.mark.long
@@ -268,3 +236,121 @@ def test_a_deployment_of_resume_runs_what_it_trusts_and_a_retry_of_its_run_nothi
     for each in (trusting, begun(client, name)):
         assert f"{untrusted.module} is not in a trusted package" in str(end_of(each).message)
     assert not untrusted.marker.exists()
+
+
+# Option objects in the parameters of `run_deployment`: a real server stores their JSON form, and the run uses it.
+
+
+ECHO = "tests.trainables.echoing:Echo"
+
+
+class Kind(str, Enum):  # noqa: UP042 - the kind that is formatted as Kind.LINEAR
+    LINEAR = "linear"
+
+
+class Pair(NamedTuple):
+    first: int
+    second: str
+
+
+def echoing(flow: str, experiment: str, target: StorageTarget) -> str:
+    return deployed(flow, experiment, {"trainable": ECHO, "target": target.uri, "isolation": "thread"})
+
+
+def sent(client: SyncPrefectClient, name: str, **parameters: object) -> FlowRun:
+    """Create a run as a user does, and return it as the server has it."""
+    created = cast("FlowRun", run_deployment(name, parameters=parameters, timeout=0))
+    return client.read_flow_run(created.id)
+
+
+def test_objects_in_the_parameters_of_a_run_are_stored_as_json_and_used_as_they_were_meant(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    name = echoing("tune", "sent", local_target)
+    run = sent(
+        client,
+        name,
+        space={
+            "lr": pt.uniform(0, 1),
+            "layers": [{"width": pt.choice([16, {"of": pt.randint(1, 4)}])}],
+            "kind": Kind.LINEAR,
+            "pair": Pair(np.int64(3).item(), "x"),
+        },
+        metric="loss",
+        stop=pt.MaxSteps(2) | pt.MaxFailures(3),
+        scheduler=pt.ASHA(max_t=2),
+        search=pt.RandomSearch(3, [{"lr": 0.5}]),
+        retention=pt.Retention(last=1),
+        checkpoint=pt.Cadence(every_steps=1),
+        failures=pt.FailurePolicy(max_failures=1),
+        sync=pt.SyncConfig(sync_period_seconds=1),
+    )
+    assert run.parameters["space"] == {
+        "lr": {"uniform": [0.0, 1.0]},
+        "layers": [{"width": {"choice": [16, {"of": {"randint": [1, 4]}}]}}],
+        "kind": "linear",
+        "pair": [3, "x"],
+    }
+    assert run.parameters["scheduler"] == {"ASHA": {"max_t": 2}}
+    assert run.parameters["search"] == {"RandomSearch": {"num_samples": 3, "points_to_evaluate": [{"lr": 0.5}]}}
+    assert run.parameters["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 3}}]
+    assert ended(client, name, run).is_completed()
+    state = experiment_at(local_target, "sent")
+    assert len(state.trials) == 3
+    assert len({trial.config["lr"] for trial in state.trials.values()}) == 3
+    for trial in state.trials.values():
+        assert trial.step in (1, 2)
+        assert type(trial.config["layers"][0]["width"]) in {int, dict}
+        assert trial.metrics["config"] == trial.config
+        assert trial.metrics["text"] == repr(dict(trial.config))
+
+
+def test_objects_that_lost_their_classes_fail_the_run_before_anything_is_written(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    name = echoing("tune", "lost", local_target)
+    wrong: list[Mapping[str, Any]] = [
+        {"space": {"x": {"options": ["adam", "sgd"], "weights": None}}},
+        {"space": {"a": [{"x": {"low": 0.0, "high": 1.0, "scale": "log", "q": None}}]}},
+        {"space": {"x": {"uniform": [0, 1]}}, "stop": {"steps": 3}},
+        {"space": {"x": {"uniform": [0, 1]}}, "scheduler": {"max_t": 9, "grace_period": 1}},
+    ]
+    for parameters in wrong:
+        state = ended(client, name, begun(client, name, **parameters))
+        assert state.is_failed()
+        assert "InvalidInput" in str(state.message), state.message
+    assert not experiment_at(local_target, "lost").number
+
+
+def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    name = echoing("durable-trainable", "single", local_target)
+    run = sent(client, name, config={"optimizer": pt.choice(["adam", "sgd"])})
+    assert run.parameters["config"] == {"optimizer": {"choice": ["adam", "sgd"]}}
+    state = ended(client, name, run)
+    assert state.is_failed()
+    assert "config: expected values, found the distribution" in str(state.message)
+    assert not experiment_at(local_target, "single").number
+
+
+@pytest.mark.long
+def test_a_target_is_passed_by_a_reference_and_its_object_is_an_error_of_the_client(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    name = echoing("tune", "target", local_target)
+    secret = pt.S3Target(bucket="durable", access_key_id="k", secret_access_key="never shown")
+    for target in (local_target, secret):
+        with pytest.raises(PrefectHTTPStatusError, match="Validation failed for field 'target'") as refused:
+            sent(client, name, target=target, space={"x": pt.randint(0, 9)})
+        assert "never shown" not in str(refused.value)
+    secret.save("sent-bucket", overwrite=True)
+    run = sent(client, name, target="s3-target/sent-bucket", space={"x": pt.randint(0, 9)})
+    assert run.parameters["target"] == "s3-target/sent-bucket"
+
+
+def test_what_has_no_json_form_is_an_error_of_the_client(client: SyncPrefectClient, local_target: LocalTarget) -> None:
+    name = echoing("tune", "refused", local_target)
+    with pytest.raises(ValueError, match="cannot be imported by name"):
+        sent(client, name, space={"x": pt.sample_from(lambda config: config["y"]), "y": 1})
+    assert not experiment_at(local_target, "refused").number

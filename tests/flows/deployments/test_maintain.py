@@ -40,13 +40,20 @@ from tests.flows.training import flip, own_blobs, trial_at
 from tests.long_cases import long_after
 from tests.trainables.counting import Counting
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
 _STEPS = [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(no_prefect_server: None, tmp_path: Path) -> Path:
+    del no_prefect_server
+    write_experiment(tmp_path / "target", "digits", _STEPS)
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def shown_target(prefect_server: str, tmp_path: Path) -> Path:
+    """The same, of which a Prefect server gets the reports."""
+    assert prefect_server
     write_experiment(tmp_path / "target", "digits", _STEPS)
     return tmp_path / "target"
 
@@ -74,23 +81,14 @@ def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
     assert (again.damaged, again.verified_count) == ([], 5)
 
 
-@pytest.mark.long
-def test_damage_that_is_left_where_it_is_is_reported_each_time(target: Path) -> None:
-    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
-    for _ in range(2):
-        with pytest.raises(pt.DamageFound, match=r"0000000004.* damaged: "):
-            maintain(str(target), verify="all", quarantine=False)
-    assert live(target) == _STEPS
-
-
 class Killed(BaseException):
     """The process is dead."""
 
 
 def test_damage_is_in_a_published_report_before_it_is_quarantined(
-    target: Path, monkeypatch: pytest.MonkeyPatch
+    shown_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
+    flip(own_blobs(pt.LocalTarget(path=shown_target), "digits", 4)[0])
 
     def dies(*given: Any) -> None:
         quarantine_checkpoints(*given)
@@ -99,10 +97,10 @@ def test_damage_is_in_a_published_report_before_it_is_quarantined(
     with monkeypatch.context() as dying:
         dying.setattr(maintenance, "quarantine_checkpoints", dies)
         with pytest.raises(Killed):
-            maintain(str(target), verify="all")
-    assert live(target) == [1, 2, 3, 5, 6]
-    assert "| digits | trial trial, step 4 | damaged: " in published(target)[-1]
-    assert maintain(str(target), verify="all").damaged == []
+            maintain(str(shown_target), verify="all")
+    assert live(shown_target) == [1, 2, 3, 5, 6]
+    assert "| digits | trial trial, step 4 | damaged: " in published(shown_target)[-1]
+    assert maintain(str(shown_target), verify="all").damaged == []
 
 
 def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: Path) -> None:
@@ -288,6 +286,7 @@ class Slow(Counting):
 
 
 @pytest.mark.deep
+@pytest.mark.usefixtures("prefect_server")
 def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_deleted(tmp_path: Path) -> None:
     target, reports, over = tmp_path / "target", list[MaintenanceReport](), threading.Event()
     twice = tmp_path / "looked-after-twice"
@@ -344,9 +343,9 @@ def _or_kept(act: Callable[[], None], errors: list[BaseException]) -> Callable[[
 # --------------------------------------------------------------------------------------- the page in the UI
 
 
-def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target: Path) -> None:
-    maintain(str(target), verify="all", retention=pt.Retention(last=3))
-    [page] = pages(target)
+def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(shown_target: Path) -> None:
+    maintain(str(shown_target), verify="all", retention=pt.Retention(last=3))
+    [page] = pages(shown_target)
     assert "| digits |" in str(page.data)
     assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}

@@ -1,25 +1,35 @@
-"""SIGTERM and Ctrl-C: save, commit, and end resumable within the grace period."""
+"""Signals, cancellations and interrupts: everything saves within its grace, and says how to resume."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
-from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.experiment.trial_transitions import Status
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal_events import Started
+from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.flows.conftest import s3_at
+from tests.flows.conftest import POOL, s3_at
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
     entries_at,
+    experiment_at,
     log_of_flow_run,
     owners_at,
     state_of_flow_run,
@@ -27,6 +37,9 @@ from tests.flows.training import (
     undisturbed,
     violations,
 )
+from tests.flows.ui import Ui
+from tests.long_cases import long_after
+from tests.trainables.moody import train
 
 _NAME = "preempted"
 _STEPS = 60
@@ -173,3 +186,289 @@ def test_a_second_ctrl_c_does_not_wait_for_a_slow_save(preempted: _Preempted) ->
     preempted.until_at("saving", 8)
     assert _ended_by(driver, signal.SIGINT, within=1)["error"] == "KeyboardInterrupt"
     assert preempted.committed() == 5
+
+
+# What a script prints when it is interrupted or fails: one message, how to resume, and no traceback of Prefect.
+
+
+SCRIPT = """
+import sys
+import prefect_tune as pt
+from tests.trainables.counting import Fragile
+
+space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
+pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)
+"""
+
+SLOW_SCRIPT = """
+import sys, time
+import prefect_tune as pt
+
+def train(config):
+    pt.report({"loss": 1.0})
+    print("trains on", flush=True)
+    time.sleep(3600)
+
+pt.tune(train, {}, target=sys.argv[1], experiment="e", metric="loss", num_samples=2, grace_period_seconds=3600)
+"""
+
+
+def interrupt_of(call: object) -> KeyboardInterrupt:
+    assert callable(call)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        call()
+    return interrupt.value
+
+
+def raise_interrupt(*_args: object, **_options: object) -> object:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.timeout(900)
+def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "runs")],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(
+        lambda: list(tmp_path.glob("runs/e/1/journal/0000000004.json")), seconds=150, what=lambda: f"{process.poll()}"
+    )
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT
+    last = said.splitlines()[-1]
+    assert last.startswith("KeyboardInterrupt: experiment 'e': ")
+    assert last.endswith("; run it again under the same experiment name, to resume")
+    assert "Crash" not in said
+    assert "Finished in state Interrupted(" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server: str, tmp_path: Path) -> None:
+    script, said = tmp_path / "slow.py", tmp_path / "said"
+    script.write_text(SLOW_SCRIPT)
+    with said.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "runs")],
+            env={**os.environ, "PREFECT_API_URL": prefect_server},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    until(lambda: said.read_text().count("trains on") == 2, seconds=150, what=said.read_text)
+    process.send_signal(signal.SIGINT)
+    until(lambda: "asked to stop" in said.read_text(), seconds=60, what=said.read_text)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == -signal.SIGINT
+    text = said.read_text()
+    assert text.splitlines()[-1].endswith("to resume")
+    state = experiment_at(pt.LocalTarget(path=str(tmp_path / "runs")), "e")
+    assert [each.status for each in state.trials.values()] == [Status.INTERRUPTED] * 2
+
+
+def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_with_server, "require_valid", raise_interrupt)
+    interrupt = interrupt_of(lambda: pt.tune(train, {}, target=tmp_path))
+    assert str(interrupt) == "tune was interrupted before it began: run it again"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
+
+
+def test_during_the_import_of_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(pt), "tune", raising=False)
+    monkeypatch.setattr(pt, "import_module", raise_interrupt)
+    interrupt = interrupt_of(lambda: pt.tune)
+    assert str(interrupt) == "interrupted while prefect_tune.tune was imported: nothing was started"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
+
+
+# SIGTERM, Ctrl-C and Cancel reach a search in any thread, and without a worker: it saves, then its process ends.
+
+
+_FLOWS = Path(__file__).parent / "user_flows.py"
+_INT, _TERM = signal.SIGINT, signal.SIGTERM
+_NO_WORKER = {"PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS": "false"}
+"""What a worker sets for the process of a run, which then leaves its state *Cancelled* to that worker."""
+
+
+@pytest.fixture
+def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
+    assert prefect_server
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@contextmanager
+def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    everything = {**os.environ, "PREFECT_API_URL": url, "PYTHONPATH": str(_FLOWS.parents[3]), **environment}
+    with log.open("wb") as output:
+        command = [sys.executable, *arguments]
+        process = subprocess.Popen(command, env=everything, cwd=log.parent, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until_training(target: pt.LocalTarget, log: Path, *names: str, count: int = 2) -> None:
+    def trains(name: str) -> bool:
+        trials = experiment_at(target, name).trials.values()
+        return [trial.status for trial in trials] == [Status.RUNNING] * count
+
+    until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
+
+
+def _require_saved(target: pt.LocalTarget, *names: str) -> None:
+    """Each trial has saved when it was asked to stop, and at no other time."""
+    for name in names:
+        trials = list(experiment_at(target, name).trials.values())
+        assert [trial.status for trial in trials] == [Status.INTERRUPTED] * 2
+        assert [len(trial.checkpoints) for trial in trials] == [1, 1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("program", "number", "code", "states"),
+    long_after(
+        1,
+        [
+            ("running", _INT, -_INT, ["Interrupted"]),
+            ("submitting", _TERM, -_TERM, ["Crashed", "Crashed"]),
+            ("running", _TERM, -_TERM, ["Crashed"]),
+            ("waiting", _TERM, -_TERM, ["Crashed", "Crashed"]),
+            ("waiting", _INT, -_INT, ["Interrupted", "Interrupted"]),
+            ("submitting", _INT, -_INT, ["Crashed", "Interrupted"]),
+            ("awaiting", _INT, -_INT, ["Crashed", "Interrupted"]),
+            ("awaiting", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
+        ],
+    ),
+)
+def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
+    program: str,
+    number: signal.Signals,
+    code: int,
+    states: list[str],
+    prefect_server: str,
+    client: SyncPrefectClient,
+    tmp_path: Path,
+) -> None:
+    target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
+    names = ["e", "f"] if program == "waiting" else ["e"]
+    earlier = {run.id for run in client.read_flow_runs()}
+    with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
+        _until_training(target, log, *names)
+        process.send_signal(number)
+        assert process.wait(120) == code, log.read_text()
+    _require_saved(target, *names)
+    assert log.read_text().count("; run it again under the same experiment name, to resume") >= len(names)
+    ended = sorted(str(run.state and run.state.name) for run in client.read_flow_runs() if run.id not in earlier)
+    assert ended == states, log.read_text()
+
+
+@pytest.mark.timeout(900)
+def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with _process(str(_FLOWS), "checking", str(tmp_path / "runs"), url=prefect_server, log=log) as process:
+        assert process.wait(120) == -_INT, log.read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+@pytest.mark.parametrize("program", long_after(1, ["main_thread", "training", "running"]))
+def test_a_script_whose_run_is_cancelled_saves_and_says_so(
+    program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
+    earlier = {run.id for run in client.read_flow_runs()}
+    with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
+        _until_training(target, log, "e", count=1 if program == "training" else 2)
+        (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
+        Ui(client).cancel(run)
+        assert process.wait(120) == 1, log.read_text()
+    trials = list(experiment_at(target, "e").trials.values())
+    assert [(trial.status, len(trial.checkpoints)) for trial in trials] == [(Status.INTERRUPTED, 1)] * len(trials)
+    assert Ui(client).state(run).is_cancelled()
+    assert "prefect.exceptions.CancelledRun: " in log.read_text()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", long_after(1, ["awaiting", "submitting", "tune"]))
+def test_a_cancelled_run_saves_although_its_worker_was_killed(
+    program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
+    run = _run_of_deployment(client, program, target)
+    with _process("-m", "prefect.engine", str(run), url=prefect_server, log=log, **_NO_WORKER) as process:
+        _until_training(target, log, "e")
+        Ui(client).cancel(run)
+        assert process.wait(120) == 0, log.read_text()
+    _require_saved(target, "e")
+    assert Ui(client).state(run).is_cancelled(), log.read_text()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.long
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("program", ["awaiting", "submitting"])
+def test_a_run_that_its_worker_cancels_saves_in_another_thread(
+    program: str, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    target = pt.LocalTarget(path=str(tmp_path / "runs"))
+    run = _run_of_deployment(client, program, target, POOL)
+    _until_training(target, tmp_path / "worker.log", "e")
+    Ui(client).cancel(run)
+    assert Ui(client).until_final(run).is_cancelled(), Ui(client).log(run)
+    _require_saved(target, "e")
+
+
+def _run_of_deployment(
+    client: SyncPrefectClient, program: str, target: pt.LocalTarget, work_pool_name: str | None = None
+) -> UUID:
+    entrypoint, parameters = f"{_FLOWS.name}:{program}", dict[str, Any](target=target.path)
+    if program == "tune":
+        entrypoint = "prefect_tune.flows.tune.tune"
+        parameters |= {
+            "trainable": "tests.trainables.counting:Fragile",
+            "space": {"step_seconds": 0.2, "x": {"grid_search": [1, 2]}},
+            "experiment": "e",
+            "metric": "loss",
+            "stop": {"step": 5000},
+            "num_samples": 1,
+            "checkpoint": {"every_steps": 4000, "every_seconds": None},
+        }
+    flow = client.create_flow_from_name(program)
+    deployment = client.create_deployment(
+        flow, f"{program}-threads", entrypoint=entrypoint, path=str(_FLOWS.parent), work_pool_name=work_pool_name
+    )
+    return client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+
+
+# SIGTERM while all trials wait for a slot of a concurrency limit.
+
+
+@pytest.mark.long
+def test_a_search_whose_trials_wait_ends_and_no_trial_has_lost_an_attempt(
+    drivers: Drivers, local_target: LocalTarget
+) -> None:
+    tag = f"big-{uuid4().hex}"
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=f"tag:{tag}", limit=0))
+    options = {"metric": "loss", "num_samples": 2, "trial_tags": [tag], "grace_period_seconds": 5}
+    driver = drivers.start(
+        "tests.trainables.moody:Moody", {}, target=local_target, experiment="e", flow="tune", **options
+    )
+    until(lambda: driver.log.count("the trial waits") == 2, seconds=120, what=lambda: driver.log[-3000:])
+    driver.signal(signal.SIGTERM)
+    driver.wait(seconds=60)
+    driver.require_no_leftovers()
+    assert driver.process.exitcode == -signal.SIGTERM
+    assert [(each.phase, each.attempt) for each in experiment_at(local_target, "e").trials.values()] == [
+        (Phase.PENDING, 0)
+    ] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import sys
 from contextlib import redirect_stdout
@@ -115,27 +114,6 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
 def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
     found = shown(target)
     return [(each["wasted_steps"], each["wasted_at_least"]) for each in found.get("trials", [found])]
-
-
-@pytest.mark.long
-def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as_they_are_known(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
-) -> None:
-    """The attempts run on Dask, and write live statuses of their own."""
-
-    def start() -> Driver:
-        return started(drivers, local_target, tmp_path / "go", 1, "tune on Dask")
-
-    driver = start()
-    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
-    driver.kill_everything()
-    (tmp_path / "go").touch()
-    start().wait()
-    assert _wasted(local_target) == [(2, True)] * 2
-    assert "at least 4 steps trained again" in looked("report", local_target.path, "e")
-    shown_trial = looked("show", local_target.path, "e", "--trial", "00000")
-    assert re.search(r"wasted_steps +at least 2\b", shown_trial)
-    assert "wasted_at_least" not in shown_trial
 
 
 @pytest.mark.long

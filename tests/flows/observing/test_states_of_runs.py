@@ -1,7 +1,8 @@
-"""Final states of flow runs and task runs: Prefect's UI shows how and why each attempt ended."""
+"""States and logs of flow runs and task runs: Prefect's UI shows how and why each attempt ended."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,15 +13,20 @@ import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.callbacks import Callback
 from prefect_tune.cli import main
+from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from tests.flows.driver import Drivers, Flow, until
+from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.counting import Fragile
 from tests.trainables.witness import acts_of
@@ -28,14 +34,6 @@ from tests.trainables.witness import acts_of
 NAME = "shown"
 HALF = ASHA(max_t=4, reduction_factor=2, variant="stopping")
 BREAKS_BELOW = pt.sample_from(lambda config: config["x"] < 0.07)
-
-
-class Forgetful(Fragile):
-    """Reports its accuracy only if `config["x"]` is more than 0.2."""
-
-    def step(self) -> Mapping[str, Any]:
-        x = super().step()["loss"]
-        return {"accuracy": x} if x > 0.2 else {"loss": x}
 
 
 class Careless(Fragile):
@@ -126,30 +124,13 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
     require_states(run_of(results), {"train 00000 · attempt 1": ("Interrupted", "")})
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_once(
-    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    results = searched(
-        local_target, [0.3, 0.1], Forgetful, scheduler=HALF, metric="accuracy", allow_missing_metric=True
-    )
-    states = {"train 00000 · attempt 1": ("Completed", ""), "train 00001 · attempt 1": ("Failed", "")}
-    require_states(run_of(results), states)
-    begins, ends = (each for each in caplog.messages if each.startswith("trial 00001 "))
-    assert begins.startswith("trial 00001 begins: ")
-    assert ends.startswith(
-        "trial 00001 errored at step 1: trial '00001', step 1: expected a number for metric 'accuracy'"
-    )
-
-
 # -------------------------------------------------------------------------------------- a search of errors only
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(local_target: LocalTarget) -> None:
     said = (
-        r"2 of 2 trials errored: 1 with: ArithmeticError: x is too large: 0\.05 \(fragile\.py:\d+\) \(such as 00000\);"
+        r"2 of 2 trials errored: 1 with: ArithmeticError: x is too large: 0\.05 \(counting\.py:\d+\) \(such as 00000\);"
     )
     with pytest.raises(pt.SearchFailed, match=said) as failed:
         searched(local_target, [0.05, 0.06])
@@ -186,23 +167,6 @@ def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
     assert raised not in shown
     assert printed("show", "--trial", "00000").count(raised) == 1
     assert printed("report").count(raised) == 1
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalTarget) -> None:
-    with pytest.raises(pt.SearchFailed):
-        searched(local_target, [0.05])
-    again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
-    state: Any = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
-    assert state.is_failed()
-    asked = "to retry with the code as it is now, pass rerun_errored=True (prefect-tune resume "
-    assert f"1 errored trial was not retried: {asked}" in str(state.message)
-    assert str(state.message).startswith(f"experiment '{NAME}': 1 errored trial"), "what can be done comes first"
-    assert f"{NAME} --rerun-errored); {KEEPS_CONFIGURATIONS}. In the earlier run its only trial " in str(state.message)
-    assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
-    more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
-    assert [str(each.status) for each in more.trials.values()] == ["errored", "completed"]
 
 
 # ----------------------------------------------------------------------------------------------- after a kill
@@ -293,17 +257,83 @@ def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_tak
     assert {each.task_run for each in owners} == {None}
 
 
+# Behaviour that only a whole flow shows: how the end of an attempt reaches the journal, the budget and the UI.
+
+
+def _shown_in_the_ui(experiment: str) -> str:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+    only = ArtifactFilter(key=ArtifactFilterKey(any_=[f"report-{experiment}"]))
+    with get_client(sync_client=True) as client:
+        newest = max(client.read_artifacts(artifact_filter=only, limit=200), key=lambda each: str(each.created))
+    return next(line for line in str(newest.data).splitlines() if line.startswith("**"))
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("prefect_server")
-def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
-    searched(local_target, [0.1, 0.05])
-    caplog.clear()
-    searched(local_target, [0.1, 0.05])
-    found = "2 trials found: 1 completed, 1 errored; best: trial 00001, errored, loss 0.05"
-    assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages
-    assert caplog.text.count("1 trial that errored in an earlier run is not retried: to retry ") == 1
-    finished = "experiment 'shown' was finished already, and this run trained nothing: "
-    assert finished not in caplog.text, "one line says what can be done"
-    caplog.clear()
-    searched(local_target, [0.1, 0.05], rerun_errored=True)
-    assert finished not in caplog.text
+def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_ui_shows_the_trial_errored(
+    tmp_path: Path,
+) -> None:
+    def links_to_nothing(_config: Mapping[str, object]) -> None:
+        directory = Path(tempfile.mkdtemp())
+        (directory / "latest").symlink_to("what-is-not-there")
+        pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+    trouble = Trouble(tmp_path)
+    trouble.trainable = links_to_nothing
+    with pytest.raises(TrialFailed, match=r"max_failures=1.*a link to"):
+        trouble.run(failures=FailurePolicy(max_failures=1))
+    found = trouble.trial
+    assert (found.status, found.attempt, found.user_failures) == (Status.ERRORED, 2, 2)
+    assert found.machine_failures == 0
+    assert "errored" in _shown_in_the_ui("troubled")
+
+
+# What a trainable logs by Prefect's means is in the log of its run, although its process has no flow run.
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("module", "is_imported", "said"),
+    [
+        ("logs_to_run", False, "INFO trial: said to the run"),
+        pytest.param("logs_to_run_at_once", True, "WARNING trial: said at once, 42", marks=pytest.mark.long),
+    ],
+)
+def test_a_trainable_logs_by_the_run_logger_and_by_extra_loggers(
+    module: str,
+    is_imported: bool,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PREFECT_LOGGING_EXTRA_LOGGERS", "other, a_library")
+    trainable = f"tests.trainables.{module}:train"
+    results = pt.tune(trainable, {}, target=str(tmp_path), metric="loss", num_samples=1)
+    assert results.trials["00000"].metrics["is_imported"] is is_imported
+    lines = [each.removeprefix("trial 00000: ") for each in caplog.messages]
+    assert said in lines
+    assert "INFO a_library: said by a library" in lines
+    assert not any("nobody" in each for each in lines)
+
+
+class Deletes(Callback):
+    """Deletes the flow run of its search in the middle."""
+
+    def on_trial_result(self, *_: object) -> None:
+        with get_client(sync_client=True) as client:
+            client.delete_flow_run(flow_run.id)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_flow_run_that_is_deleted_while_it_runs_ends_with_one_sentence(tmp_path: Path) -> None:
+    deletes = Deletes()
+    with pytest.raises(pt.TuneError, match="was deleted on the Prefect server while it ran") as deleted:
+        pt.tune(_once, {}, target=str(tmp_path), metric="loss", num_samples=1, isolation="thread", callbacks=[deletes])
+    assert "\n" not in str(deleted.value)
+
+
+def _once(_config: object) -> dict[str, float]:
+    return {"loss": 1.0}

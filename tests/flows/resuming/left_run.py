@@ -14,7 +14,7 @@ from prefect.flow_engine import run_flow
 from prefect.input import RunInput
 from prefect.states import AwaitingRetry
 
-from prefect_tune.suspension.resume_forms import Shown, last_form, leave_with
+from prefect_tune.suspension import Shown, last_form, leave_with
 
 
 class LeftRun:

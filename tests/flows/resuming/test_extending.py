@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from prefect import flow, task
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
 from prefect.runtime import flow_run
 
 import prefect_tune as pt
@@ -162,15 +159,6 @@ def search(target: LocalTarget, **options: Any) -> pt.Results:
     return pt.tune(DIGITS, **{**common, **options})
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("no_prefect_server")
-def test_a_search_of_a_grid_alone_trains_each_point_once(local_target: LocalTarget) -> None:
-    results = search(local_target, space={"row": pt.grid_search([3, 1, 2])})
-    assert sorted(map(str, rows(results))) == ["1", "2", "3"]
-    assert len(pt.resume("nightly", target=local_target, stop={"step": 3}).trials) == 3
-    assert len(pt.resume("nightly", target=local_target, num_samples=2).trials) == 6
-
-
 def rows(results: pt.Results) -> Sequence[object]:
     return [each.config["row"] for each in results.trials.values()]
 
@@ -183,22 +171,6 @@ def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp
     assert list(third.experiment.extensions.values()) == [2, 2, 2]
     at_once = search(LocalTarget(path=str(tmp_path / "at-once")), num_samples=6)
     assert rows(third) == rows(at_once)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_target: LocalTarget) -> None:
-    for samples in (2, 1, 3):
-        search(local_target, samples_per_run=samples, experiment="reported-nightly")
-    with get_client(sync_client=True) as client:
-        only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-reported-nightly"]))
-        (report,) = [str(each.data) for each in client.read_latest_artifacts(artifact_filter=only)]
-    runs = [
-        row.split(" | ")
-        for row in report.partition("## Runs")[2].partition("## ")[0].splitlines()
-        if row.startswith("| ")
-    ]
-    assert [row[-3:-1] for row in runs[2:]] == [["+2", "2"], ["+1", "1"], ["+3", "3"]]
 
 
 class _Dies(Exception):
@@ -227,21 +199,6 @@ def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_a
     assert list(experiment_at(local_target, "nightly").extensions.values()) == [1, 1]
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_a_retry_that_calls_experiments_in_another_order_adds_samples_to_each_once(local_target: LocalTarget) -> None:
-    @flow(retries=1)
-    def nightly() -> None:
-        is_first = _is_first_try()
-        for name in ("a", "b") if is_first else ("b", "a"):
-            search(local_target, samples_per_run=1, experiment=name)
-        if is_first:
-            raise _Dies
-
-    nightly()
-    assert [list(experiment_at(local_target, name).extensions.values()) for name in ("a", "b")] == [[1], [1]]
-
-
 @pytest.mark.usefixtures("no_prefect_server")
 def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTarget) -> None:
     assert len(search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
@@ -252,31 +209,6 @@ def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTar
 @flow
 def _search_run() -> str:
     return call_path().key
-
-
-@flow
-def _weekly() -> list[str]:
-    return [_search_run() for _ in range(2)]
-
-
-@pytest.mark.deep
-@pytest.mark.usefixtures("prefect_server")
-def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not_change() -> None:
-    tries: list[list[str]] = []
-
-    @flow(retries=1)
-    def yearly() -> str:
-        tries.append([_search_run(), *_weekly()])
-        if _is_first_try():
-            raise _Dies
-        return call_path().key
-
-    run = yearly()
-    before, again = tries
-    assert before == again
-    assert len(set(before)) == 3
-    assert str(UUID(run)) == run  # the run has no name of its own: its id names it
-    assert all(each.startswith(f"{run}/") for each in before)
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
+from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, live_keys
+from prefect_tune.core.experiment.trial_transitions import live_keys
 from prefect_tune.core.journal_events import Configured, Decided
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.schedulers.base import Stop
@@ -23,14 +24,13 @@ from prefect_tune.parameters.argument_checks import code_of
 from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
-from tests.fakes.servers.processes import free_port
-from tests.flows.conftest import s3_at
-from tests.flows.driver import Driver, Drivers
-from tests.flows.training import entries_at, experiment_at, owners_at, statuses
-from tests.trainables.digits_table import EPOCHS, ROWS
+from tests.flows.training import entries_at, experiment_at, statuses
+from tests.long_cases import long_after
+from tests.trainables.digits_table import EPOCHS, ROWS, DigitsTable
 from tests.trainables.moody import Moody, train
 
 pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.timeout(400)]
+
 
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 SPACE = {"row": pt.randint(0, ROWS)}
@@ -206,15 +206,6 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     assert not objects(local_target, "new")
 
 
-@pytest.mark.deep
-def test_a_target_that_cannot_be_reached_is_an_error_and_its_state_is_nowhere_else() -> None:
-    target = s3_at(free_port(), request_timeout_seconds=2)
-    with pytest.raises(StoreUnavailable):
-        searched(target, resume="REMOTE")
-    with pytest.raises(pt.InvalidInput, match="no copy on this machine that could be newer or older"):
-        searched(target, resume="LOCAL")
-
-
 # --------------------------------------------------------------------------------------------- errored trials
 
 
@@ -336,61 +327,6 @@ def test_the_source_is_the_same_by_name_and_by_object() -> None:
 # ------------------------------------------------------------------------------------------------- two at once
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.long
-def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying_so(
-    drivers: Drivers, local_target: LocalTarget
-) -> None:
-    def start(name: str, step_seconds: float) -> Driver:
-        return drivers.start(
-            DIGITS,
-            {"row": pt.randint(0, ROWS), "step_seconds": step_seconds},
-            flow="tune",
-            target=local_target,
-            experiment=name,
-            metric="error",
-            num_samples=4,
-            seed=1,
-            stop={"step": 20},
-            max_concurrent_trials=2,
-            checkpoint=pt.Cadence(every_steps=2),
-        )
-
-    both = [start("both", 0.4), start("both", 0.4)]
-    outcomes = [each.wait(seconds=200) for each in both]
-    refused = next(each for each in outcomes if "error" in each)
-    whole = next(each for each in outcomes if "error" not in each)
-    owner = both[outcomes.index(whole)]
-    assert refused["error"] == "Superseded", refused
-    assert f"pid {owner.pid}" in refused["message"]
-    assert whole["trials"] == {f"{number:05d}": "completed" for number in range(4)}
-    for each in both:
-        each.require_no_leftovers()
-    experiment = experiment_at(local_target, "both")
-    assert sorted(owners_at(local_target, "both")) == sorted(each.pid for each in both)
-    assert [(each.status, each.step) for each in experiment.trials.values()] == [(Status.COMPLETED, 20)] * 4
-    assert start("alone", 0).wait(seconds=200)["trials"] == whole["trials"]
-    alone = experiment_at(local_target, "alone")
-    assert rows(alone) == rows(experiment)
-
-
-def rows(experiment: Experiment) -> Sequence[object]:
-    return [each.config["row"] for each in experiment.trials.values()]
-
-
-@pytest.mark.long
-def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget) -> None:
-    searched(local_target, num_samples=1)
-    before = objects(local_target, "old/1/trials/00000/checkpoints")
-    pt.resume("old", target=local_target, fork="new", num_samples=2)
-    assert delete_experiment("new", target=local_target).object_count > 0
-    assert list(objects(local_target, "new")) == ["new/generations/0000000002.json"]
-    assert objects(local_target, "old/1/trials/00000/checkpoints") == before
-    assert len(searched(local_target, num_samples=2).trials) == 2
-    assert delete_experiment("old", target=local_target).object_count > 0
-    assert list(objects(local_target, "old")) == ["old/generations/0000000002.json"]
-
-
 DEVELOPMENT = Path(__file__).parents[2] / "data" / "development_layout"
 
 
@@ -414,3 +350,125 @@ def test_an_experiment_of_a_development_version_is_refused_and_nothing_is_writte
     left = objects(target, "")
     assert {path: left[path] for path in before} == before
     assert all(path.startswith(".") for path in left.keys() - before.keys())
+
+
+# A run whose parameters do not fit the experiment is refused; a running owner is not disturbed.
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    long_after(
+        1,
+        [
+            ({"metric": "accuracy"}, "metric: experiment 'old' was begun with 'error'"),
+            ({"mode": "max"}, "mode: experiment 'old' was begun with 'min', and this run passes 'max'"),
+            ({"seed": 3}, "seed: experiment 'old' was begun with"),
+        ],
+    ),
+)
+def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
+    local_target: LocalTarget, changed: dict[str, Any], said: str
+) -> None:
+    searched(local_target, num_samples=1)
+    before = objects(local_target)
+    with pytest.raises(pt.InvalidInput, match=said):
+        searched(local_target, **changed)
+    assert objects(local_target) == before
+
+
+@pytest.mark.long
+def test_a_search_is_no_training_and_a_training_is_no_search(local_target: LocalTarget) -> None:
+    searched(local_target, num_samples=1)
+    pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="one", stop={"step": 2})
+    before = objects(local_target)
+    with pytest.raises(pt.InvalidInput, match=r"'old' at .* is a search"):
+        pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="old", stop={"step": 2})
+    with pytest.raises(pt.InvalidInput, match="'one' is a single training, not a search"):
+        searched(local_target, experiment="one", metric=None)
+    assert objects(local_target) == before
+    assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
+
+
+class Diary(pt.Callback):
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def on_trial_complete(self, trial: Any, finished: Any) -> None:
+        assert finished
+        self.ended.append(trial.trial)
+
+
+@pytest.mark.long
+def test_it_goes_on_without_callbacks_that_no_journal_holds_and_says_so(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    searched(local_target, num_samples=1, callbacks=[Diary()])
+    with caplog.at_level(logging.WARNING):
+        assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
+    assert "the callbacks were objects" in caplog.text
+    diary = Diary()
+    pt.resume("old", target=local_target, num_samples=3, callbacks=[diary])
+    assert diary.ended[-1] == "00002"
+
+
+def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarget) -> None:
+    searched(local_target, num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="0"):
+        pt.resume("old", target=local_target, fork="new", at=0)
+    assert not objects(local_target, "new")
+
+
+@pytest.mark.long
+def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_target: LocalTarget) -> None:
+    def no_journal_names_it(_config: object) -> None:
+        pt.report({"error": 1.0})
+
+    searched(local_target, num_samples=2)
+    searched(local_target, "unnamed", no_journal_names_it, num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="has 2 already"):
+        pt.resume("old", target=local_target, fork="new", num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
+        pt.resume("unnamed", target=local_target, fork="new")
+    assert not objects(local_target, "new")
+
+
+def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
+    with pytest.raises(pt.InvalidInput, match=r"num_samples: .* decides itself how many"):
+        pt.tune(Moody, SPACE, target="./nowhere", search=pt.Repeated(pt.RandomSearch(2), 2), num_samples=3)
+
+
+def enough(metrics: Mapping[str, Any]) -> bool:
+    return metrics["step"] >= 2
+
+
+def row(_config: Mapping[str, Any]) -> int:
+    return 3
+
+
+@pytest.mark.long
+def test_objects_with_an_import_path_are_resumed_by_name(
+    local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"stop": enough, "space": {"row": pt.sample_from(row)}, "callbacks": [Diary]}
+    searched(local_target, num_samples=1, trainable=DigitsTable, **options)
+    here = __name__
+    paths = {"trainable": DIGITS, "stop": f"{here}:enough", "callbacks": [f"{here}:Diary"]}
+    settings = experiment_at(local_target, "old").settings
+    assert {name: settings[name] for name in paths} == paths
+    assert settings["space"] == {"row": {"sample_from": f"{here}:row"}}
+    assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
+    # The object and its name are the same trainable: the journal takes the second call for no change.
+    searched(local_target, num_samples=3, trainable=DigitsTable, on_code_change="refuse", **options)
+    searched(local_target, num_samples=4, trainable=DIGITS, on_code_change="refuse", **options)
+    resumed = pt.resume("old", target=local_target, num_samples=5, on_code_change="refuse")
+    assert dict(resumed.experiment.settings) == {**settings, "num_samples": 5}
+    assert [(each.status, each.step) for each in resumed.trials.values()] == [("completed", 2)] * 5
+    assert not any("has changed" in each.message for each in caplog.records)
+    # An experiment that was begun with an object without a path resumes with the object, and then by name.
+    monkeypatch.setattr("prefect_tune.parameters.search_plan.import_path_of", lambda _: None)
+    searched(local_target, "earlier", num_samples=1, trainable=DigitsTable)
+    monkeypatch.undo()
+    with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
+        pt.resume("earlier", target=local_target)
+    searched(local_target, "earlier", num_samples=2, trainable=DigitsTable)
+    assert len(pt.resume("earlier", target=local_target, num_samples=3).trials) == 3

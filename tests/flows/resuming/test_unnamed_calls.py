@@ -60,17 +60,6 @@ def test_the_first_call_has_the_id_of_the_run_and_all_calls_have_experiments_of_
 
 
 @pytest.mark.long
-def test_a_training_that_is_the_first_call_has_the_id_of_the_run_too(tmp_path: Path) -> None:
-    @flow
-    def once() -> tuple[str, str]:
-        training = pt.durable_trainable(trained, {"data": 4}, target=str(tmp_path), isolation="thread")
-        return training.experiment, str(flow_run.id)
-
-    name, run = once()
-    assert name == run
-
-
-@pytest.mark.long
 def test_calls_on_two_targets_have_two_names(tmp_path: Path) -> None:
     @flow
     def two() -> set[str]:
@@ -217,41 +206,6 @@ def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tm
     assert names_below(tmp_path) == {results.experiment.name}
 
 
-@pytest.mark.long
-def test_tasks_whose_arguments_cannot_be_hashed_are_refused_at_the_same_time_and_told_why(tmp_path: Path) -> None:
-    _is_running.clear()
-    _may_end.clear()
-
-    @task
-    def searching(lock: object) -> None:
-        del lock
-        try:
-            search(tmp_path, 1, trainable=waiting)
-        finally:
-            _may_end.set()
-
-    @flow
-    def several() -> Sequence[Any]:
-        first = searching.submit(threading.Lock())
-        assert _is_running.wait(120)
-        second = searching.submit(threading.Lock())
-        return [each.result(raise_on_failure=False) for each in (first, second)]
-
-    _, error = several()
-    assert isinstance(error, InvalidInput)
-    assert "the arguments of task 'searching-" in str(error)
-    assert "cannot hash them" in str(error)
-
-
-@pytest.mark.long
-def test_a_call_that_follows_another_in_a_thread_is_told_apart_by_its_order(tmp_path: Path) -> None:
-    @flow
-    async def both() -> list[str]:
-        return [(await asyncio.to_thread(search, tmp_path, data)).experiment.name for data in (1, 2)]
-
-    assert len(set(asyncio.run(both()))) == 2
-
-
 def _search_of_data(folder: Path, data: Any, space: Mapping[str, Any]) -> pt.Results:
     def training(config: Mapping[str, Any]) -> None:
         pt.report({"loss": 0.0, "data": str(data), "space": str(sorted(config))})
@@ -308,25 +262,6 @@ def test_a_retry_whose_first_call_is_another_one_does_not_take_over_an_unfinishe
     with pytest.raises(InvalidInput, match=r"an earlier try of this run has begun '.*' by a call without a name.*pass"):
         several()
     assert len(names_below(tmp_path)) == 1
-
-
-@pytest.mark.long
-def test_a_retried_task_that_has_changed_its_argument_finds_its_experiment(tmp_path: Path) -> None:
-    names: list[str] = []
-
-    @task(retries=1)
-    def searching(data: list[int]) -> None:
-        data.append(len(names))
-        names.append(search(tmp_path).experiment.name)
-        if len(names) == 1:
-            raise ConnectionError
-
-    @flow
-    def calling() -> None:
-        searching([])
-
-    calling()
-    assert names[0] == names[1]
 
 
 @pytest.mark.long

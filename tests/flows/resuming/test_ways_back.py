@@ -123,26 +123,3 @@ def test_a_cancelled_run_says_what_is_resumable(ui: Ui, tmp_path: Path) -> None:
     eventually("the log", lambda: "resumable at step" in ui.log(training.run), timedelta(seconds=30))
     at = trial_at(training.target, "cancelled").checkpoints[-1].step
     assert f"experiment 'cancelled': resumable at step {at}; press Retry, or run it again" in ui.log(training.run)
-
-
-def test_an_automation_brings_a_killed_run_back_until_nothing_comes_of_it(ui: Ui, tmp_path: Path) -> None:
-    with ui.restarting_crashed(within=timedelta(seconds=30)):
-        training = _Training(ui, tmp_path, "brought-back")
-        training.until_committed(term=1)
-        training.kill()
-        training.until_committed(term=2)
-        training.gate.touch()
-        assert ui.until_final(training.run).is_completed()
-        training.require_identical_end()
-        training.require_no_committed_step_again()
-
-        hopeless = _Training(ui, tmp_path, "hopeless", step_seconds=1000)
-        for term in range(1, 7):
-            eventually("the next start", lambda: hopeless.term() == term, timedelta(seconds=200))  # noqa: B023  called here
-            hopeless.kill()
-        eventually("the cap", lambda: ui.state(hopeless.run).is_failed(), timedelta(seconds=200))
-        assert "restarted 5 times in a row" in str(ui.state(hopeless.run).message)
-        ui.retry(hopeless.run)
-        eventually("a person's retry", lambda: hopeless.term() == 7, timedelta(seconds=200))
-        ui.cancel(hopeless.run)
-        ui.until_final(hopeless.run)

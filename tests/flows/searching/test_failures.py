@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,30 +86,6 @@ def test_a_killed_trial_is_the_machines_failure_and_has_a_budget_of_its_own(trou
     assert (result.step, result.attempts) == (20, 3)
 
 
-@pytest.mark.long
-def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_spent(trouble: Trouble) -> None:
-    trouble.config |= {"fails": "kill", "at": 7, "times": 99}
-    with pytest.raises(TrialFailed, match="max_machine_failures"):
-        trouble.run(failures=FailurePolicy(max_failures=99, max_machine_failures=1))
-    assert trouble.trial.attempt == 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"not_a_number_at": 7}, r"metrics of step 7: 'loss'.*nan"),
-        ({"fails": "exhaust", "at": 7, "times": 99}, "MemoryError"),
-    ],
-)
-def test_what_another_try_cannot_mend_is_not_tried_again(trouble: Trouble, config: dict[str, Any], said: str) -> None:
-    trouble.config |= config
-    with pytest.raises(TrialFailed, match=said):
-        trouble.run(failures=FailurePolicy(max_failures=5))
-    assert trouble.trial.attempt == 1
-    assert trouble.trial.step == 6
-
-
 # --------------------------------------------------------------------------------------------------- silence
 
 
@@ -151,25 +124,6 @@ def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Tro
 # ---------------------------------------------------------------------------------------------- side effects
 
 
-@pytest.mark.deep
-def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
-    trouble.config["prints"] = 500
-    assert trouble.run(steps=10).step == 10
-    said = [each.getMessage() for each in trouble.said]
-    (file,) = {found[1] for each in said if (found := re.search(r"it is in (\S+), up to", each))}
-    logged = [line for line in said if " of step " in line and "  x" in line]
-    printed = [line.split("  x")[0] for line in [*logged, *Path(file).read_text().splitlines()]]
-    assert sorted(printed) == sorted(f"line {number} of step {step}" for step in range(1, 11) for number in range(500))
-    assert len(logged) >= 1000
-
-
-@pytest.mark.long
-def test_a_trainable_may_print_what_is_no_text(trouble: Trouble) -> None:
-    trouble.trainable = "tests.trainables.troublesome:PrintsOddly"
-    assert trouble.run(steps=3).step == 3
-    assert any("said to stderr" in each.getMessage() for each in trouble.said)
-
-
 def test_processes_that_a_trainable_leaves_behind_end_with_it(trouble: Trouble) -> None:
     trouble.trainable = "tests.trainables.troublesome:LeavesChildren"
     trouble.run(steps=3)
@@ -194,16 +148,6 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
     assert "the trial had finished, and its last checkpoint was committed, when" in trouble.loudly()
 
 
-@pytest.mark.long
-def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:
-    trouble.config |= {"fails": "raise", "at": 13}
-    with pytest.raises(TrialFailed, match="the user's own trouble"):
-        trouble.run(isolation="thread")
-    assert trouble.run(isolation="thread").step == 20
-    assert trouble.acts("loaded") == [10]
-    assert {each.pid for each in acts_of(trouble.witness)} == {os.getpid()}
-
-
 # ----------------------------------------------------------------------------------------------- calling again
 
 
@@ -213,11 +157,3 @@ def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trou
     again = trouble.run()
     assert acts_of(trouble.witness) == acts
     assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)
-
-
-@pytest.mark.long
-def test_a_larger_budget_goes_on_where_the_smaller_one_ended(trouble: Trouble) -> None:
-    trouble.run(steps=10)
-    result = trouble.run(steps=20)
-    assert (result.step, result.metrics["count"], result.wasted_steps) == (20, 20, 0)
-    assert trouble.acts("begin") == list(range(1, 21))

@@ -12,16 +12,15 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import ExperimentPlateau, MaxFailures, MaxSteps, TimeBudget, TrialBudget
+from prefect_tune.core.experiment.stoppers import MaxFailures, MaxSteps, TrialBudget
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import Cause, FinishKind, StopAsked
+from prefect_tune.core.journal_events import FinishKind, StopAsked
 from prefect_tune.core.messages.target_messages import StopRequest, ask, read_request
-from prefect_tune.core.reasons import AnyReason, Reason, code_of, make_reason
+from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.values import Stamp
 from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at, statuses
 from tests.long_cases import long_after
@@ -200,66 +199,12 @@ def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
     return pt.tune(MOODY, **{**common, **options})
 
 
-@pytest.mark.long
-def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: pt.LocalTarget) -> None:
-    space = {"fails": pt.grid_search(["raise", "not", "raise", "never", "no"])}
-    failing = moody(target, space=space, num_samples=1, stop=MaxSteps(2) | MaxFailures(2))
-    assert statuses(failing) == ["errored", "completed", "errored"]
-    assert failing.experiment.ends == make_reason("failed-trials", count=2, limit=2)
-    assert failing.experiment.settings["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 2}}]
-    assert statuses(pt.resume("e", target=target)) == ["errored", "completed", "errored"]
-    more = pt.resume("e", target=target, stop={"step": 2, "MaxFailures": {"failures": 3}})
-    assert statuses(more) == ["errored", "completed", "errored", "completed", "completed"]
-
-
 def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.LocalTarget) -> None:
     budget: dict[str, Any] = {"step": 1, "TrialBudget": {"trials": 3}}
     first = moody(target, space={"x": pt.uniform(0, 1)}, num_samples=9, stop=budget)
     assert statuses(first) == statuses(pt.resume("e", target=target)) == ["completed"] * 3
     more = pt.resume("e", target=target, stop=[MaxSteps(1), TrialBudget(5)])
     assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("completed", 1)] * 5
-
-
-@pytest.mark.long
-def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
-    space = {"row": pt.grid_search([1, 2, 3, 4]), "step_seconds": 0.1}
-    asked: dict[str, Any] = {"space": space, "num_samples": 1, "target": target, "experiment": "e", "metric": "error"}
-    stopper = MaxSteps(3) | TimeBudget(timedelta(seconds=0.5))
-    results = pt.tune(TABLE, stop=stopper, max_concurrent_trials=1, **asked)
-    assert statuses(results)[:2] == ["completed", "completed"]
-    assert len(results.trials) < 4
-    ends = results.experiment.ends
-    assert isinstance(ends, Reason)
-    assert (ends.code, ends.arguments["limit"]) == ("search-time-limit", 0.5)
-    assert statuses(pt.resume("e", target=target)) == statuses(results)
-
-
-@pytest.mark.long
-def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.LocalTarget) -> None:
-    space = {"x": pt.grid_search([0.0, 5.0, 0.0, 7.0, 8.0])}
-    results = moody(target, space=space, num_samples=1, stop=[{"step": 1}, ExperimentPlateau(top=2, std=0.01)])
-    assert (statuses(results), results.experiment.ends) == (
-        ["completed"] * 3,
-        make_reason("search-plateau", metric="loss", top=2, spread=0.0),
-    )
-
-
-@pytest.mark.long
-def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_path: Path) -> None:
-    space = {"fails": pt.grid_search(["raise", "kill"]), "until": str(tmp_path / "killed")}
-    own = moody(target, space=space, num_samples=1, stop={"step": 3}, failures=pt.FailurePolicy(max_failures=2))
-    raised, killed = own.trials.values()
-    assert (raised.status, raised.attempt, raised.user_failures, raised.machine_failures) == (Status.ERRORED, 3, 3, 0)
-    assert code_of(raised.end_reason) == "max-failures"
-    assert (killed.status, killed.attempt, killed.user_failures) == (Status.COMPLETED, 2, 0)
-
-
-@pytest.mark.long
-def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
-    policy = pt.FailurePolicy(max_failures=5)
-    missing = results_of_failed(lambda: moody(target, space={"fails": "import"}, num_samples=1, failures=policy))
-    (trial,) = missing.trials.values()
-    assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 
 
 @pytest.mark.parametrize(

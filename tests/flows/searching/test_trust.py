@@ -25,7 +25,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import Stamp
 from prefect_tune.flows.resume import resume
 from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
-from prefect_tune.tuner.warm_start import new_warm_starts
+from prefect_tune.tuner.run_search import new_warm_starts
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder

@@ -1,4 +1,4 @@
-"""Searches in this process, against a real server: trials, retries, results."""
+"""Searches in this process, function trainables, stop criteria, and metrics that reports lack."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.stoppers import MaxSteps, Plateau
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.reasons import make_reason, summarize_error
 from tests.fakes.searches.failed_searches import results_of_failed
+from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import statuses
 from tests.long_cases import long_after
 from tests.trainables.moody import Moody, train
-
-pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 MOODY = "tests.trainables.moody:Moody"
 
@@ -35,6 +37,7 @@ def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results
     return pt.tune(trainable, **{**common, **options})
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:
     results = searched(tmp_path, train, space={"x": pt.grid_search([3.0, 1.0, 2.0])}, stop=None)
     assert [each.config["x"] for each in results.trials.values()] == [3.0, 1.0, 2.0]
@@ -43,37 +46,18 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
     assert results.errors == {}
 
 
-@pytest.mark.long
-def test_a_trial_that_errors_is_reported_and_stops_no_other(tmp_path: Path) -> None:
-    space = {"fails": pt.grid_search(["raise", "not"])}
-    results = searched(tmp_path, space=space)
-    assert statuses(results) == ["errored", "completed"]
-    assert "in a mood" in results.errors["00000"]
-    again = searched(tmp_path, space=space)
-    assert (statuses(again), again.trials["00000"].attempt) == (["errored", "completed"], 1)
-    mended = {**space, "until": "nowhere"}
-    rerun = searched(tmp_path, "tests.trainables.moody:Moody", space=mended, rerun_errored=True)
-    assert (statuses(rerun), rerun.trials["00000"].attempt) == (["errored", "completed"], 2)
-
-
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     results = searched(tmp_path, space={"fails": "kill", "until": str(tmp_path / "killed")})
     (trial,) = results.trials.values()
     assert (trial.status, trial.step, trial.attempt, trial.wasted_steps) == (Status.COMPLETED, 3, 2, 0)
 
 
-@pytest.mark.long
-def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
-    space = {"fails": pt.grid_search(["raise", "not", "not either"])}
-    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
-    assert statuses(results) == ["errored"]
-    assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
-
-
 def careless(config: dict[str, Any]) -> None:
     raise KeyError(config["missing"])
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goes_on_if_asked(tmp_path: Path) -> None:
     options: dict[str, Any] = {"space": {"x": pt.uniform(0, 1)}, "stop": None, "max_concurrent_trials": 1}
     with pytest.raises(
@@ -88,6 +72,7 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
     assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.long
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     first = searched(tmp_path, MOODY, space={"x": pt.uniform(0, 1)}, num_samples=2)
@@ -99,6 +84,14 @@ def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     assert [each.config for each in more.trials.values()][:2] == proposed
     whole = searched(tmp_path / "at once", MOODY, space={"x": pt.uniform(0, 1)}, num_samples=4)
     assert [each.config for each in whole.trials.values()] == [each.config for each in more.trials.values()]
+
+
+@pytest.mark.long
+def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
+    space = {"fails": pt.grid_search(["raise", "not", "not either"])}
+    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
+    assert statuses(results) == ["errored"]
+    assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
 
 
 @pytest.mark.long
@@ -115,24 +108,14 @@ def test_a_search_is_spelled_in_json_as_a_form_does(tmp_path: Path) -> None:
     assert [each.step for each in results.trials.values()] == [1, 1, 3]
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(pt.ResumeFailed, match="there is no experiment 'gone'"):
         pt.resume("gone", target=str(tmp_path / "target"))
     assert not (tmp_path / "target" / "gone").exists()
 
 
-@pytest.mark.long
-def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path) -> None:
-    def trains(config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"loss": config["x"]}
-
-    searched(tmp_path, trains, space={"x": 1.0}, stop=lambda _metrics: False)
-    with pytest.raises(pt.InvalidInput, match="'trainable', 'stop'"):
-        pt.resume("e", target=str(tmp_path / "target"))
-    more = pt.resume("e", target=str(tmp_path / "target"), trainable=trains, stop={"step": 9}, num_samples=2)
-    assert statuses(more) == ["completed"] * 2
-
-
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
     ("options", "said"),
     long_after(
@@ -163,8 +146,157 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
+# A report without the searched metric, or without that of a stop criterion, is an error of its trial.
+
+
+def searched_by(target: LocalTarget, metric: str, **options: Any) -> pt.Results:
+    common: Mapping[str, Any] = {"experiment": "e", "isolation": "thread", "max_concurrent_trials": 1, "num_samples": 3}
+    more = {"trainable": Moody, "space": {"x": pt.uniform(0, 1)}, "stop": {"step": 4}, **common, **options}
+    found: pt.Results = pt.tune(target=target, metric=metric, **more)
+    return found
+
+
+def ends_of(results: pt.Results) -> list[tuple[str, int]]:
+    return [(str(trial.status), trial.step) for trial in results.trials.values()]
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize("isolation", [pytest.param("process", marks=pytest.mark.long), "thread"])
+def test_a_search_with_a_misspelt_metric_fails_with_the_name_that_was_meant_and_continues_with_it(
+    local_target: LocalTarget, isolation: str
+) -> None:
+    options: Any = {"isolation": isolation, "failures": pt.FailurePolicy(max_failures=9)}
+    with pytest.raises(pt.SearchFailed) as failed:
+        searched_by(local_target, "los", num_samples=9, **options)
+    assert (
+        "3 of 3 trials errored, all with: BadMetric: metrics of step 1: expected a number for metric 'los', found "
+        "None; the report has ['loss']; did you mean 'loss'? If reports may lack it, pass allow_missing_metric=True "
+        "(--allow-missing-metric)"
+    ) in str(failed.value)
+    assert ends_of(failed.value.results) == [("errored", 0)] * 3
+    right = searched_by(local_target, "loss", rerun_errored=True, **options)
+    assert ends_of(right) == [("completed", 4)] * 3
+    assert right.best.step == 4
+
+
+def rarely(config: Mapping[str, Any]) -> None:
+    """Report the metric at the second of three steps."""
+    for step in range(3):
+        pt.report({"loss": config["x"], **({"rare": config["x"]} if step == 1 else {})})
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_reports_may_lack_the_metric_if_that_is_allowed(local_target: LocalTarget) -> None:
+    allowed = searched_by(local_target, "rare", trainable=rarely, stop=None, allow_missing_metric=True)
+    assert ends_of(allowed) == [("completed", 3)] * 3
+    assert allowed.best_trial(scope="all").metrics["loss"] == min(
+        trial.config["x"] for trial in allowed.trials.values()
+    )
+    refused = pt.resume("e", target=local_target, trainable=rarely, num_samples=4, allow_missing_metric=False)
+    assert ends_of(refused) == [("completed", 3)] * 3 + [("errored", 0)]
+
+
+def skipping(config: Mapping[str, Any]) -> None:
+    """Report another metric, or text in its place, for the first points."""
+    pt.report([{"skipped": 1}, {"accuracy": "0.5"}, {"accuracy": 0.5}][config["point"]])
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.parametrize(
+    ("options", "lacking"),
+    [
+        ({}, "errored"),
+        ({"allow_missing_metric": True}, "completed"),
+        ({"allow_missing_metric": True, "scheduler": pt.ASHA(max_t=4, variant="stopping")}, "errored"),
+    ],
+    ids=["required", "allowed", "compared"],
+)
+def test_only_the_trials_that_report_no_number_for_the_metric_error(
+    local_target: LocalTarget, options: Mapping[str, Any], lacking: str
+) -> None:
+    space = {"point": pt.grid_search([0, 1, 2])}
+    found = searched_by(local_target, "accuracy", trainable=skipping, space=space, num_samples=1, stop=None, **options)
+    assert [str(trial.status) for trial in found.trials.values()] == [lacking, lacking, "completed"]
+    assert found.best.metrics == {"accuracy": 0.5}
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_and_continues_with_another(
+    local_target: LocalTarget,
+) -> None:
+    wrong = lambda: searched_by(local_target, "loss", stop={"stepp": 4}, num_samples=9)  # noqa: E731 - passed on
+    results = results_of_failed(wrong)
+    assert ends_of(results) == [("errored", 1)] * 3
+    error = "stop: expected metric 'stepp' in each report, found only ['loss']; did you mean 'step'?"
+    assert all(error in why for why in results.errors.values())
+    right = pt.resume("e", target=local_target, trainable=Moody, stop={"step": 4}, num_samples=9, rerun_errored=True)
+    assert ends_of(right) == [("completed", 4)] * 9
+
+
+# Function trainables, and the stop conditions.
+
+
+def test_a_function_reports_saves_and_goes_on_from_its_checkpoint(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:count"
+    assert trouble.run(steps=13).step == 13
+    result = trouble.run(steps=22)
+    assert (result.step, result.metrics["count"], result.wasted_steps) == (22, 22, 3)
+    assert trouble.acts("loaded") == [10]
+
+
+def test_what_a_function_returns_is_its_last_report_and_no_larger_budget_makes_it_go_on(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:count_and_return"
+    trouble.config = {"score": 21}
+    for _ in range(2):
+        result = trouble.run(steps=None)
+        assert (result.status, result.metrics) == (Status.COMPLETED, {"score": 42, "attempt": 1})
+        assert result.reason == "the trainable returned"
+
+
+def test_a_function_of_the_script_itself_is_taken_along(trouble: Trouble) -> None:
+    factor = 3
+
+    def scaled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"score": config["score"] * factor}
+
+    trouble.trainable = scaled
+    trouble.config = {"score": 2}
+    assert trouble.run(steps=None).metrics == {"score": 6}
+
+
+def _seventh(metrics: Mapping[str, object]) -> bool:
+    return metrics["count"] == 7
+
+
+@pytest.mark.parametrize(
+    ("stop", "step"),
+    long_after(
+        1,
+        [
+            ([{"step": 50}, MaxSteps(9) | Plateau("loss", std=0.02, reports=3)], 8),
+            ({"count": 6, "step": 9}, 6),
+            (_seventh, 7),
+            ("tests.flows.searching.test_tune:_seventh", 7),
+        ],
+    ),
+)
+def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Trouble, stop: Any, step: int) -> None:
+    result = trouble.run(steps=None, stop=stop)
+    assert (result.status, result.step) == (Status.COMPLETED, step)
+    assert trouble.trial.checkpoints[-1].step == step
+
+
 @pytest.mark.long
-def test_what_was_decided_by_one_metric_does_not_go_on_by_another(tmp_path: Path) -> None:
-    searched(tmp_path, train, space={"x": 1.0}, stop=None)
-    with pytest.raises(pt.InvalidInput, match="metric: experiment 'e' was begun with 'loss'"):
-        searched(tmp_path, train, space={"x": 1.0}, stop=None, metric="other")
+def test_a_stopper_that_looks_back_sees_what_was_reported_before_a_resume(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 8}
+    plateau = Plateau("loss", std=0.02, reports=3)
+    result = trouble.run(steps=None, stop=plateau, failures=FailurePolicy(max_failures=1))
+    assert (result.step, result.attempts) == (8, 2)
+
+
+def test_a_trainable_may_say_itself_that_it_is_done(trouble: Trouble) -> None:
+    trouble.config["done_at"] = 6
+    for _ in range(2):
+        result = trouble.run(steps=None)
+        assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 6, 1)
+    assert trouble.acts("begin") == list(range(1, 7))

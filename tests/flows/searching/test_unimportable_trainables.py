@@ -118,14 +118,6 @@ def test_what_is_no_trainable_is_refused_before_anything_is_written(
     assert os.getpid() not in importers(), "the flow's process has imported it"
 
 
-@pytest.mark.long
-def test_a_trainable_that_only_the_import_defines_trains(importers: Callable[[], set[int]], tmp_path: Path) -> None:
-    results = pt.tune("models_here:Dynamic", {"x": 1.0}, target=str(tmp_path / "t"), experiment="e", num_samples=1)
-    assert [each.status for each in results.trials.values()] == [Status.COMPLETED]
-    assert os.getpid() not in importers()
-    assert len(importers()) == 2, "one process has checked it, and one has trained it"
-
-
 def test_a_trainable_that_its_source_defines_is_imported_by_its_trial_alone(
     importers: Callable[[], set[int]], tmp_path: Path
 ) -> None:

@@ -144,27 +144,6 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
     assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("no_prefect_server")
-def test_changed_code_is_reported_by_the_run_that_trains_with_it(
-    local_target: LocalTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def warnings(code: str, samples: int) -> int:
-        monkeypatch.setattr("prefect_tune.parameters.search_plan.code_of", lambda _trainable: code)
-        caplog.clear()
-        pt.tune(train, SPACE, target=local_target, experiment="e", num_samples=samples, isolation="thread")
-        return caplog.text.count("the source of the trainable has changed since experiment 'e' last trained")
-
-    unused = "this run trained nothing with the new code; to train with it, raise num_samples"
-    assert warnings("before", 1) == 0
-    for _ in range(2):
-        assert warnings("after", 1) == 1
-        assert unused in caplog.text
-    assert warnings("after", 2) == 1
-    assert unused not in caplog.text
-    assert warnings("after", 3) == 0
-
-
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     log_code(searched(planned()), planned(silent), CODE_TRAINS, LOG)
     (said,) = caplog.messages

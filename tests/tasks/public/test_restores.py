@@ -9,6 +9,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import task_values
+from prefect_tune.core.journal.journal import load
 from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
@@ -19,15 +20,14 @@ NEWEST_ONLY = pt.Retention(last=1)
 
 def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
     """After each read of the journal by a restore, the owner saves a step and deletes the earlier ones."""
-    look = checkpoints._trial_at
 
-    def meanwhile(asked: Any) -> Any:
-        found = look(asked)
+    def meanwhile(*journal: Any, **options: Any) -> Any:
+        found = load(*journal, **options)
         if steps:
             caller.save(steps.pop(0), retention=NEWEST_ONLY)
         return found
 
-    caller.patch.setattr(checkpoints, "_trial_at", meanwhile)
+    caller.patch.setattr(checkpoints, "load", meanwhile)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,9 +13,6 @@ from prefect.logging import disable_run_logger
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import load
-from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import first_generation
 from tests.tasks.public.conftest import Caller
 from tests.trainables.counting import Counting
 
@@ -74,18 +71,6 @@ def test_a_failed_attempt_raises_and_the_next_call_continues_from_its_checkpoint
 
 @pytest.mark.long
 @pytest.mark.usefixtures("caller")
-def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        done = list(pool.map(lambda trial: run(tmp_path, {"name": trial}, trial=trial), "abc"))
-    assert [(each.trial, each.status, each.step, each.attempts) for each in done] == [
-        (trial, Status.COMPLETED, 4, 1) for trial in "abc"
-    ]
-    state = load(PosixStore(tmp_path / "runs"), first_generation("e"), side_by_side=map)
-    assert (state.term, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("caller")
 def test_another_configuration_or_trainable_is_refused(tmp_path: Path) -> None:
     run(tmp_path, {"rate": 0.5})
     with pytest.raises(pt.InvalidInput, match=r"expected its config \{'rate': 0\.5\}, found \{'rate': 0\.25\}"):
@@ -100,16 +85,6 @@ def test_a_misspelt_trainable_is_refused_before_there_is_an_experiment(tmp_path:
     with pytest.raises(pt.InvalidInput, match=r"has no 'Mody'; did you mean 'Moody'\?"):
         pt.run_trial.fn("tests.trainables.moody:Mody", target=tmp_path / "runs", experiment="e", isolation=isolation)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path) -> None:
-    run(tmp_path, trial="a")
-    caller.begin("later")
-    run(tmp_path, trial="b")
-    caller.begin("first")
-    with pytest.raises(pt.Superseded):
-        run(tmp_path, trial="c")
 
 
 @pytest.mark.usefixtures("caller")

@@ -1,4 +1,4 @@
-"""What a search logs when it opens its experiment."""
+"""What a search logs when it opens its experiment, and its error if every trial errored."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.journal_events import Event, Finished, FinishKind, Opened, Owner, Started, StopAsked, TrialAdded
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.journal_events import (
+    Cause,
+    Event,
+    Finished,
+    FinishKind,
+    GaveUp,
+    Opened,
+    Owner,
+    Started,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.reasons import Reason, format_error, make_reason
 from prefect_tune.executors.trial_executor import Slots
+from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
+from prefect_tune.results import Results
+from prefect_tune.tuner.run_search import failure_of, log_finished, log_opening, warn_of_takeover
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -79,3 +96,41 @@ def test_processes_that_share_processors_are_named(
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
     log_opening(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
     assert said in recorder.lines
+
+
+# What a failed search says.
+
+
+_BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback (most recent call last):\n  ...")
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"),
+    [
+        (
+            make_reason("max-failures", failures=1, limit=0, error=_BAD),
+            "Traceback: prefect-tune show file:///runs e --trial 0",
+        ),
+        (make_reason("process-ended", exit_code=3), KEEPS_CONFIGURATIONS),
+    ],
+)
+def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> None:
+    state = nothing_yet(first_generation("e"))
+    events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
+    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, reason=reason)], 1):
+        state = after_event(state, event, number)
+    error = failure_of(Results(state, LocalTarget(path="/runs"), None), None)
+    assert error is not None
+    assert str(error).endswith(ends)
+    again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
+    assert again in str(error), "no command finds the function of a script"
+
+
+def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:
+    with pytest.raises(BadMetric) as refused:
+        storable({"loss": float("nan")}, "metrics of step 1")
+    error = make_reason("raised", type="BadMetric", text=str(refused.value))
+    assert format_error(make_reason("not-retried", cause="bad-metric", error=error)) == (
+        "BadMetric: metrics of step 1: 'loss': found nan; training has diverged, or the metric divides by zero. For a "
+        "trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+    )

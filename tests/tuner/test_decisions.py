@@ -1,4 +1,4 @@
-"""The number of lost attempts after which a trial is given up."""
+"""What follows a failed attempt, and a decision that was journaled and not carried out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -22,8 +22,14 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.tuner.failure_handling import FailureHandler
+from prefect_tune.tuner.decisions import FailureHandler
+from prefect_tune.tuner.search_policy import SearchPolicy, open_decision
 from prefect_tune.tuner.stop_requests import Stopping
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, pending_entry, random_policy
@@ -151,3 +157,47 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
     failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(failing.startable) == []
     assert failing.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"
+
+
+# A journaled decision about a trial still holds if the search died before it acted on it.
+
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+ADDED = PastEvent(order=1, what="added")
+ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
+
+
+def decided(decision: Decision) -> PastEvent:
+    return PastEvent(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+
+
+def policy_of(trial: Trial) -> SearchPolicy:
+    schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3, variant="stopping").begin(LOSS, 0)
+    policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
+    for each in trial.past:
+        policy.record(trial, each) if each.report is None else policy.decide(trial, each.report)
+    return policy
+
+
+@pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
+@pytest.mark.parametrize("status", ALL)
+def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
+    trial = Trial(trial="00000", config={}, phase=status, past=(ADDED, decided(decision)))
+    found = open_decision(trial)
+    if status in (Phase.PENDING, Phase.RUNNING):
+        assert found is not None
+        assert found.decision == decision
+        assert policy_of(trial).milestone(trial) == 3
+    else:
+        assert found is None
+        assert policy_of(trial).milestone(trial) == 9
+
+
+@pytest.mark.parametrize(
+    "past",
+    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PastEvent(order=3, what="resumed"))],
+)
+def test_nothing_else_stands(past: tuple[PastEvent, ...]) -> None:
+    trial = Trial(trial="00000", config={}, past=past)
+    assert open_decision(trial) is None
+    assert policy_of(trial).milestone(trial) == (3 if past == (ADDED,) else 9)

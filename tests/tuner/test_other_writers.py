@@ -1,22 +1,30 @@
-"""A driver whose next entry meets that of a guest: maintenance that quarantines a checkpoint."""
+"""A search beside other writers of its journal."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from prefect_tune import journal_access, ownership
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointRef, Committed, Reported
 from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.journal_access import new_write_id, read_experiment
+from prefect_tune.ownership import opening_events, own, write_if_unchanged
 from prefect_tune.storage_retries import on_target
 from tests.fakes.searches.planned_search import PlannedSearch
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
@@ -95,3 +103,38 @@ def test_what_a_post_does_not_retire_since_a_guest_was_faster_is_not_deleted(tmp
     assert [ref.step for ref in trial.checkpoints] == [1], "the save of step 3 was overtaken, and retired nothing"
     time.sleep(2)  # the janitor works in the background
     require_bytes(target, state)
+
+
+# Several processes of one flow run begin an experiment at once; and a task is retried that died while it began it.
+
+
+def test_two_processes_of_a_flow_run_begin_an_experiment_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = LocalTarget(path=str(tmp_path))
+    monkeypatch.setattr(ownership, "_writing", defaultdict(threading.RLock))  # two processes have no common lock
+    calls: list[int] = []
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        if not calls:
+            calls.append(1)
+            state = own(target, "e")
+            write_if_unchanged(target, state, "b", opening_events(None, "b", 1))
+        return adopt(*arguments, **options)
+
+    monkeypatch.setattr(journal_access, "adopt", meanwhile)
+    assert "b" in own(target, "e").trials
+
+
+def test_a_retried_task_adopts_what_its_first_try_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = LocalTarget(path=str(tmp_path))
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_access, "append_entry", dies)
+        with pytest.raises(KeyboardInterrupt):
+            own(target, "e")
+    state = own(target, "e")
+    assert state.adopted_in == state.term

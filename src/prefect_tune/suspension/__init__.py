@@ -1,1 +1,0 @@
-"""Suspend a run, ask a person, resume with the answer."""

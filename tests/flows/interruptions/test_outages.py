@@ -1,0 +1,439 @@
+"""A target that hangs, is away or refuses, and a Prefect server that is away."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from pydantic import SecretStr
+
+import prefect_tune as pt
+from prefect_tune import storage_retries
+from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.experiment.retention import Cadence
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events import Owner
+from prefect_tune.core.search.domains import grid_search
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.flows.durable_trainable import TrialResult
+from prefect_tune.tasks.checkpoints import publish_checkpoint
+from prefect_tune.tasks.experiments import write_stamped_entry
+from prefect_tune.tasks.trials import run_attempt
+from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.servers.tcp_proxy import TcpProxy
+from tests.flows.conftest import s3_at
+from tests.flows.driver import Drivers, until
+from tests.flows.interruptions.mlp_training import MlpTraining
+from tests.flows.training import owners_at, state_of_flow_run, trial_at
+from tests.trainables.witness import acts_of
+
+_HUNG = "hung"
+_STEPS = 40
+_DEADLINE_SECONDS = 3.0
+
+
+def _training_on_s3(drivers: Drivers, target: S3Target, folder: Path) -> MlpTraining:
+    sync = SyncConfig(sync_timeout_seconds=_DEADLINE_SECONDS, sync_artifacts=False, live_period_seconds=None)
+    return MlpTraining(drivers, target, folder, _HUNG, _STEPS, sync=sync)
+
+
+@pytest.mark.long
+def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
+    drivers: Drivers, s3_port: int, tmp_path: Path
+) -> None:
+    with TcpProxy(s3_port) as proxy:
+        training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
+        driver = training.start()
+        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
+        proxy.swallow()
+        until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
+        # No connection is open between two tries; a leaked writer would keep its own for a minute.
+        until(lambda: proxy.established == 0, seconds=8, what=lambda: f"{proxy.established} connections")
+        assert "DeadlineExceeded" in driver.log
+        proxy.restore()
+        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
+        driver.require_no_leftovers()
+
+
+def s3_at_same(target: S3Target, port: int) -> S3Target:
+    return S3Target(**{**target.model_dump(), "endpoint_url": f"http://127.0.0.1:{port}"})
+
+
+@pytest.mark.deep
+def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
+    drivers: Drivers, s3_port: int, tmp_path: Path
+) -> None:
+    with TcpProxy(s3_port) as proxy:
+        training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
+        driver = training.start()
+        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
+        proxy.refuse()
+        time.sleep(5)
+        assert driver.is_alive()
+        proxy.restore()
+        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
+
+
+# --------------------------------------------------------------------------------- stores with false replies
+
+
+class _Liar:
+    """A store whose client reports success for writes that stored nothing, or half of the bytes."""
+
+    def __init__(self, honest: ObjectStore, kept: float) -> None:
+        self._honest = honest
+        self._kept = kept
+
+    @property
+    def conditional_create(self) -> bool:
+        return self._honest.conditional_create
+
+    def put(self, path: str, data: Buffer) -> None:
+        if self._kept:
+            self._honest.put(path, memoryview(data)[: int(len(data) * self._kept)])
+
+    def copy(self, source: str, path: str) -> None:
+        self._honest.copy(source, path)
+
+    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
+        self._honest.replace(path, pieces)
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._honest.create(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        return self._honest.read(path, offset=offset, length=length)
+
+    def size(self, path: str) -> int | None:
+        return self._honest.size(path)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return self._honest.list(prefix, after=after)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._honest.delete(paths)
+
+
+class LyingTarget(LocalTarget):
+    """A local target whose client reports success for lost writes, as `pyarrow.fs.copy_files` does."""
+
+    _block_type_slug = "lying-target"
+    kept: float = 0
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        with super().open(timeout=timeout) as honest:
+            yield _Liar(honest, self.kept)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
+    prefect_server: str, tmp_path: Path, kept: float
+) -> None:
+    assert prefect_server
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "staged" / "weights").write_bytes(b"w" * 10_000)
+    key = CheckpointKey(trial=TrialKey(experiment=_HUNG, generation=1, trial="trial"), step=1, sequence=1)
+    target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
+    save = publish_checkpoint.with_options(retries=0)
+    with pytest.raises(StoreUnavailable, match="client reported success"):
+        save(target, key, tmp_path / "staged", _about())
+    assert list((tmp_path / "target").rglob("manifest.json")) == []
+
+
+def _about() -> About:
+    return About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
+
+
+class _Pretender:
+    """Answers "200" to every second blob and stores nothing; records the stored blobs when a manifest comes."""
+
+    def __init__(self, sink: S3Sink) -> None:
+        self._sink = sink
+        self._blobs = 0
+        self.pretended: set[str] = set()
+
+    def __call__(self, request: SinkRequest) -> Fault | None:
+        if request.method != "PUT" or "/blobs/" not in request.path:
+            return None
+        self._blobs += 1
+        if self._blobs % 2:
+            self.pretended.add(request.path)
+            return Fault.PRETEND
+        return None
+
+
+@pytest.mark.long
+def test_a_server_that_acknowledges_writes_it_drops_costs_only_time(drivers: Drivers, tmp_path: Path) -> None:
+    with S3Sink() as sink:
+        sink.fault = pretender = _Pretender(sink)
+        target = S3Target(
+            bucket="bucket",
+            prefix="lied-to",
+            region="us-east-1",
+            endpoint_url=sink.endpoint,
+            allow_http=True,
+            access_key_id="test",
+            secret_access_key=SecretStr("test"),
+        )
+        training = _training_on_s3(drivers, target, tmp_path)
+        driver = training.start()
+        training.require_identical_end(driver.wait(seconds=120))
+        assert len(pretender.pretended) >= 4
+        assert "client reported success" in driver.log
+        assert len(trial_at(target, _HUNG).checkpoints) == _STEPS // 5
+
+
+# Credentials that expire during trials: no trial fails, and the next run resumes what had to stop.
+
+
+TRIALS = 4
+EXPIRED = ("403 Forbidden", "ExpiredToken")
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that credentials are rotated in."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    path = tmp_path / "credentials"
+    write_profile(path, "KEY1")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return path
+
+
+@contextmanager
+def rotating(
+    profile: Path, refusal: tuple[str, str], seconds: float, *, trials: int = TRIALS, renews_key: bool = True
+) -> Iterator[RotatingS3]:
+    with RotatingS3(
+        refusal,
+        trials=trials,
+        outage=timedelta(seconds=seconds),
+        expired=lambda: profile.with_name("expired").touch(),
+        renew=lambda key: write_profile(profile, key),
+        renews_key=renews_key,
+    ) as server:
+        yield server
+
+
+def at(server: RotatingS3) -> S3Target:
+    return S3Target(bucket="bucket", region="us-east-1", endpoint_url=server.endpoint, allow_http=True)
+
+
+def searched(server: RotatingS3, profile: Path) -> pt.Results:
+    return pt.tune(
+        "tests.trainables.counting:Patient",
+        {"until": str(profile.with_name("expired")), "x": pt.uniform(0, 1)},
+        target=at(server),
+        experiment="e",
+        metric="loss",
+        num_samples=TRIALS,
+        max_concurrent_trials=TRIALS,
+        stop={"step": 5},
+        checkpoint=pt.Cadence(every_steps=1),
+        sync=pt.SyncConfig(sync_artifacts=False),
+    )
+
+
+def trained(server: RotatingS3, profile: Path) -> TrialResult:
+    return pt.durable_trainable(
+        "tests.trainables.counting:Patient",
+        {"until": str(profile.with_name("expired"))},
+        target=at(server),
+        experiment="e",
+        stop={"step": 5},
+        checkpoint=pt.Cadence(every_steps=1),
+        sync=pt.SyncConfig(sync_artifacts=False),
+    )
+
+
+_FOR_LONGER_OR_OTHERWISE = [
+    (EXPIRED, 30, True),
+    (("400 Bad Request", "ExpiredToken"), 3, True),
+    (("400 Bad Request", "RequestTimeout"), 3, False),
+    (("401 Unauthorized", "Unauthorized"), 3, True),
+    (("403 Forbidden", "AccessDenied"), 3, False),
+    (("403 Forbidden", "InvalidAccessKeyId"), 3, True),
+]
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("refusal", "seconds", "renews_key"),
+    [(EXPIRED, 1, True), *(pytest.param(*each, marks=pytest.mark.deep) for each in _FOR_LONGER_OR_OTHERWISE)],
+)
+def test_no_trial_ends_whatever_a_search_is_refused_with_for_a_while(
+    profile: Path, refusal: tuple[str, str], seconds: float, *, renews_key: bool
+) -> None:
+    with rotating(profile, refusal, seconds, renews_key=renews_key) as server:
+        trials = searched(server, profile).trials
+    assert server.refused >= set(trials), "each trial has met a refusal"
+    assert [(each.status, each.attempt, each.step) for each in trials.values()] == [(Status.COMPLETED, 1, 5)] * TRIALS
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(profile: Path) -> None:
+    with rotating(profile, EXPIRED, seconds=3600, trials=0) as server, pytest.raises(StoreRefused, match="expired"):
+        trained(server, profile)
+    assert server.names() == []
+    assert server.refusals < 20, "it is not retried"
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.long
+def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(publish_checkpoint, "retry_delay_seconds", [0.05] * 7)
+    with rotating(profile, EXPIRED, seconds=3600) as server:
+        with pytest.raises(StoreRefused, match="expired"):
+            searched(server, profile)
+        server.accept("KEY2")
+        results = searched(server, profile)
+    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
+    assert results.errors == {}
+    assert all(each.attempt >= 2 for each in results.trials.values()), "each resumes from its last commit"
+
+
+@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.long
+def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
+    for task in (publish_checkpoint, run_attempt, write_stamped_entry):
+        monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
+    with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:
+        with pytest.raises(StoreRefused, match="expired"):
+            trained(server, profile)
+        server.accept("KEY2")
+        result = trained(server, profile)
+    assert (result.status, result.step) == (Status.COMPLETED, 5)
+
+
+# The Prefect API goes away: training continues, commits stay valid, and the flow completes once the API is back.
+
+
+_NAME = "api"
+
+
+@pytest.fixture
+def proxy(prefect_server: str) -> Iterator[TcpProxy]:
+    port = urlsplit(prefect_server).port
+    assert port is not None
+    with TcpProxy(port) as passing:
+        yield passing
+
+
+def _training_through_proxy(
+    drivers: Drivers, proxy: TcpProxy, target: LocalTarget, folder: Path, *, gate_step: int
+) -> MlpTraining:
+    """Return a training whose flow reaches its server through the proxy; it waits before step `gate_step`."""
+    training = MlpTraining(drivers, target, folder, _NAME, _STEPS, api_url=f"{proxy.url}/api")
+    training.hold_at(gate_step)
+    return training
+
+
+_WAYS: dict[str, Callable[[TcpProxy], None]] = {
+    "down": TcpProxy.refuse,
+    "hung": TcpProxy.swallow,
+    "failing": TcpProxy.answer_503,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["down", pytest.param("hung", marks=pytest.mark.deep), "failing"])
+def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it_is_back(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, way: str
+) -> None:
+    training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=38)
+    driver = training.start()
+    training.until(lambda: training.committed() >= 5)
+    _WAYS[way](proxy)
+    training.until(lambda: training.committed() == 35)
+    proxy.restore()
+    training.gate.touch()
+    training.require_identical_end(driver.wait())
+    assert training.acts("begin") == list(range(1, _STEPS + 1))
+    assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
+    assert "Exception in thread" not in driver.log
+
+
+def test_a_server_that_is_away_at_the_end_costs_no_step(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=30)
+    driver = training.start()
+    training.until(lambda: training.committed() == 25)
+    proxy.refuse()
+    training.gate.touch()
+    training.until(lambda: trial_at(local_target, _NAME).status is Status.COMPLETED)
+    proxy.restore()
+    driver.wait()
+    training.require_identical_end()
+    again = training.start().wait()
+    assert (again["status"], again["attempts"]) == ("completed", 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seconds", [6, 60])
+def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterwards(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, seconds: float
+) -> None:
+    witness, rows, steps = tmp_path / "witness", [3, 5, 8, 13, 21, 34], 6
+    driver = drivers.start(
+        "tests.trainables.digits_table:DigitsTable",
+        {"row": grid_search(rows), "witness": str(witness), "step_seconds": seconds / 10},
+        flow="tune",
+        target=local_target,
+        experiment=_NAME,
+        metric="error",
+        num_samples=1,
+        stop={"step": steps},
+        max_concurrent_trials=2,
+        checkpoint=Cadence(every_steps=2),
+        api_url=f"{proxy.url}/api",
+    )
+
+    def trained() -> int:
+        return sum(each.act == "trained" for each in acts_of(witness))
+
+    until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
+    began, before = time.monotonic(), trained()
+    proxy.refuse()
+    until(lambda: time.monotonic() - began >= seconds, seconds=seconds + 30, what=lambda: "the outage")
+    during = trained() - before
+    proxy.restore()
+    outcome = driver.wait(seconds=240)
+    assert outcome.get("trials") == {f"{number:05d}": "completed" for number in range(len(rows))}, outcome
+    assert during >= steps, driver.log[-3000:]  # some trial was begun and ended meanwhile
+    assert trained() == len(rows) * steps  # none twice
+    state, _ = state_of_flow_run(run := owners_at(local_target, _NAME)[driver.pid])
+    assert state == "Completed"
+    until(lambda: _task_runs_of(run) == (len(rows), {"Completed"}), seconds=60, what=lambda: str(_task_runs_of(run)))
+
+
+def _task_runs_of(flow_run: Owner) -> tuple[int, set[str]]:
+    """Return how many trials completed by the server's records, and the states of all task runs."""
+    only = FlowRunFilter.model_validate({"id": {"any_": [str(flow_run.flow_run)]}})
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=only, limit=200)
+    trained = sum(run.name.startswith("train ") and run.state_name == "Completed" for run in runs)
+    return trained, {str(run.state_name) for run in runs}
