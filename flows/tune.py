@@ -29,23 +29,12 @@ from prefect_tune.parameters.forms import (
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-
-    from prefect.task_runners import TaskRunner
-
     from prefect_tune.results import Results
 
 __all__ = ["tune"]
 
 
-def _prestart(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> AbstractContextManager[object]:
-    from prefect_tune.executors.trial_executor import prestart_search  # only a call needs it
-
-    return prestart_search(arguments, runner)
-
-
-@flow_with_server(name="tune", persist_result=False, call_context=search_output, prestart=_prestart)
+@flow_with_server(name="tune", persist_result=False, call_context=search_output)
 def tune(
     trainable: TrainableField,
     space: ConfigField = None,

@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -226,7 +226,7 @@ def test_a_server_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 def test_a_call_within_a_flow_run_does_not_look_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_with_server, "_require_listening", pytest.fail)
     with FlowRunContext.model_construct(), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        flow_with_server._have_server(ExitStack(), nullcontext)
+        flow_with_server._have_server(ExitStack())
 
 
 def test_behind_a_proxy_only_prefect_knows(monkeypatch: pytest.MonkeyPatch) -> None:

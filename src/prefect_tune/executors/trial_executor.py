@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -18,20 +16,17 @@ from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
 from prefect.client.schemas.objects import State
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import EventsSubmitted, InProcessLink, SearchLink, TrialMessage
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.attempt.usage_meter import PROCESSES, cpu_count_here, gpus_in
-from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed, TuneError
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs import ending_waits, max_workers_of, run_to_state
-from prefect_tune.runtime.trainable import Reuse
+from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.trials import run_attempt, run_node
 
@@ -351,89 +346,3 @@ def _variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[st
     if cpu_count and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, int(cpu_count / processes)))
     return variables
-
-
-# The trainable of a search is imported once while the Prefect server of its script starts. Never: an error here that
-# ends the flow, which reports what is wrong itself; a pool that serves two searches.
-
-_LATER = {"target": ".", "experiment": "prestart", "sync": None, "callbacks": None}
-"""Placeholders of parameters that the processes do not depend on: the real ones may be blocks on the server."""
-
-
-class _LateLog(logging.LoggerAdapter[logging.Logger]):
-    """A log that keeps its messages until the flow run has one."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.getLogger(__name__))
-        self._run_log: Log | None = None
-        self._early: list[tuple[int, object, tuple[object, ...], Mapping[str, Any]]] = []
-        self._guard = threading.Lock()
-
-    def forward_to(self, log: Log) -> None:
-        with self._guard:
-            self._run_log = log
-            for level, message, arguments, options in self._early:
-                log.log(level, message, *arguments, **options)
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        with self._guard:
-            if self._run_log is None:
-                self._early.append((level, msg, args, kwargs))
-            else:
-                self._run_log.log(level, msg, *args, **kwargs)
-
-
-@dataclass(slots=True)
-class _Prestarted:
-    pool: TrialProcessPool
-    serves: tuple[int, Reuse]
-    log: _LateLog
-    is_taken: bool = False
-
-
-_prestarted: ContextVar[_Prestarted | None] = ContextVar("prestarted", default=None)
-
-
-@contextmanager
-def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> Iterator[None]:
-    """Begin to import the trainable of `pt.tune` with these arguments, if its trials train here."""
-    with ExitStack() as started:
-        with suppress(TuneError, OSError):
-            plan = SearchPlan(**{**arguments, **_LATER})
-            is_here = (plan.isolation, plan.trials) == ("process", "tasks")
-            if is_here and isinstance(runner, ThreadPoolTaskRunner):
-                slots = slots_here(plan, max_workers_of(runner))
-                trainable = pickled_or_path(plan.trainable)
-                environment = next(iter(slots.environments), {})
-                started.enter_context(prestarting(trainable, slots.count, plan.reuse, environment))
-        yield
-
-
-@contextmanager
-def prestarting(
-    trainable: str, slots: int, reuse: Reuse, environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
-    """Begin to import `trainable` (as in `Start`) in a pool, which the first `process_pool` in the block may return."""
-    log = _LateLog()
-    with TrialProcessPool(slots=slots, reuse=reuse) as pool:
-        pool.prepare(trainable, log, environment or {})
-        before = _prestarted.set(_Prestarted(pool, (slots, reuse), log))
-        try:
-            yield
-        finally:
-            _prestarted.reset(before)
-
-
-def process_pool(log: Log, *, slots: int, reuse: Reuse) -> TrialProcessPool:
-    """Return the pool that was started before, if it has these slots and this `reuse`, else a new one.
-
-    `log` receives what the import has printed so far; for the others see `TrialProcessPool`.
-    """
-    begun = _prestarted.get()
-    if begun is not None and not begun.is_taken:
-        begun.is_taken = True
-        if begun.serves == (slots, reuse):
-            begun.log.forward_to(log)
-            return begun.pool
-        begun.pool.close()
-    return TrialProcessPool(slots=slots, reuse=reuse)

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 from uuid import UUID
@@ -32,7 +32,6 @@ from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
-from prefect.task_runners import TaskRunner
 
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.api_client import require_api
@@ -68,8 +67,6 @@ _names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
-"""Starts what a call with these arguments needs, on this task runner; entered for the duration of the call."""
 
 
 def has_begun(interrupt: KeyboardInterrupt) -> bool:
@@ -82,8 +79,6 @@ class FlowWithServer(Flow[_P, _R]):
 
     call_context: Callable[[str], AbstractContextManager[object]]
     """Entered with the flow's name for the duration of each call, the start of a server included."""
-    prestart: Prestart | None
-    """Called while a server starts, if one does, or before the flow run begins on one."""
 
     def __repr__(self) -> str:
         return f"<flow {self.name!r}>"
@@ -109,8 +104,7 @@ class FlowWithServer(Flow[_P, _R]):
                 import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
                 raise_held_signal()
                 resources.enter_context(self.call_context(self.name))
-                prestart = self.prestart or (lambda *_: nullcontext())
-                _have_server(resources, partial(prestart, arguments, self.task_runner))
+                _have_server(resources)
                 raise_held_signal()
                 require_storable(self, arguments)
                 advice = f"{self.name} was interrupted: run it again to continue"
@@ -142,14 +136,12 @@ class FlowWithServer(Flow[_P, _R]):
 def flow_with_server(
     *,
     call_context: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    prestart: Prestart | None = None,
     **options: Any,
 ) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
     """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`.
 
     Args:
         call_context: see `FlowWithServer`.
-        prestart: see `FlowWithServer`.
         options: of `prefect.flow`.
     """
 
@@ -157,7 +149,6 @@ def flow_with_server(
         flow = FlowWithServer(_ending_as_interrupted(function), **options)
         _names.add(flow.name)
         flow.call_context = call_context
-        flow.prestart = prestart
         return flow
 
     return made
@@ -246,14 +237,11 @@ def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
     return error
 
 
-def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
+def _have_server(resources: ExitStack) -> None:
     """Use the configured API, else this user's server, else start one, for this process and its children.
 
-    None is started if ephemeral servers are off, or Prefect has loaded its own server.
-
-    Args:
-        resources: entered for the duration of the flow.
-        prestarted: called once a server is found, or the process of a new one has started.
+    None is started if ephemeral servers are off, or Prefect has loaded its own server. `resources` are entered for the
+    duration of the flow.
 
     Raises:
         InvalidInput: nothing answers at the URL of the configured API, or it refuses, or is none of Prefect.
@@ -271,20 +259,18 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
                 _set_up(url)
                 _found_here.add(url)
         if url is None and current.server.ephemeral.enabled and _SERVER_MODULE not in sys.modules:
-            _start_server(resources, prestarted)
+            _start_server(resources)
             return
     if url in _started_here:
         resources.enter_context(_without_heartbeats())
     elif url is not None:
         _leave_heartbeat_threads()
-        if not is_within_run:  # a run that has begun outlives an outage
-            if url not in _found_here:
-                _require_listening(url)
-                require_api()
-            resources.enter_context(prestarted())
+        if not is_within_run and url not in _found_here:  # a run that has begun outlives an outage
+            _require_listening(url)
+            require_api()
 
 
-def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
+def _start_server(resources: ExitStack) -> None:
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     server = start_prefect_server({**LIGHTER_SERVER, **os.environ, **settings}, services="few")
     _log.info(
@@ -297,7 +283,6 @@ def _start_server(resources: ExitStack, prestarted: Callable[[], AbstractContext
     try:
         _set_up(server.url)  # takes about as long as the server's start; early requests wait
         resources.enter_context(_without_heartbeats())
-        resources.enter_context(prestarted())
         for name in _IMPORTED_WHILE_IT_STARTS:
             with suppress(ImportError):  # raised again by the code that needs it
                 import_module(name)

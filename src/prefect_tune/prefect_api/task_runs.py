@@ -33,7 +33,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.states import Crashed
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.callables import get_call_parameters
 
 from prefect_tune.prefect_api.api_client import is_temporary
@@ -229,12 +229,7 @@ def _run(
 
 def max_workers_here() -> int | None:
     """Return `max_workers` of this flow's task runner, as given or set; None if it is unlimited, or no thread pool."""
-    context = FlowRunContext.get()
-    return None if context is None else max_workers_of(context.task_runner)
-
-
-def max_workers_of(runner: TaskRunner[Any]) -> int | None:
-    """Return `max_workers` of a task runner, as given or set; None if it is unlimited, or no thread pool."""
+    runner = context.task_runner if (context := FlowRunContext.get()) is not None else None
     found = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
     return found if isinstance(found, int) and found < sys.maxsize else None
 

@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from prefect_tune.attempt.attempt import CurveReader, has_had_enough, last_report
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
@@ -39,7 +40,6 @@ from prefect_tune.executors.trial_executor import (
     Slots,
     TrialExecutor,
     attempts_on,
-    process_pool,
     slots_elsewhere,
     slots_here,
 )
@@ -354,7 +354,7 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
 def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
     with (
         ThreadPoolExecutor(slots.count, "run-trial") as threads,
-        process_pool(get_run_logger(), slots=slots.count, reuse=spec.reuse) as pool,
+        TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool,
     ):
         if spec.isolation == "process":
             pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))

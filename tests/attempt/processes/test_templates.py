@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +14,7 @@ import pytest
 from prefect_tune.attempt.processes import fork_servers, process_output, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.core.reasons import ProcessEnd
-from prefect_tune.executors.trial_executor import _LateLog, prestarting
-from prefect_tune.executors.trial_executor import process_pool as take_pool
 from prefect_tune.runtime.trainable import Reuse
-from prefect_tune.terminal.live_display import NOTICE
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.long_cases import long_after
@@ -228,63 +223,3 @@ def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
     with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         metrics_of(channel)
     ours.require_none()
-
-
-# ---------------------------------------------------------------- a pool that starts before its flow
-
-
-def trained(module: Module, recorder: LogRecorder, slots: int, reuse: Reuse) -> Mapping[str, Any]:
-    """Train two trials, one after the other, as a search does; return the metrics of the last one."""
-    log = log_to(recorder)
-    with take_pool(log, slots=slots, reuse=reuse) as pool:
-        pool.prepare(f"{module.name}:train", log)
-        for x in (1, 2):
-            with pool.process(module.start(x), log) as channel:
-                metrics = metrics_of(channel)
-    return metrics
-
-
-def test_the_prestarted_pool_has_imported_the_module_and_its_flow_logs_what_that_printed(
-    module: Module, recorder: LogRecorder
-) -> None:
-    module.write("print('imported', flush=True)\ndef measured(config): return {'x': config['x']}")
-    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
-        assert trained(module, recorder, 2, "auto")["x"] == 2
-        assert len(module.imports) == 1
-    assert recorder.lines.count("imported") == 1
-
-
-def test_a_notice_that_is_logged_before_the_flow_has_a_log_is_one_in_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    late = _LateLog()
-    late.info("cannot be %s", "forked", extra=NOTICE)
-    late.forward_to(logging.getLogger("of the run"))
-    late.info("later", extra=NOTICE)
-    assert [record.message for record in caplog.records if hasattr(record, "is_notice")] == [
-        "cannot be forked",
-        "later",
-    ]
-
-
-def test_it_serves_one_search(module: Module, recorder: LogRecorder) -> None:
-    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
-        for imports in (1, 2):
-            assert trained(module, recorder, 2, "auto")["x"] == 2
-            assert len(module.imports) == imports
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("slots", "reuse"), [(3, "auto"), (2, "never")])
-def test_one_that_does_not_fit_has_ended_before_the_search_trains(
-    module: Module, recorder: LogRecorder, ours: Family, slots: int, reuse: Reuse
-) -> None:
-    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
-        log = log_to(recorder)
-        with take_pool(log, slots=slots, reuse=reuse):
-            assert not ours.pids()
-        assert trained(module, recorder, slots, reuse)["x"] == 2
-
-
-def test_one_without_a_search_ends_with_its_block(module: Module, ours: Family) -> None:
-    with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
-        ours.one("tune-forkserver")
