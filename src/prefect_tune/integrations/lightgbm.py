@@ -55,30 +55,27 @@ class TuneReportCheckpointCallback:
         self._metrics = metrics
 
     def __call__(self, env: lgb.callback.CallbackEnv) -> None:
-        _report(env, self._metrics)
+        self._report(env)
         if env.iteration + 1 == env.end_iteration:
             save_last_step(partial(_save, env.model))
 
+    def _report(self, env: lgb.callback.CallbackEnv) -> None:
+        evaluated = env.evaluation_result_list or []
+        last = {f"{data}-{name}": value for data, name, value, *_ in evaluated}
+        if not goes_on_after(chosen(last, self._metrics), partial(_save, env.model)):
+            raise lgb.callback.EarlyStopException(env.iteration, evaluated)
 
-class _ReplayCallback:
+
+class _ReplayCallback(TuneReportCheckpointCallback):
     """Reports the rounds after the first `reported`, which are trained again."""
 
-    order = 90
-
     def __init__(self, metrics: MetricNames, reported: int) -> None:
-        self._metrics = metrics
+        super().__init__(metrics)
         self._reported = reported
 
     def __call__(self, env: lgb.callback.CallbackEnv) -> None:
         if env.iteration >= self._reported:
-            _report(env, self._metrics)
-
-
-def _report(env: lgb.callback.CallbackEnv, metrics: MetricNames) -> None:
-    evaluated = env.evaluation_result_list or []
-    last = {f"{data}-{name}": value for data, name, value, *_ in evaluated}
-    if not goes_on_after(chosen(last, metrics), partial(_save, env.model)):
-        raise lgb.callback.EarlyStopException(env.iteration, evaluated)
+            self._report(env)
 
 
 def train(

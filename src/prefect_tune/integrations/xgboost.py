@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,36 +65,40 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         self._metrics = metrics
 
     def before_training(self, model: Any) -> Any:
-        _move_checkpoints(callbacks_beside(self))
+        for callback in callbacks_beside(self):
+            if isinstance(callback, xgb.callback.TrainingCheckPoint):
+                path = path_of_trial(os.fspath(callback._path), "TrainingCheckPoint(directory)")  # noqa: SLF001 - its one name
+                Path(path).mkdir(parents=True, exist_ok=True)
+                callback._path = path  # noqa: SLF001 - as above
         return model
 
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
         del epoch
-        return not _goes_on(model, evals_log, self._metrics)
+        last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
+        # Cross-validation gives the mean and the deviation.
+        last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
+        return not goes_on_after(chosen(last, self._metrics), partial(_save, model))
 
     def after_training(self, model: Any) -> Any:
         save_last_step(partial(_save, model))
         return model
 
 
-class _XgboostReplayCallback(xgb.callback.TrainingCallback):
+class _ReplayCallback(TuneReportCheckpointCallback):
     """Reports the rounds after the first `reported`, which are trained again, and remembers the end."""
 
     def __init__(self, metrics: MetricNames, reported: int) -> None:
-        super().__init__()
-        self._metrics = metrics
+        super().__init__(metrics)
         self.reported = reported
         self.over = False
 
-    def before_training(self, model: Any) -> Any:
-        _move_checkpoints(callbacks_beside(self))
-        return model
-
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
-        del epoch
         if model.num_boosted_rounds() > self.reported:
-            self.over = not _goes_on(model, evals_log, self._metrics)
+            self.over = super().after_iteration(model, epoch, evals_log)
         return self.over
+
+    def after_training(self, model: Any) -> Any:
+        return model  # `train` saves the last step of all segments
 
 
 def train(
@@ -121,7 +125,7 @@ def train(
     """
     directory = restored_directory()
     booster = load_booster(directory) if directory else None
-    reporting = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
+    reporting = _ReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), reporting]
     begun = reporting.reported // segment_rounds * segment_rounds
     if booster and begun < num_boost_round:
@@ -138,21 +142,6 @@ def train(
         raise InvalidInput(f"num_boost_round: expected 1 or more, found {num_boost_round}")
     save_last_step(partial(_save, booster))
     return booster
-
-
-def _move_checkpoints(callbacks: Sequence[object]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, xgb.callback.TrainingCheckPoint):
-            path = path_of_trial(os.fspath(callback._path), "TrainingCheckPoint(directory)")  # noqa: SLF001 - its one name
-            Path(path).mkdir(parents=True, exist_ok=True)
-            callback._path = path  # noqa: SLF001 - as above
-
-
-def _goes_on(model: xgb.Booster, evals_log: Any, metrics: MetricNames) -> bool:
-    last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
-    # Cross-validation gives the mean and the deviation.
-    last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
-    return goes_on_after(chosen(last, metrics), partial(_save, model))
 
 
 def _save(model: xgb.Booster, directory: str) -> None:

@@ -72,7 +72,7 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
 
 
 def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
-    return {name: _left_empty({**each, **_described(each)}) for name, each in fields.items()}
+    return {name: _field({**each, **_described(each)}) for name, each in fields.items()}
 
 
 def _described(field: _Schema) -> _Schema:
@@ -82,12 +82,13 @@ def _described(field: _Schema) -> _Schema:
     return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
 
 
-def _left_empty(field: dict[str, Any]) -> _Schema:
+def _field(field: dict[str, Any]) -> _Schema:
+    """Return the field without null: an empty one is left out, and the API accepts null for it anyway."""
     kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
         return field  # an optional section stays a choice, so that the form shows it collapsed
     del field["default"]
-    if len(kinds) == 1:  # the API accepts null for it anyway
+    if len(kinds) == 1:
         del field["anyOf"]
         return {**kinds[0], **field}
     return field
@@ -131,14 +132,13 @@ def _list_of(title: str, each: _Schema) -> _Schema:
 
 def _saved(block: type[StrictBlock]) -> _Schema:
     """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
-    reference = {"type": "string"}
-    ways = {"block_document_id": reference, "block_document_slug": reference}
-    there = {"type": "object", "properties": ways, "additionalProperties": False, "minProperties": 1}
+    names = {name: {"type": "string"} for name in ("block_document_id", "block_document_slug")}
+    reference = {"type": "object", "properties": names, "additionalProperties": False, "minProperties": 1}
     return {
         "title": f"{block.get_block_type_name()} block",
         "block_type_slug": block.get_block_type_slug(),
         "type": "object",
-        "properties": {"$ref": there},
+        "properties": {"$ref": reference},
         "required": ["$ref"],
         "additionalProperties": False,
     }
@@ -168,15 +168,13 @@ def _sync() -> _Schema:
     }
     model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
     drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
-    fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
-    # What Prefect's client adds to a block that it sends; no form shows patterns as fields.
-    marks: dict[str, _Schema] = {"^(_block_|_is_anonymous|block_type_slug)": {}}
     options = {
         "title": "Options",
         "type": "object",
-        "properties": fields,
+        "properties": {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())},
         "additionalProperties": False,
-        "patternProperties": marks,
+        # What Prefect's client adds to a block that it sends; no form shows patterns as fields.
+        "patternProperties": {"^(_block_|_is_anonymous|block_type_slug)": {}},
     }
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
@@ -310,7 +308,23 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         known = signature(flow.fn, eval_str=True).parameters
         by_keyword = {name: each.replace(kind=Parameter.KEYWORD_ONLY) for name, each in known.items()}
         others = [each for name, each in by_keyword.items() if name not in first]
-        group = _group(others, parameter_docstrings(getdoc(flow.fn)))
+        descriptions = parameter_docstrings(getdoc(flow.fn))
+        fields: dict[str, Any] = {
+            each.name: (
+                each.annotation,
+                Field(
+                    default=each.default,
+                    title=each.name,
+                    description=descriptions.get(each.name),
+                    json_schema_extra={"position": place},
+                ),
+            )
+            for place, each in enumerate(others)
+        }
+        strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
+        options = create_model(OPTIONS, __config__=strict, **fields)
+        default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
+        group = Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
         # Before 3.9, Prefect passes a default that is a `Field` as the argument itself.
         entry = _entry(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(entry, name=flow.name, version=flow.version, persist_result=flow.persist_result)
@@ -346,25 +360,6 @@ def flattened(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(group, Mapping | None):
         raise InvalidInput(f"{ADVANCED}: expected an object with parameters, found a {type(group).__name__}")
     return {**(group or {}), **beside}
-
-
-def _group(parameters: Sequence[Parameter], descriptions: Mapping[str, str]) -> Parameter:
-    fields: dict[str, Any] = {
-        each.name: (
-            each.annotation,
-            Field(
-                default=each.default,
-                title=each.name,
-                description=descriptions.get(each.name),
-                json_schema_extra={"position": place},
-            ),
-        )
-        for place, each in enumerate(parameters)
-    }
-    strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
-    options = create_model(OPTIONS, __config__=strict, **fields)
-    said = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
-    return Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=said, annotation=options | None)
 
 
 def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
