@@ -84,7 +84,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         return model
 
 
-class _ReplayCallback(TuneReportCheckpointCallback):
+class _XgboostReplayCallback(TuneReportCheckpointCallback):
     """Reports the rounds after the first `reported`, which are trained again, and remembers the end."""
 
     def __init__(self, metrics: MetricNames, reported: int) -> None:
@@ -125,7 +125,7 @@ def train(
     """
     directory = restored_directory()
     booster = load_booster(directory) if directory else None
-    reporting = _ReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
+    reporting = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), reporting]
     begun = reporting.reported // segment_rounds * segment_rounds
     if booster and begun < num_boost_round:
