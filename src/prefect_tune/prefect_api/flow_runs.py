@@ -30,7 +30,6 @@ from prefect.states import Failed
 from rich.console import Console
 
 from prefect_tune.prefect_api.api_client import prefect_changed
-from prefect_tune.terminal.live_display import console_handlers
 
 # End a flow run in Failed with an error of our own, without a traceback of this package in its log.
 
@@ -258,6 +257,8 @@ def end_cancellation() -> bool:
 
 def outlive_log_reader() -> None:
     """From now on, drop what is logged to the console of this process once its reader is gone. Call it at any time."""
+    from prefect_tune.terminal.live_display import console_handlers  # the flows import this module
+
     for handler in console_handlers():
         console = getattr(handler, "console", None)
         if isinstance(console, Console):
