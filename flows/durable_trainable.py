@@ -23,7 +23,6 @@ from prefect_tune.core.shown_text import (
     values_table,
 )
 from prefect_tune.core.values import ExperimentName, Number, Whole, flat
-from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     ConfigField,
     StopField,
@@ -33,7 +32,7 @@ from prefect_tune.parameters.forms import (
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import failed_by
-from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
 from prefect_tune.runtime.checkpoint import Checkpoint
 
 __all__ = ["TrialResult", "durable_trainable"]

@@ -13,7 +13,6 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.values import ExperimentName, Number, Whole, valid_name
 from prefect_tune.journal_access import no_experiment_at, read_known
-from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
@@ -29,7 +28,7 @@ from prefect_tune.parameters.forms import (
 )
 from prefect_tune.parameters.plan_checks import require_no_fewer, require_search
 from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan, from_settings, only_in_code
-from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
 from prefect_tune.results import Results
 from prefect_tune.suspension import chosen_before
 from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, fork_source

@@ -9,7 +9,6 @@ from pydantic import Field
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.values import AS_WHOLE, ExperimentName, Number, Whole
-from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
@@ -26,7 +25,7 @@ from prefect_tune.parameters.forms import (
     TrainableField,
     WarmStartField,
 )
-from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
 
 if TYPE_CHECKING:
     from prefect_tune.results import Results

@@ -154,6 +154,12 @@ def flow_with_server(
     return made
 
 
+def search_output(flow: str) -> AbstractContextManager[object]:
+    """Show a search in a notebook's cell: a `call_context` that imports what draws it only for a call."""
+    output = import_module("prefect_tune.notebook.cell_output").search_output
+    return cast("AbstractContextManager[object]", output(flow))
+
+
 # The interrupts of the call of a flow in this context. Runs of deployments are not calls: Prefect sets their states.
 _interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_interrupts", default=None)
 
