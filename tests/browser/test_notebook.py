@@ -10,8 +10,7 @@ from nbformat import NotebookNode
 from playwright.sync_api import Browser, Page
 
 from tests.browser.conftest import PICTURES
-from tests.fakes.kernels import Kernel, kernel_in
-from tests.fakes.notebooks import executed, exported, shipped
+from tests.fakes.kernels import Kernel, executed, exported, kernel_in, shipped
 
 _CONTRAST = """
 () => {

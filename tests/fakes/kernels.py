@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, and the output of its cells."""
+"""A real Jupyter kernel, and the output of its cells; the shipped notebook."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
+from unittest.mock import patch
 
+import nbformat
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from nbconvert import HTMLExporter
+from nbconvert.preprocessors import ExecutePreprocessor
+from nbformat import NotebookNode
 
 _PATIENCE_SECONDS = 600.0
 
@@ -104,3 +109,23 @@ def kernel_in(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+# The shipped notebook, run by a kernel and exported as a page.
+
+
+def executed(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
+    """Run all cells of a notebook in `folder`, and return it with its outputs. Raises if a cell fails."""
+    with patch.dict(os.environ, environment):  # which a kernel inherits
+        ExecutePreprocessor(timeout=300).preprocess(cells, {"metadata": {"path": str(folder)}})
+    return cells
+
+
+def shipped() -> NotebookNode:
+    return nbformat.read(Path(__file__).parents[2] / "examples" / "search.ipynb", as_version=4)
+
+
+def exported(notebook: NotebookNode, theme: str) -> str:
+    """Return the page as JupyterLab shows it, in the theme `light` or `dark`."""
+    page, _ = HTMLExporter(template_name="lab", theme=theme).from_notebook_node(notebook)
+    return str(page)

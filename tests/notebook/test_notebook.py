@@ -39,7 +39,7 @@ from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
 from tests.fakes.checkpoints import write
 from tests.fakes.html_tags import Tags
-from tests.fakes.notebooks import executed, shipped
+from tests.fakes.kernels import executed, shipped
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.untrusted import HOSTILE, require_visible
 
