@@ -78,6 +78,8 @@ def _obey(sink: S3Sink, command: str) -> dict[str, int]:
             counts |= dict(sink.requests)
             sink.reset()
             return counts
+        case _:
+            raise ValueError(f"unknown command {command!r}")
     return {}
 
 

@@ -88,7 +88,7 @@ class MessageReader(Generic[_Message]):
             raise self._malformed(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
         if not b"{".startswith(self._received[start : start + 1]):
             raise self._malformed("expected a JSON object")
-        return start + length - len(self._received)
+        return start + int(length) - len(self._received)
 
     def _malformed(self, expected: str) -> MalformedMessage:
         shown = bytes(self._received[:_SHOWN_BYTES])
@@ -148,4 +148,11 @@ class SupervisorConnection:
 
 
 _open_connections: WeakSet[Connection] = WeakSet()
-os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_open_connections)])
+
+
+def _close_connections() -> None:
+    for connection in list(_open_connections):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_connections)

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, cast
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_store import StoreAround
+from tests.fakes.stores.memory_store import MemoryStore, StoreAround
 from tests.fakes.stores.slow_store import SlowStore
 
 _Result = TypeVar("_Result")
@@ -203,7 +203,7 @@ def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, i
     runners = [_Runner(inner, process, is_point) for process in processes]
 
     def state() -> State:
-        return (frozenset(inner.objects.items()), *(runner.done for runner in runners))
+        return (frozenset(cast(MemoryStore, inner).objects.items()), *(runner.done for runner in runners))
 
     for runner in runners:
         runner.go()

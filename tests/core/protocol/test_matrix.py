@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.core.protocol.exploring import Explored
 from tests.core.protocol.matrix import (
-    Explored,
     ObjectWorld,
     PosixWorld,
     Story,

@@ -140,10 +140,11 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
         if path in live or blob_sequence(path) >= collected_up_to
     }
     chunks: dict[Digest, _ChunkLocation] = {}
-    for chunk in (chunk for file in parent.files for chunk in file.chunks) if parent else ():
-        size_bytes, path = parent.blobs[chunk.blob].size_bytes, parent.blob_path(chunk.blob)
-        if sizes.get(path) == size_bytes:
-            chunks[Digest(chunk.digest)] = _ChunkLocation(path, size_bytes, chunk.offset)
+    if parent:
+        for chunk in (chunk for file in parent.files for chunk in file.chunks):
+            size_bytes, path = parent.blobs[chunk.blob].size_bytes, parent.blob_path(chunk.blob)
+            if sizes.get(path) == size_bytes:
+                chunks[Digest(chunk.digest)] = _ChunkLocation(path, size_bytes, chunk.offset)
     return Reusable(chunks, blobs, sizes)
 
 

@@ -354,7 +354,7 @@ def collect_from(
     while True:
         try:
             left = leftover(store, key, trial, checkpoints)
-            blobs = orphans(store, key, trial, found and found.blobs, side_by_side=side_by_side)
+            blobs = orphans(store, key, trial, None if found is None else found.blobs, side_by_side=side_by_side)
             break
         except OutdatedStateError as outdated:  # the owner retires checkpoints meanwhile
             trial = outdated.current
