@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import signature
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -167,7 +167,7 @@ def test_a_server_that_has_ended_since_the_last_call_is_not_used_again(monkeypat
     monkeypatch.setattr(flow_with_server, "_set_up", set_up.append)
     monkeypatch.setattr(flow_with_server, "_start_server", lambda *parts: started.append(parts))
     with temporary_settings({PREFECT_API_URL: url, PREFECT_SERVER_API_PORT: 9}):
-        flow_with_server._have_server(ExitStack(), nullcontext)
+        flow_with_server._have_server(ExitStack())
     assert (set_up, len(started)) == ([None], 1)
 
 
