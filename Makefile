@@ -94,6 +94,9 @@ $(LINKS): $(VENV)/.dev FORCE
 docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, every link looked at
 	$(BIN)/python -m tools.docs_site
 
+journeys: $(VENV)/.dev  ## the files that a metric, a checkpoint, a decision and a Resume pass, traced: minutes
+	$(BIN)/python -m tools.journeys
+
 screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
 	$(BIN)/python -m pytest -n 0 -m "not deep" tests/browser
 
