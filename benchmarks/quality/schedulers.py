@@ -26,7 +26,7 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
-from tests.core.schedulers import test_digits as digits
+from tests.fakes.searches import digits
 from tests.fakes.searches.virtual_driver import Config, Outcome, State, VirtualRun, World
 
 Call: TypeAlias = tuple[str, tuple[object, ...]]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from statistics import mean, median
 
 import pytest
@@ -18,34 +13,10 @@ from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from tests.core.schedulers.asking import LOSS
-from tests.fakes.searches.virtual_driver import Config, Outcome, Table, VirtualRun, World
+from tests.fakes.searches.digits import EPOCHS, TRIALS, configs, is_good, table
+from tests.fakes.searches.virtual_driver import Outcome, VirtualRun, World
 
 ORDERS = 200
-_NAME = "digits_mlp_table.json.gz"
-_ROOT = Path(__file__).resolve().parents[3]
-EPOCHS = 27
-TRIALS = 160
-
-
-@cache
-def table() -> Table:
-    """Return the errors of each configuration, epoch by epoch."""
-    shared = _ROOT.parent / "shared" / "data" / _NAME
-    path = shared if shared.exists() else _ROOT / "tests" / "data" / _NAME
-    return Table([entry["err"] for entry in json.loads(gzip.decompress(path.read_bytes()))])
-
-
-def configs(seed: int) -> Iterator[Config]:
-    """Return every configuration once, in an order of its own for each seed."""
-    rows = list(range(TRIALS))
-    random.Random(seed).shuffle(rows)
-    return ({"row": row} for row in rows)
-
-
-def is_good(config: Config) -> bool:
-    """Whether it ends within half a point of the best."""
-    rows = table().rows
-    return rows[int(str(config["row"]))][-1] <= min(row[-1] for row in rows) + 0.005 + 1e-9
 
 
 @dataclass(frozen=True)
