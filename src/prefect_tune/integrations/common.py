@@ -97,7 +97,9 @@ def path_of_trial(path: str, option: str | None = None) -> str:
         _log.warning(
             "%s: this trial writes to %s instead of %s, where other trials would write too; to choose a path, put "
             "pt.get_trial().id into it",
-            *(option, moved, path),
+            option,
+            moved,
+            path,
         )
     return moved
 

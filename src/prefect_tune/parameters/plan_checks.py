@@ -357,7 +357,9 @@ def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
         log.warning(
             "num_samples=%d has no effect: it is the total, which makes %s, and the experiment has %d already. To add "
             "trials, raise num_samples, or pass samples_per_run",
-            *(plan.num_samples, plural(wanted, "trial", "trials"), there_are),
+            plan.num_samples,
+            plural(wanted, "trial", "trials"),
+            there_are,
         )
 
 
@@ -392,7 +394,10 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
             log.warning(
                 "stop={'%s': %g} limits a metric of this name, and trials that do not report it fail. Ray Tune's %s is "
                 "%s here",
-                *(name, limit, name, RAYS_NAMES[name]),
+                name,
+                limit,
+                name,
+                RAYS_NAMES[name],
             )
         if modes.get(name) == "min":
             log.warning(
@@ -429,8 +434,12 @@ def warn_of_mode(plan: SearchPlan, log: Log) -> None:
         log.warning(
             "%s: by its name %s values are good, and the search takes the %s ones for the best (mode=%s). Did you mean "
             "mode=%r? If not, mode=%r says so without this warning",
-            *(names, "small" if is_max else "large", "largest" if is_max else "smallest"),
-            *("'max'" if is_max else "'min', the default", meant, as_it_is),
+            names,
+            "small" if is_max else "large",
+            "largest" if is_max else "smallest",
+            "'max'" if is_max else "'min', the default",
+            meant,
+            as_it_is,
         )
 
 
@@ -452,7 +461,8 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
     log.warning(
         "the space has no distribution, so all %strials train the same configuration. To train it once: "
         "num_samples=1. Otherwise: %s",
-        *(count, meant),
+        count,
+        meant,
     )
 
 

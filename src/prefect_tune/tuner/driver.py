@@ -102,7 +102,7 @@ class Driver:
         self._startable: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
         self._decisions = Decisions(
-            *(policy, executor, self._pending_entry, self._failure_handler), saves_at_end=spec.cadence.at_end
+            policy, executor, self._pending_entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner

@@ -255,7 +255,11 @@ def _searched(turn: Turn) -> Results:
                 _observing(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as listener,
             ):
                 driver = Driver(
-                    *(spec, limits, asks, executor, journal_writer),
+                    spec,
+                    limits,
+                    asks,
+                    executor,
+                    journal_writer,
                     log=log,
                     listener=listener,
                     before_training=lambda: _changed_code(now, state, log),

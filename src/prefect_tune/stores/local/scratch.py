@@ -146,7 +146,9 @@ def _short_path(folder: Path, base: str) -> Path:
             "the directory for temporary files, %s, has %d characters. Below it a program cannot open sockets, whose "
             "paths have at most %d bytes: multiprocessing.Manager fails, and a DataLoader may hang. Set TMPDIR to a "
             "shorter path",
-            *(base, len(base), _MAX_SOCKET_BYTES),
+            base,
+            len(base),
+            _MAX_SOCKET_BYTES,
         )
     return link or folder
 
