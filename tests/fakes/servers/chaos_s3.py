@@ -98,8 +98,7 @@ class ChaosS3(S3Sink):
 
     def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
         if fault in _ANSWERS:
-            answer = _ANSWERS[fault]
-            return replace(answer, head_only=asked.method == "HEAD")
+            return _ANSWERS[fault]
         if "list-type" in asked.query:
             count = min(self._page_count, int(asked.query.get("max-keys", "1000")))
             asked = replace(asked, query={**asked.query, "max-keys": str(count)})
@@ -109,7 +108,7 @@ class ChaosS3(S3Sink):
             asked = replace(asked, body=asked.body[: len(asked.body) // 2])
         reply = super()._reply(asked, fault)
         if fault is Fault.DONE_500:
-            return replace(_DONE_500, head_only=asked.method == "HEAD")
+            return _DONE_500
         if fault is Fault.SHORT_LENGTH and asked.method == "GET":
             return replace(reply, body=reply.body[: len(reply.body) // 2])
         return reply

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,7 +70,7 @@ class RotatingS3(S3Sink):
                 self._note(self.refused, asked)
                 self.refusals += 1
         if not is_accepted:
-            return replace(self._refusal, head_only=asked.method == "HEAD")
+            return self._refusal
         reply = super()._reply(asked, fault)
         if asked.method == "PUT" and asked.key.endswith("/manifest.json") and reply.status.startswith("2"):
             self._note(self.committed, asked)

@@ -152,23 +152,23 @@ class Objects:
         return Reply("200 OK", f"ETag: {etag}\r\n")
 
     def _get(self, asked: Asked) -> Reply:
-        data, head_only = self.objects.get(asked.key), asked.method == "HEAD"
+        data = self.objects.get(asked.key)
         if data is None:
-            return replace(_NOT_FOUND, head_only=head_only)
+            return _NOT_FOUND
         common = (
             f'ETag: "{id(data):032x}"\r\nAccept-Ranges: bytes\r\n'
             "Last-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\nContent-Type: application/octet-stream\r\n"
         )
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.headers.get("range", ""))
         if span is None:
-            return Reply("200 OK", common, data, head_only)
+            return Reply("200 OK", common, data)
         size = len(data)
         first = int(span[1]) if span[1] else max(0, size - int(span[2]))
         last = min(int(span[2]), size - 1) if span[1] and span[2] else size - 1
         if first >= size:
             return failure("416 Range Not Satisfiable", "InvalidRange")
         common += f"Content-Range: bytes {first}-{last}/{size}\r\n"
-        return Reply("206 Partial Content", common, memoryview(data)[first : last + 1], head_only)
+        return Reply("206 Partial Content", common, memoryview(data)[first : last + 1])
 
     def _multipart(self, asked: Asked) -> Reply:
         bucket, _, key = asked.key.partition("/")
@@ -332,7 +332,8 @@ class S3Sink:
             if fault is Fault.STALL:
                 _wait_until_closed(sock)
             raise ConnectionResetError
-        reply = self._reply(asked, fault)
+        # A body after the answer to a HEAD would be read as the answer to the connection's next request.
+        reply = replace(self._reply(asked, fault), head_only=method == "HEAD")
         self.log.append(replace(request, bytes_out=0 if reply.head_only else len(reply.body)))
         if fault is Fault.LOSE_REPLY:
             raise ConnectionResetError
