@@ -77,7 +77,7 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
 
 
 @pytest.mark.parametrize(
-    ("trials", "interval"), [(0, 200), (800, 200), (801, 400), (1600, 400), (1601, 800), (10_000, 3200)]
+    ("trials", "interval"), [(0, 200), (1600, 200), (1601, 400), (3200, 400), (3201, 800), (10_000, 1600)]
 )
 def test_the_interval_between_snapshots_grows_with_the_number_of_trials(trials: int, interval: int) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))

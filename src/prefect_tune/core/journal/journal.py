@@ -416,7 +416,7 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
 
 _TRIALS = TypeAdapter(list[Trial])
 _INTERVAL = 200
-_TRIALS_PER_ENTRY = 4
+_TRIALS_PER_ENTRY = 8
 
 
 class _Head(Document):
@@ -431,7 +431,7 @@ class _Head(Document):
 
 
 def interval_of(experiment: Experiment) -> int:
-    """Return how many entries apart snapshots are: 200, 400, 800 … for up to 800, 1600, 3200 … trials."""
+    """Return how many entries apart snapshots are: 200, 400, 800 … for up to 1600, 3200, 6400 … trials."""
     interval = _INTERVAL
     while interval * _TRIALS_PER_ENTRY < len(experiment.trials):
         interval *= 2
