@@ -166,7 +166,7 @@ class Results:
         """Every trial by its name, in the order in which they were proposed."""
         return Trials(self.experiment.trials, self.objective.metrics if self.objective else ())
 
-    @property
+    @cached_property
     def errors(self) -> Mapping[str, str]:
         """Why trials errored, by trial."""
         return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
