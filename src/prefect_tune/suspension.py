@@ -445,7 +445,7 @@ def first_search_turn(plan: SearchPlan, known: Experiment | None) -> Turn:
     if shown is None and plan.samples_per_run is None:
         return Turn(plan if known is None else plan_checks.with_default_samples(plan, known), known)
     known = known or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = plan_checks.extended(plan, known, lambda: call_path(plan.experiment).key)
+    plan, _ = plan_checks.with_added_samples(plan, known, lambda: call_path(plan.experiment).key)
     return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
 
 

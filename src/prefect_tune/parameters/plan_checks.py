@@ -1,7 +1,7 @@
 """Check a plan before anything is written, also against the journal that it resumes, and derive what a run needs.
 
-A `require_` refuses, a `log_` or a `warn_of_` says what may not be meant; `extended` finds the number of samples,
-`trial_spec` how the trials are trained.
+A `require_` refuses, a `log_` or a `warn_of_` says what may not be meant; `with_added_samples` finds the number of
+samples, `trial_spec` how the trials are trained.
 """
 
 from __future__ import annotations
@@ -269,7 +269,9 @@ def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
         )
 
 
-def extended(plan: SearchPlan, state: Experiment, call_path: Callable[[], str]) -> tuple[SearchPlan, Mapping[str, int]]:
+def with_added_samples(
+    plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
+) -> tuple[SearchPlan, Mapping[str, int]]:
     """Return `plan` with the total number of samples, and by run the samples that this run adds, for the journal.
 
     This run also proposes the samples that earlier runs were to propose and did not. A run that is started again

@@ -290,7 +290,9 @@ def _opened(
         require_code(known, plan)
     state = take_over(turn, known, slots.count)
     warn_of_takeover(known, log)
-    now, added = plan_checks.extended(with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key)
+    now, added = plan_checks.with_added_samples(
+        with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key
+    )
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     log_space(state, now, log)

@@ -15,7 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Configured
 from prefect_tune.journal_access import read_known
-from prefect_tune.parameters.plan_checks import extended
+from prefect_tune.parameters.plan_checks import with_added_samples
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.call_paths import call_path
 from tests.fakes.checkpoints import first_generation
@@ -37,7 +37,7 @@ def begun(**options: Any) -> Experiment:
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment by its journal after a run with this id has opened it."""
-    now, added = extended(planned(**options), state, lambda: number)
+    now, added = with_added_samples(planned(**options), state, lambda: number)
     return after(state, [Configured(settings=now.settings, extensions=added)])
 
 
@@ -76,7 +76,7 @@ OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, 
 
 def samples_of(state: Experiment, **options: Any) -> int | None:
     """Return the total number of trials to run."""
-    now, _ = extended(planned(**options), state, _unexpected)
+    now, _ = with_added_samples(planned(**options), state, _unexpected)
     return now.trial_count
 
 
@@ -97,7 +97,7 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
     state = after(nothing_yet(first_generation("grid")), [Configured(settings=written)])
-    resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
+    resumed, _ = with_added_samples(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
     for number in ("a", "b", "c"):
@@ -121,7 +121,7 @@ def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet(first_generation("nightly")), "a", samples_per_run=5)
-    same, added = extended(planned(num_samples=3), state, _unexpected)
+    same, added = with_added_samples(planned(num_samples=3), state, _unexpected)
     assert (same.num_samples, added) == (3, {})
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet(first_generation("nightly")), [Configured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
-        extended(planned(samples_per_run=5), state, lambda: "a")
+        with_added_samples(planned(samples_per_run=5), state, lambda: "a")
 
 
 @pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "give one of them"), ({}, "found -2")])
