@@ -157,14 +157,6 @@ def test_pauses_grow_and_are_spread(clock: Clock) -> None:
         assert len(set(pauses)) > 1
 
 
-@pytest.mark.usefixtures("clock")
-def test_a_retry_that_succeeds_ends_it() -> None:
-    syncer = Mine()
-    syncer.failures = [StoreUnavailable("down")]
-    syncer.wait_or_retry()
-    assert syncer.calls == [("retry",)]
-
-
 def test_what_retrying_cannot_help_is_raised_at_once(clock: Clock) -> None:
     syncer = Mine()
     syncer.failures = [StoreRefused("no such bucket")]
@@ -428,15 +420,6 @@ def test_an_error_of_any_kind_becomes_one_of_ours_with_its_cause(
     assert isinstance(failed.value.__cause__, KeyError)
 
 
-def test_wait_or_retry_sends_what_failed_again(
-    syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path
-) -> None:
-    bucket.failures = [StoreUnavailable("down"), StoreUnavailable("still down")]
-    syncer.sync_up(str(local), REMOTE)
-    syncer.wait_or_retry(max_retries=3, backoff_s=0)
-    assert fetched(bucket, tmp_path) == FILES
-
-
 def test_a_later_sync_makes_good_an_earlier_failure(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.failures = [StoreUnavailable("down")]
     syncer.sync_up(str(local), REMOTE)
@@ -456,22 +439,6 @@ def test_a_directory_that_is_not_there_is_an_error_that_is_not_retried(syncer: T
     syncer.sync_up(str(tmp_path / "absent"), REMOTE)
     with pytest.raises(InvalidInput, match="absent"):
         syncer.wait_or_retry(backoff_s=60)
-
-
-def test_a_period_counts_from_the_last_success(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
-    syncer.sync_period = timedelta(seconds=100)
-    bucket.failures = [StoreUnavailable("down")]
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is True
-    with pytest.raises(StoreUnavailable):
-        syncer.wait()
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is None  # not at once: the target is down
-    syncer._clock = lambda: time.monotonic() + 10  # long before the period has passed
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is True
-    syncer.wait()
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is None
-    syncer._clock = lambda: time.monotonic() + 111  # a later day
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is True
-    syncer.wait()
 
 
 def test_a_closed_syncer_has_done_everything_and_takes_nothing_more(

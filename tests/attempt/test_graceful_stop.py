@@ -165,7 +165,3 @@ def test_after_a_second_interrupt_the_process_does_not_wait_for_threads_that_wai
     assert ended.returncode == -signal.SIGINT, ended.stderr
     assert ended.stdout == "caught\n"  # the exception is raised as any other
     assert "Traceback" not in ended.stderr
-
-
-def test_what_is_not_interrupted_returns_what_it_returns() -> None:
-    assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0), request_period=timedelta(seconds=5)) is False

@@ -97,11 +97,6 @@ def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_pa
     assert (found["codes"], found["blocked"]) == ([-signal.SIGTERM], 0)
 
 
-@pytest.mark.long
-def test_pools_are_opened_and_left_one_after_the_other(tmp_path: Path) -> None:
-    assert found_by(supervised_process, parallel.pools, tmp_path, rounds=30) == {"rounds": 30}
-
-
 def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path) -> None:
     assert found_by(trial_in_place, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 

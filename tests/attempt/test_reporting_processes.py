@@ -130,16 +130,6 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
     assert {each.report.metrics.get("from") for each in steps[:-1]} == {"the trial"}
 
 
-@pytest.mark.long
-def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
-    start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
-    with pool.process(start, log_to(LogRecorder())) as channel:
-        (said,) = metrics_of(channel)["said"]
-    assert "pt.report(): expected process " in said
-    assert "which trains trial 't'" in said
-    assert "through a queue, a pipe or a pool" in said
-
-
 def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
     with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(LogRecorder())) as channel:
         assert metrics_of(channel) == {"found": ["t", 0, True]}

@@ -18,18 +18,17 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink, SubmittedEvents
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import outbox
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Event, Finished, Owner, Reported, Started
-from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Event, Finished, Reported, Started
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.executors import trial_executor
 from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
-from prefect_tune.journal_access import new_write_id, write_directly
+from prefect_tune.journal_access import write_directly
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch
@@ -225,16 +224,6 @@ def posts(target: LocalTarget) -> Sequence[outbox.Post]:
         return outbox.read_posts(store, TRIAL, 1, 0)
 
 
-def test_a_closed_outbox_stops_its_attempt_at_its_next_post_and_names_who_has_closed_it(
-    target: LocalTarget, attempt: FarAttempt
-) -> None:
-    with target.open(timeout=MINUTE) as store:
-        outbox.close_outbox(store, TRIAL, 1, 0, "the next search", Stamp(write_id="w", at="noon"))
-    with pytest.raises(Superseded, match="the next search has ended this attempt at noon"):
-        attempt.reports(1)
-    assert len(posts(target)) == 1
-
-
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
@@ -262,13 +251,3 @@ def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
         [Reported, Committed],
         [Reported],
     ]
-
-
-def test_a_post_after_the_deletion_of_its_experiment_is_refused_and_removed(
-    target: LocalTarget, attempt: FarAttempt
-) -> None:
-    with target.open(timeout=MINUTE) as store:
-        remove(store, TRIAL.of_experiment, Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
-        with pytest.raises(Superseded):
-            attempt.reports(1)
-        assert list(store.list(TRIAL.folder)) == []

@@ -20,7 +20,6 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
-    TuneError,
 )
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 from prefect_tune.stores import obstore_store
@@ -28,7 +27,7 @@ from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
-from tests.fakes.servers.s3_sink import Fault, SinkRequest
+from tests.fakes.servers.s3_sink import Fault
 from tests.fakes.stores.object_stores import object_store, until
 from tests.long_cases import long_after
 
@@ -305,37 +304,3 @@ def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(cha
     _check_unavailable(outcomes, kind)
     assert sum(isinstance(error, DeadlineExceeded) for error in outcomes.values()) >= 6
     assert until(lambda: not chaos.connections)
-
-
-_DEEP = (Fault.RESET, Fault.LOSE_REPLY, Fault.REFUSE_403, Fault.EXPIRE_403)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "kind",
-    [Fault.FAIL_503, Fault.NO_BUCKET, *(pytest.param(kind, marks=pytest.mark.deep) for kind in _DEEP)],
-    ids=lambda kind: kind.name,
-)
-def test_an_isolated_client_tells_every_failure_as_it_is(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
-    chaos.always(kind)
-    with _isolated_arrow(chaos.endpoint, seconds=30) as store:
-        outcomes = _outcomes(store)
-    for act, error in outcomes.items():
-        allowed: tuple[type[TuneError], ...] = (StoreRefused,) if kind in REFUSALS else (StoreUnavailable,)
-        allowed += (CommitUnknown,) if act == "create" and kind not in REFUSALS else ()
-        assert isinstance(error, allowed), f"{act}: {kind.name} was reported as {error!r}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", long_after(1, [Fault.STORE_HALF, Fault.PRETEND]), ids=lambda kind: kind.name)
-def test_an_isolated_client_that_reports_success_for_nothing_is_not_believed(chaos: ChaosS3, kind: Fault) -> None:
-    def is_upload(request: SinkRequest) -> bool:
-        return request.method == "PUT" or (request.method == "POST" and kind is Fault.PRETEND)
-
-    chaos.always(kind, only=is_upload)
-    with _isolated_arrow(chaos.endpoint, seconds=30) as store:
-        with pytest.raises(StoreUnavailable):
-            store.put("a", DATA)
-        chaos.calm()
-        assert store.size("a") is None

@@ -35,7 +35,7 @@ from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning, Obstore
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
-from tests.fakes.stores.object_stores import Once, object_store, until
+from tests.fakes.stores.object_stores import object_store, until
 from tests.stores.contract import StoreContract
 
 
@@ -138,14 +138,6 @@ def test_a_server_that_is_not_there_has_certainly_written_nothing() -> None:
             object_store(closed_port).create("a", b"1")
 
 
-def test_a_create_whose_reply_was_lost_finds_its_own_write(sink: S3Sink) -> None:
-    store = object_store(sink.endpoint)
-    sink.fault = Once(Fault.LOSE_REPLY)
-    with pytest.raises(AlreadyExists):
-        store.create("a", b"mine")
-    assert bytes(store.read("a")) == b"mine"
-
-
 def test_a_create_that_got_no_reply_at_all_is_unknown(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.STALL
     with pytest.raises(CommitUnknown, match="read it back"):
@@ -206,15 +198,6 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
     sink.fault = lambda _request: None
     time.sleep(0.2)
     assert sink.names() == []
-
-
-def test_a_hung_request_is_tried_again_before_the_deadline(sink: S3Sink) -> None:
-    store = object_store(sink.endpoint, seconds=30, request_limit=timedelta(seconds=2))
-    sink.fault = Once(Fault.STALL)
-    started = time.monotonic()
-    store.put("a", b"small: a quarter of the limit")
-    assert time.monotonic() - started < 1.5
-    assert bytes(store.read("a")).startswith(b"small")
 
 
 def test_after_the_deadline_nothing_is_asked(sink: S3Sink) -> None:
@@ -525,16 +508,6 @@ def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(serve
         assert "have expired" in str(error)
         _answer(server, "s3", 400, "RequestTimeout")
         assert type(_raised(lambda: store.size("a"))) is StoreUnavailable
-
-
-def test_what_passes_is_asked_again_by_the_store_itself(server: Canned) -> None:
-    with _store("s3", server, tries=3) as store:
-        _answer(server, "s3", 400, "RequestTimeout")
-        before = len(server.asked)
-        error = _raised(lambda: store.put("a", b"x"))
-    assert len(server.asked) - before == 3
-    assert "3 times" in str(error)
-    assert "proxies" in str(error)
 
 
 def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import (
     Cause,
@@ -21,8 +20,7 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.metrics import storable
-from prefect_tune.core.reasons import Reason, format_error, make_reason
+from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors.trial_executor import Slots
 from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -124,13 +122,3 @@ def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> 
     assert str(error).endswith(ends)
     again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
     assert again in str(error), "no command finds the function of a script"
-
-
-def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:
-    with pytest.raises(BadMetric) as refused:
-        storable({"loss": float("nan")}, "metrics of step 1")
-    error = make_reason("raised", type="BadMetric", text=str(refused.value))
-    assert format_error(make_reason("not-retried", cause="bad-metric", error=error)) == (
-        "BadMetric: metrics of step 1: 'loss': found nan; training has diverged, or the metric divides by zero. For a "
-        "trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
-    )

@@ -131,17 +131,6 @@ def test_each_trial_has_what_the_import_has_made(
     assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
 
 
-@pytest.mark.long
-def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
-    module.write("""
-        import numpy, sklearn.linear_model
-        numpy.ones((500, 500)) @ numpy.ones((500, 500))
-        def measured(config): return {'sum': float((numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum())}
-    """)
-    found = trains(4)
-    assert (len(module.imports), different(found), {each["sum"] for each in found}) == (1, 4, {500.0**3})
-
-
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_what_the_import_sets_is_set_in_each_trial(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
@@ -163,18 +152,6 @@ def test_what_the_import_sets_is_set_in_each_trial(
     assert {(each["set"], each["home"], each["here"]) for each in found} == {("yes", None, str(tmp_path))}
     assert {each["drawn"] for each in found} == {random.Random(7).random()}
     assert different(found, "numpy") == 3
-
-
-@pytest.mark.long
-def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
-    module.write("""
-        import random, numpy
-        run = random.getrandbits(40), float(numpy.random.random()), float(numpy.random.rand(70_000).sum())
-        def measured(config): return {"run": str(run), "drawn": random.random(), "numpy": numpy.random.random()}
-    """)
-    first, second = trains(2), trains(2)
-    assert (different(first, "run"), different([*first, *second], "run")) == (1, 2)
-    assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
 
 
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
@@ -337,24 +314,6 @@ def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     noted = sorted((tmp_path / "exits").read_text().splitlines())
     imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
     assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
-
-
-@pytest.mark.long
-def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
-    trains: Trains, module: Module, recorder: LogRecorder
-) -> None:
-    module.write("""
-        import atexit, multiprocessing, time
-        def measured(config):
-            if config["x"] < 2:
-                multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
-            if config["x"] in (1, 2):  # the last process is kept, and ends with the pool
-                atexit.register(time.sleep, 600)
-            return {"x": config["x"]}
-    """)
-    assert [each["x"] for each in trains(3)] == [0, 1, 2]
-    cut = [each for each in recorder.reasons if "had not exited 5 s after its end, and was killed: handlers" in each]
-    assert len(cut) == 2
 
 
 # ------------------------------------------- what the first optimizer of PyTorch imports, with a package of its name

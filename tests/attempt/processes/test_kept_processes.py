@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -26,7 +25,6 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.reasons import code_of
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
@@ -108,18 +106,6 @@ def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
         found = metrics_of(channel)
     assert (found["pid"], found["count"]) == (first["pid"], 8)
     assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
-
-
-def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
-    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
-) -> None:
-    first = trained(1)
-    last = {"step": 1, "metrics": {"done": True}}
-    with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
-        (ended,) = messages_of(channel)
-    assert code_of(ended.outcome.reason) == "done-reported"
-    assert trained(2)["object"] == first["object"]
-    assert acts(witness) == ["setup 1", "reset 2"]
 
 
 def test_a_trainable_that_declines_cleans_up_and_the_trial_begins_in_a_new_process(
@@ -308,33 +294,6 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
     assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
 
 
-@pytest.mark.timeout(120)
-def test_a_trial_that_is_stopped_does_not_wait_for_an_import_of_the_process_that_replaces_its_own(
-    module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path
-) -> None:
-    flag = tmp_path / "flag"
-    module.write(f"""
-        import time
-        import prefect_tune as pt
-        if os.path.exists({str(flag)!r}):
-            time.sleep(600)
-        class Trains(pt.Trainable):
-            def step(self): return {{"x": 1}}
-            def save_checkpoint(self, checkpoint_dir): pass
-            def reset_config(self, config): return config["x"] == 0
-    """)
-    first, second = (module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"}) for x in (0, 1))
-    stop = threading.Event()
-    with TrialProcessPool(slots=1, reuse="auto") as pool:
-        with pool.process(first, log_to(recorder)) as channel:
-            metrics_of(channel)
-        flag.touch()
-        os.kill(ours.one("tune-template"), signal.SIGKILL)
-        stop.set()
-        with pool.process(second, log_to(recorder), stop=stop) as channel:
-            until(lambda: channel.receive(timedelta(0)) or len(module.imports) > 2, what=lambda: "its import")
-
-
 @pytest.mark.parametrize("when", ["as it waits", "as it is reset"])
 def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_attempt(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, witness: Path, trained: Trained, when: str
@@ -350,20 +309,6 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     assert (found["x"], found["pid"] != first) == (2, True)
     said = [line for line in recorder.reasons if "kept from an earlier trial ended by SIGKILL" in line]
     assert len(said) == (when == "as it is reset")
-
-
-def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
-    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
-) -> None:
-    trained(1)
-    config = {"x": 2, "witness": str(witness), "declines": True}
-    with pool.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
-        channel.tell(StopAndSave())
-        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-        channel.tell(CheckpointSaved(step=1))
-        last = messages_of(channel)[-1]
-    assert code_of(last.outcome.reason) == "saved-as-requested"
-    assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
 
 # -------------------------------------------------------------------------------------------- number of processes

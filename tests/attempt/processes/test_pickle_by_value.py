@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 SCRIPT = '''
 import __main__ as program
 import abc, contextvars, enum, functools, itertools, json, logging, math, os, pickle, sys, threading, typing, weakref
@@ -190,11 +188,3 @@ def test_what_a_script_defines_reaches_its_trials_and_what_cannot_is_rejected_by
     assert rejected.keys() == REJECTED.keys()
     for name, message in rejected.items():
         assert message.startswith(f"InvalidInput: {REJECTED[name]} cannot be sent to the trial's process ("), message
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", [["-m", "script"], ["-"]], ids=["a module", "as in a notebook"])
-def test_other_programs_are_as_a_script(tmp_path: Path, command: list[str]) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    failure, metrics, here, rejected = _run(tmp_path, command, SCRIPT)
-    assert (failure, metrics, rejected.keys()) == ("", [here], REJECTED.keys())

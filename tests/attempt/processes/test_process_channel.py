@@ -22,8 +22,7 @@ from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
-from tests.fakes.outcomes import require_failure, require_reason
-from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
 from tests.trainables.processes import reporters
 
 LOG = log_to(LogRecorder())
@@ -154,12 +153,3 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     assert said in message
     assert "look for code that writes to a file descriptor" in message
     assert "pydantic" not in message
-
-
-def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(pool: TrialProcessPool, tmp_path: Path) -> None:
-    with pool.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
-        reason = require_reason(require_failure(messages_of(channel)[-1]))
-    assert str(reason).startswith(r"ValueError: the file \udcff in [0, 0, 0,")
-    assert reason.arguments["text"].endswith("0, 0] is not good")
-    assert "characters left out" in reason.arguments["text"]
-    assert len(str(reason)) < 300_000

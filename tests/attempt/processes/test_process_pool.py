@@ -361,16 +361,6 @@ def test_a_machine_without_room_for_another_process_is_named_in_the_error(
         pass
 
 
-@pytest.mark.long
-def test_a_fork_server_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
-    with family() as ours, TrialProcessPool(slots=1) as pool:
-        found_in(pool, tmp_path)
-        assert ours.pids()
-    assert not ours.pids()
-    with pytest.raises(RuntimeError, match="closed"):
-        found_in(pool, tmp_path)
-
-
 def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes import fork_servers, process_output, process_pool
+from prefect_tune.attempt.processes import fork_servers, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.core.reasons import ProcessEnd
-from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.long_cases import long_after
@@ -167,33 +166,6 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
     assert pids[0] not in module.imports
     assert pids[1:] == module.imports[1:]
     assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_an_import_that_takes_long_says_so_again_and_again(
-    module: Module, recorder: LogRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: Reuse
-) -> None:
-    monkeypatch.setattr(process_output, "_FIRST_NOTE", timedelta(seconds=0.1))
-    module.write(f"""
-        import time
-        while not os.path.exists({str(tmp_path / "go")!r}):
-            time.sleep(0.01)
-        def measured(config): return {{"x": config["x"]}}
-    """)
-
-    def train(pool: TrialProcessPool) -> Any:
-        with pool.process(module.start(7), log_to(recorder)) as channel:
-            return metrics_of(channel)["x"]
-
-    def notes() -> list[str]:
-        return [each for each in recorder.lines if each.startswith(f"importing trainable '{module.name}:train'")]
-
-    with nothing_left(), TrialProcessPool(slots=1, reuse=reuse) as pool, ThreadPoolExecutor(1) as threads:
-        training = threads.submit(train, pool)
-        until(lambda: len(notes()) >= 2, seconds=60, what=lambda: f"two notes, not {recorder.lines}")
-        (tmp_path / "go").touch()
-        assert training.result() == 7
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker

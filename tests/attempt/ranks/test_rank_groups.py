@@ -25,11 +25,9 @@ from tests.trainables.grouped import (
     Different,
     RestartsItsProgram,
     Sharded,
-    SlowSetup,
     differs,
     elastic,
     lagging,
-    late_at_last,
     launches,
     loses_its_launcher,
     napping,
@@ -344,13 +342,6 @@ def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
     assert states(result) == undisturbed()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("trainable", [launches, runs_programs])
-def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
-        launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
-
-
 def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial has another process of it already"):
         launched(tmp_path, "tests.trainables.grouped:joins_twice", {})
@@ -361,25 +352,6 @@ def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
     result = pt.durable_trainable(lagging, {"rank": 1, "steps": 3000}, **options)
     assert (result.status, result.step, result.attempts) == ("completed", 3000, 1)
-
-
-@pytest.mark.long
-def test_a_last_checkpoint_that_a_rank_did_not_save_in_time_is_trained_and_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=1)))
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
-    result = pt.durable_trainable(late_at_last, {"steps": 4}, **options)
-    assert (result.status, result.step, result.attempts) == ("completed", 4, 2)
-    assert result.checkpoint is not None
-    with result.checkpoint.as_directory() as directory:
-        assert {each.name: each.read_text() for each in Path(directory).iterdir()} == {"rank-0": "4", "rank-1": "4"}
-
-
-@pytest.mark.long
-def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
-    result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
-    assert (result.status, result.attempts) == ("completed", 1)
 
 
 @pytest.mark.long
@@ -438,12 +410,6 @@ def test_by_default_the_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
     assert (result.step, result.metrics) == (2, {"loss": 2.0, "last": True})
 
 
-@pytest.mark.long
-def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
-        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
-
-
 @pytest.mark.parametrize(
     ("rank", "at", "why"),
     long_after(
@@ -467,14 +433,6 @@ def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, mo
     policy = pt.FailurePolicy(max_machine_failures=0)
     with pytest.raises(pt.TrialFailed, match=r"rank 1 did not report step 2 within 0\.5 s"):
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
-
-
-@pytest.mark.long
-def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
-    result = pt.durable_trainable(launches, {"by": "fork"}, metrics_from="mean", **options)
-    numbers = [number for _, number in undisturbed().values()]
-    assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)
 
 
 @pytest.mark.long

@@ -360,20 +360,6 @@ def test_a_trial_stops_when_it_has_had_enough(
     assert stopper.why_stop(reported) == reason
 
 
-@pytest.mark.parametrize(
-    ("stopper", "sentence"),
-    [
-        (MaxSteps(2), "step 3 of 2"),
-        (MaxTime(timedelta(seconds=3)), "trained for 3 s, the limit is 3 s"),
-        (Plateau("loss", reports=2, grace=0), "loss has settled at 1 ± 0"),
-        (as_stopper({"loss": 0.5}), "loss = 1, the limit is 0.5"),
-        (as_stopper(said_so), "said_so returned a true value"),
-    ],
-)
-def test_it_says_why_a_trial_has_had_enough(stopper: Stopper, sentence: str) -> None:
-    assert str(stopper.why_stop(reports(1, 1, 1))) == sentence
-
-
 def test_only_who_needs_the_past_looks_back() -> None:
     assert not AnyOf((MaxSteps(1), MaxTime(timedelta(1)), Never(), as_stopper({"step": 1}))).looks_back
     assert (MaxSteps(1) | Plateau("loss")).looks_back

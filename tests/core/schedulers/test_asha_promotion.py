@@ -46,37 +46,6 @@ def test_who_would_be_promoted_at_once_goes_on_without_a_pause() -> None:
     assert asked.schedule.milestone("c", 1) == 3
 
 
-def test_asking_who_is_next_changes_nothing() -> None:
-    asked = promotion(0.1, 0.2, 0.3)
-    assert [asked.schedule.resume_next() for _ in range(3)] == ["a", "a", "a"]
-
-
-def test_of_equal_ones_the_earlier_is_promoted() -> None:
-    assert promotion(0.2, 0.1, 0.1, 0.1, 0.1, 0.1).resume_all() == ["b", "c"]
-
-
-def test_the_highest_rung_with_somebody_to_promote_comes_first() -> None:
-    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    assert asked.resume_all() == ["a", "b", "c"]
-    asked.says("a", 3, 0.3)
-    asked.says("b", 3, 0.2)
-    asked.add("x", "y", "z")
-    for trial in "xyz":
-        asked.says(trial, 1, 0.95)
-    assert asked.schedule.resume_next() == "d"
-    asked.says("c", 3, 0.25)
-    assert asked.resume_all() == ["b", "d"]
-
-
-def test_who_was_judged_too_early_is_promoted_later() -> None:
-    asked = promotion(0.2, 0.3, 0.4)
-    assert asked.resume_all() == ["a"]
-    for trial in "def":
-        asked.add(trial)
-        asked.says(trial, 1, 0.5)
-    assert asked.resume_all() == ["b"]
-
-
 def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
     """Algorithm 2 of the paper for one worker: the trial and the rung of each job, in order."""
     rungs: list[list[tuple[int, int]]] = [[] for _ in losses[0]]

@@ -5,40 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from prefect_tune.core.reasons import code_of, make_reason
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers import asha
 from prefect_tune.core.schedulers.base import Continue, Stop
-from tests.core.schedulers.asking import SCORE, Asked
+from tests.core.schedulers.asking import Asked
 
 ASHA = partial(asha.ASHA, variant="stopping")
-
-
-def milestones(asked: Asked, trial: str) -> list[int]:
-    """The milestones of a trial that never dies and is always good enough."""
-    steps, step = [], 0
-    while (milestone := asked.schedule.milestone(trial, step)) is not None:
-        steps.append(milestone)
-        if isinstance(asked.report(trial, milestone, 0.0), Stop):
-            break
-        step = milestone
-    return steps
-
-
-def test_trials_are_asked_at_the_grace_period_times_powers_of_the_factor_and_at_max_t() -> None:
-    asked = Asked(ASHA(max_t=100, grace_period=2, reduction_factor=3))
-    asked.add("a")
-    assert milestones(asked, "a") == [2, 6, 18, 54, 100]
-
-
-def test_a_factor_that_is_no_whole_number_gives_steps_that_are_rounded_up() -> None:
-    asked = Asked(ASHA(max_t=20, reduction_factor=2.5))
-    asked.add("a")
-    assert milestones(asked, "a") == [1, 3, 7, 16, 20]
 
 
 def test_the_first_at_a_rung_goes_on_a_worse_one_stops_and_an_equal_one_goes_on() -> None:
@@ -49,39 +23,12 @@ def test_the_first_at_a_rung_goes_on_a_worse_one_stops_and_an_equal_one_goes_on(
     assert asked.says("c", 1, 0.5) == "continue"
 
 
-def test_a_score_is_to_be_large() -> None:
-    asked = Asked(ASHA(max_t=9), SCORE)
-    asked.add("a", "b", "c")
-    assert asked.says("a", 1, 0.5) == "continue"
-    assert asked.says("b", 1, 0.6) == "continue"
-    stop = asked.report("c", 1, 0.25)
-    assert isinstance(stop, Stop)
-    assert code_of(stop.reason) == "cutoff"
-    assert (
-        str(stop.reason) == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
-    )
-
-
 def test_at_max_t_everybody_stops_however_good() -> None:
     asked = Asked(ASHA(max_t=9))
     asked.add("a")
     assert asked.report("a", 9, 0.0) == Stop(reason=make_reason("step-limit", step=9, limit=9), early=False)
     assert asked.report("a", 12, 0.0) == Stop(reason=make_reason("step-limit", step=12, limit=9), early=False)
     assert asked.schedule.milestone("a", 9) == 10
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 6), max_size=40), st.sampled_from([2, 2.5, 3, 4]))
-def test_who_stops_is_whom_rays_rule_stops(losses: list[int], factor: float) -> None:
-    asked = Asked(ASHA(max_t=9, reduction_factor=factor))
-    rewards: list[float] = []
-    for number, loss in enumerate(losses):
-        asked.add(f"t{number}")
-        said = asked.says(f"t{number}", 1, loss)
-        cutoff = np.nanpercentile(rewards, (1 - 1 / factor) * 100) if rewards else None
-        rewards.append(-loss)
-        if cutoff is None or abs(-loss - cutoff) > 1e-9:  # numpy rounds differently
-            assert said == ("stop" if cutoff is not None and -loss < cutoff else "continue")
 
 
 def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:

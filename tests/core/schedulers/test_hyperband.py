@@ -24,10 +24,6 @@ def reach(asked: Asked, step: int, losses: dict[str, float]) -> dict[str, str]:
     return {trial: asked.says(trial, step, loss) for trial, loss in losses.items()}
 
 
-def test_brackets_are_those_of_the_paper() -> None:
-    assert Hyperband(81, 3).brackets == [(81, 1), (34, 3), (15, 9), (8, 27), (5, 81)]
-
-
 @pytest.mark.parametrize(
     ("max_t", "factor", "expected"),
     [
@@ -126,15 +122,6 @@ def test_a_place_that_was_left_is_not_filled_again() -> None:
     assert [asked.schedule.milestone(trial, 0) for trial in ("t8", "next")] == [1, 3]
 
 
-def test_a_bracket_whose_trials_all_died_holds_up_nobody() -> None:
-    asked = first_bracket()
-    reach(asked, 1, dict.fromkeys(NINE[:8], 0.5))
-    asked.end(*NINE)
-    assert (asked.resume_all(), asked.stop_all()) == ([], [])
-    asked.add("next")
-    assert asked.schedule.milestone("next", 0) == 3
-
-
 def test_a_trial_that_was_promoted_and_ended_before_it_got_a_slot_is_forgotten() -> None:
     asked = first_bracket()
     reach(asked, 1, dict.fromkeys(NINE, 0.5))
@@ -198,16 +185,6 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
     assert asked.stop_all() == ["t3", "t2", "t1", "t0", "t6"]
 
 
-def test_a_single_trial_trains_to_max_t() -> None:
-    asked = Asked(Hyperband(9))
-    asked.add("a")
-    assert asked.says("a", 1, 0.5) == "pause"
-    asked.schedule.exhausted()
-    assert asked.resume_all() == ["a"]
-    assert asked.says("a", 3, 0.5) == "continue"
-    assert asked.says("a", 9, 0.5) == "stop"
-
-
 def test_a_new_trial_takes_back_that_there_is_none_while_the_bracket_is_open() -> None:
     asked = Asked(Hyperband(9))
     asked.add(*NINE[:3])
@@ -228,13 +205,3 @@ def test_a_bracket_that_was_decided_early_takes_no_more_trials() -> None:
     assert asked.resume_all() == ["t0"]
     asked.add("t3")
     assert asked.schedule.milestone("t3", 0) == 3
-
-
-def test_when_all_have_died_there_is_nobody_to_go_on() -> None:
-    asked = Asked(Hyperband(9))
-    asked.schedule.exhausted()
-    assert asked.resume_all() == []
-    asked.add("t0")
-    asked.end("t0")
-    asked.schedule.exhausted()
-    assert (asked.resume_all(), asked.stop_all()) == ([], [])

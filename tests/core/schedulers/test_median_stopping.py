@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import mean, median
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
@@ -37,61 +31,10 @@ def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
     assert str(stop.reason) == "at best loss = 0.21 by step 1: 3 others average loss = 0.2 (median)"
 
 
-def test_of_an_even_number_the_median_is_between_the_middle_two() -> None:
-    rule = MedianStopping(min_samples_required=4)
-    for loss, said in ((0.25, "continue"), (0.26, "stop")):
-        asked = three_others(rule)
-        asked.add("d")
-        asked.says("d", 1, 0.4)
-        assert asked.says("x", 1, loss) == said
-
-
-def test_it_is_the_best_of_a_trial_that_is_compared_and_the_average_of_the_others() -> None:
-    asked = Asked(MedianStopping(min_samples_required=1))
-    asked.add("a", "x")
-    asked.says("a", 1, 1.0)
-    asked.says("a", 2, 0.2)  # 0.6 on average
-    asked.says("x", 1, 0.5)
-    assert asked.says("x", 2, 5.0) == "continue"
-
-
-def test_it_is_the_average_up_to_the_same_step_that_counts_whatever_came_later() -> None:
-    asked = three_others(MedianStopping(), steps=1)
-    for trial in "abc":
-        asked.says(trial, 2, 0.0)
-    assert asked.says("x", 1, 0.2) == "continue"
-
-
-def test_in_the_grace_period_a_trials_best_counts_and_its_average_does_not() -> None:
-    for best, said in ((0.2, "continue"), (0.25, "stop")):
-        asked = three_others(MedianStopping(grace_period=3))
-        assert asked.says("x", 2, best) == "continue"
-        assert asked.says("x", 3, 0.3) == said
-    asked = Asked(MedianStopping(grace_period=3, min_samples_required=1))
-    asked.add("a", "x")
-    for step, loss in ((1, 9.0), (2, 9.0), (3, 0.5)):
-        asked.says("a", step, loss)
-    assert asked.says("x", 3, 0.6) == "stop"
-
-
-def test_with_too_few_to_be_compared_with_a_trial_goes_on() -> None:
-    asked = three_others(MedianStopping(min_samples_required=4))
-    assert asked.says("x", 1, 9.9) == "continue"
-
-
 def test_what_an_ended_trial_showed_is_still_compared_with() -> None:
     asked = three_others(MedianStopping())
     asked.end("a", "b", "c")
     assert asked.says("x", 1, 0.21) == "stop"
-
-
-def test_who_comes_by_other_steps_is_compared_with_where_it_stood_before() -> None:
-    asked = Asked(MedianStopping(min_samples_required=1))
-    asked.add("a", "x")
-    asked.says("a", 2, 0.5)
-    asked.says("a", 12, 0.1)
-    assert asked.says("x", 1, 0.9) == "continue"  # "a" had reported nothing by then
-    assert asked.says("x", 7, 0.6) == "stop"
 
 
 def test_a_late_report_counts_at_the_milestone_before_it() -> None:
@@ -119,38 +62,6 @@ def test_who_is_added_again_after_its_end_goes_on_though_it_was_stopped() -> Non
     asked.add("x")
     assert asked.says("x", 1, 0.21) == "continue"
     assert asked.says("x", 2, 0.21) == "stop"
-
-
-@pytest.mark.long
-@settings(max_examples=100)
-@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_who_stops_is_whom_the_rule_of_the_paper_stops(
-    data: st.DataObject, grace: int, samples: int, stride: int
-) -> None:
-    """The paper's rule, computed over all reports at once. Each trial reports at its own stride."""
-    asked = Asked(MedianStopping(grace_period=grace, min_samples_required=samples))
-    strides = {f"t{number}": data.draw(st.integers(1, stride)) for number in range(5)}
-    asked.add(*strides)
-    seen: dict[str, dict[int, int]] = {trial: {} for trial in strides}
-    for _ in range(25):
-        trial = data.draw(st.sampled_from(sorted(strides)))
-        step, loss = max(seen[trial], default=0) + strides[trial], data.draw(st.integers(0, 4))
-        said = asked.says(trial, step, loss)
-        seen[trial][step] = loss
-        averages = []
-        for other, reports in seen.items():
-            counted = [value for at, value in reports.items() if grace <= at <= step]
-            if other != trial and counted and max(reports) >= step:
-                averages.append(mean(counted))
-        if len(averages) >= samples and step >= grace:
-            best = min(seen[trial].values())
-            if abs(best - median(averages)) > 1e-9:
-                assert said == ("stop" if best > median(averages) else "continue")
-        else:
-            assert said == "continue"
-        if said == "stop":
-            asked.end(trial)
-            asked.add(trial)
 
 
 # ------------------------------------------------------------------------------------- time slices

@@ -46,24 +46,6 @@ def is_perturbed(value: float, of: float) -> bool:
     return pytest.approx(value) in [0.8 * of, 1.2 * of]
 
 
-@pytest.mark.parametrize(
-    ("interval", "burn_in", "asked_at"), [(3, 4, [4, 7, 10]), (4, 10, [10, 14, 18]), (5, 0, [5, 10, 15])]
-)
-def test_a_trial_is_asked_an_interval_after_its_last_comparison_and_not_before_the_burn_in_period(
-    interval: int, burn_in: int, asked_at: list[int]
-) -> None:
-    asked = population(perturbation_interval=interval, burn_in_period=burn_in)
-    steps = [0]
-    for _ in asked_at:
-        steps.append(asked.schedule.milestone("a", steps[-1]) or 0)
-        asked.says("a", steps[-1], 0.5)
-    assert steps[1:] == asked_at
-    assert asked.schedule.milestone("a", asked_at[-1] + 9) == asked_at[-1] + 10
-    late = population()
-    late.says("a", 7, 0.5)  # it could not report at step 5
-    assert late.schedule.milestone("a", 7) == 12
-
-
 def test_a_trial_that_continues_after_its_end_is_asked_an_interval_after_its_last_comparison() -> None:
     asked = population()
     asked.says("a", 5, 0.5)
@@ -93,14 +75,6 @@ def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configurat
     assert exploit.config["width"] == 1
     assert code_of(exploit.reason) == "exploit"
     assert str(exploit.reason) == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
-
-
-def test_who_is_good_enough_goes_on_and_so_does_a_trial_without_others() -> None:
-    asked = population()
-    losses = {"a": 0.4, "d": 0.3, "c": 0.2, "b": 0.1}
-    assert set(report_and_go_on(asked, 5, losses).values()) == {"pause"}
-    assert asked.says("c", 10, 0.25) == "pause"
-    assert population(1).says("a", 5, 0.5) == "pause"
 
 
 @pytest.mark.parametrize(("fraction", "worst"), [(0.0, ""), (0.1, "a"), (0.25, "ab"), (0.3, "abc"), (0.5, "abcd")])

@@ -80,14 +80,6 @@ def test_without_a_grid_there_are_as_many_trials_as_samples() -> None:
     assert search.suggest(10) == Exhausted("samples drawn: 10 of 10")
 
 
-@pytest.mark.parametrize(("samples", "said"), [(1, "1 sample"), (2, "2 samples")])
-def test_the_end_of_a_grid_is_said_in_words_that_fit_its_numbers(samples: int, said: str) -> None:
-    search = RandomSearch(samples).begin({"x": grid_search([1, 2])}, None, 0)
-    for number in range(2 * samples):
-        assert isinstance(search.suggest(number), Proposed)
-    assert search.suggest(2 * samples) == Exhausted(f"{said} of each of 2 grid points")
-
-
 def test_a_grid_is_tried_whole_for_each_sample_and_the_rest_is_drawn_anew() -> None:
     space = {"b": grid_search([1, 2, 3]), "a": grid_search(["x", "y"]), "lr": uniform(0, 1)}
     configs = proposals_of(RandomSearch(2), space)
@@ -133,10 +125,6 @@ def test_without_a_number_a_grid_alone_is_tried_once_and_all_else_ten_times(spac
     tried = proposals_of(RandomSearch(), space, count=1000)
     assert tried == proposals_of(RandomSearch(samples), space, count=1000)
     assert len(tried) == RandomSearch().trial_count(space) == samples * point_count(grids_of(space))
-
-
-def test_a_number_that_is_given_holds_for_a_grid_alone() -> None:
-    assert len(proposals_of(RandomSearch(10), {"a": grid_search([1, 2])})) == 20
 
 
 def test_a_value_that_stands_twice_in_a_grid_is_tried_twice() -> None:

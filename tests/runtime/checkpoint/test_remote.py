@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import http.client
-import json
 import os
 import pickle
 import random
@@ -15,7 +14,6 @@ from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
-import boto3
 import fsspec
 import pyarrow.fs as arrow
 import pytest
@@ -28,7 +26,6 @@ from prefect_tune.stores.local.staging import fetch_plain
 from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
-from tests.fakes.servers.moto_server import moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -131,35 +128,6 @@ def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
     assert copies(temporary_files) == []
 
 
-@pytest.mark.long
-def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
-    uri: str, staged: Path, temporary_files: Path
-) -> None:
-    reached, proceed = threading.Event(), threading.Event()
-
-    def refuse(request: SinkRequest) -> Fault | None:
-        if not is_of_a_blob(request):
-            return None
-        reached.set()
-        proceed.wait(60)
-        return Fault.REFUSE_403
-
-    with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
-        root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
-        with open_location(read_uri(root), timeout=MINUTE) as store:
-            committed(store, staged)
-        other.fault = refuse
-        with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
-            assert reached.wait(30)
-            with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
-                time.sleep(1)  # usually enough for `second` to wait for `first`; the outcome is the same without
-                proceed.set()
-                assert first.go_on() == 1
-                assert files_in(second.answer()) == FILES
-                assert second.go_on() == 0
-    assert copies(temporary_files) == []
-
-
 def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:
@@ -172,19 +140,6 @@ def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
             assert files_in(second.answer()) == FILES
             assert second.go_on() == 0
     assert copies(temporary_files) == []
-
-
-@pytest.mark.long
-def test_the_copies_of_one_object_get_one_temporary_directory_for_one_download(sink: S3Sink, uri: str) -> None:
-    checkpoint = pt.Checkpoint(uri)
-    with CheckpointUser(checkpoint, "have") as one, CheckpointUser(checkpoint, "have") as two:
-        there = one.answer()
-        assert two.answer() == there
-        assert served(sink) == SIZE
-        assert one.go_on() == two.go_on() == 0
-    assert files_in(there) == FILES
-    assert checkpoint.to_directory() == there
-    assert served(sink) == SIZE
 
 
 def test_processes_that_ask_for_one_directory_download_once(sink: S3Sink, uri: str, tmp_path: Path) -> None:
@@ -376,21 +331,6 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
 
 
 # ------------------------------------------------------------------------------------- an S3 server of another kind
-
-
-@pytest.mark.long
-def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
-    with moto_server() as endpoint:
-        boto3.Session().client("s3", endpoint_url=endpoint).create_bucket(Bucket="said-of-it")
-        with open_location(read_uri(f"s3://said-of-it?endpoint_url={endpoint}"), timeout=MINUTE) as store:
-            committed(store, staged)
-        checkpoint = pt.Checkpoint(f"s3://said-of-it/{KEY.folder}?endpoint_url={endpoint}")
-        with CheckpointUser(checkpoint, "say", "x", "5") as one, CheckpointUser(checkpoint, "say", "y", "5") as two:
-            assert one.go_on() == two.go_on() == 0
-        expected = {f"{name}{number}": number for name in "xy" for number in range(5)}
-        assert checkpoint.get_metadata() == expected
-        with checkpoint.as_directory() as directory:
-            assert files_in(directory) == {**FILES, ".metadata.json": json.dumps(expected).encode()}
 
 
 def test_no_credentials_and_no_secret_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:

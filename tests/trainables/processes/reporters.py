@@ -221,7 +221,3 @@ def hands_over(config: Config) -> None:
 def hands_over_what_is_on_a_target(config: Config) -> None:
     os.chdir(config["seen_from"])
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint("s3://bucket/checkpoint"))
-
-
-def shows_everything(_config: Config) -> None:
-    raise ValueError(f"the file \udcff in {[0] * 300_000} is not good")
