@@ -22,7 +22,16 @@ from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import outbox
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Event, Finished, Reported, Started
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Reported,
+    Started,
+)
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import Stamp, StepReport
@@ -172,6 +181,20 @@ def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> 
     assert isinstance(search.error, ZeroDivisionError)
 
 
+def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_path: Path) -> None:
+    stopped = AttemptEnded(trial=TRIAL.trial, cause=Cause.PREEMPTED, reason="saved, as requested")
+
+    def attempt(journal: SubmittedEvents) -> None:
+        assert search.executor._links[TRIAL.trial].stop.wait(20)
+        journal.write([stopped])
+
+    search = Search(tmp_path, attempt)
+    search.interrupts = search.has_started
+    with pytest.raises(Death):
+        search.run()
+    assert (search.error, search.entries[-1][0]) == (None, stopped)
+
+
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(journal: SubmittedEvents) -> None:
         until(lambda: search.executor._refuses)
@@ -184,6 +207,15 @@ def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatc
     with pytest.raises(Death):
         search.run()
     assert isinstance(search.error, CommitUnknown)
+
+
+def test_events_that_a_failed_search_has_received_and_lost_are_refused() -> None:
+    executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
+    lost = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
+    executor._receive(lost)
+    assert executor.poll(timedelta(0)) == [lost]
+    executor.refuse()
+    assert isinstance(lost.written.exception(0), CommitUnknown)
 
 
 def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> None:

@@ -132,12 +132,6 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
 
 
 @pytest.mark.long
-def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
-    results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
-    assert set(values_of(results, "gpus")) == {"any"}
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"max_concurrent_trials": 4}, {"resources_per_trial": {"cpu": 1}}], ids=str)
 def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -205,13 +199,6 @@ def limit() -> Iterator[str]:
     name = f"gpu-{uuid4().hex}"
     with limits_of(name, limit=1):
         yield name
-
-
-@pytest.mark.long
-def test_a_global_concurrency_limit_has_trials_wait_for_each_other_and_none_fails(limit: str, tmp_path: Path) -> None:
-    results = limited(tmp_path, concurrency_limits=[limit])
-    assert values_of(results, "gpus") == ["any"] * 2
-    assert [each.attempt for each in results.trials.values()] == [1, 1]
 
 
 def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count, pairwise
@@ -12,12 +11,10 @@ from typing import Any, cast
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.errors import StoreUnavailable, Superseded
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, newest_checkpoint
 from prefect_tune.core.journal.journal import append_as_guest
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -37,11 +34,9 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.executors import trial_executor
-from prefect_tune.executors.trial_executor import AttemptExited, Ended, LocalExecutor, Message
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.executors.trial_executor import AttemptExited, Message
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, read_experiment
-from prefect_tune.tuner.pending_entry import Janitor
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.searches import planned_search
 from tests.fakes.searches.instant_executor import InstantExecutor
@@ -116,32 +111,6 @@ def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_en
     assert [event.post for _, event in events if isinstance(event, Received)] == [1, 2, 3, 4]
     for (number, before), (after, event) in pairwise(events[2:-2]):
         assert isinstance(event, Received) or number == after, (before, event)
-
-
-def test_what_a_post_retires_is_deleted_once_the_journal_holds_the_post(
-    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def act(attempt: RemoteAttempt) -> None:
-        attempt.starts()
-        attempt.saves(1)
-        attempt.saves(2, 1)
-        finishes(attempt)
-
-    deleted: list[object] = []
-
-    def delete_post(_: Janitor, key: TrialKey, outbox: int, number: int) -> None:
-        assert read_experiment(target, KEY).trial(key.trial).post >= number
-        deleted.append((outbox, number))
-
-    def delete_checkpoints(_: Janitor, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
-        assert read_experiment(target, KEY).trial(key.trial).checkpoints == trial.checkpoints
-        deleted.extend(retired)
-
-    monkeypatch.setattr(Janitor, "delete_post", delete_post)
-    monkeypatch.setattr(Janitor, "delete_checkpoints", delete_checkpoints)
-    PlannedSearch(target, executor=PostingExecutor(act)).run(num_samples=1)
-    key = CheckpointKey(trial=KEY.trial_key("00000"), step=1, sequence=1)
-    assert sorted(map(str, deleted)) == sorted(map(str, [(1, 1), (1, 2), (1, 3), key, (1, 4)]))
 
 
 def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_outbox(target: LocalTarget) -> None:
@@ -275,102 +244,6 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
         key = spec.trial.checkpoint_key(clone.checkpoint)
         assert (key.trial.trial, key.step) == (origin.trial, request.trial.step)
         assert request.trial.config == clone.config
-
-
-# Attempts in this process, when the search fails.
-
-
-class Attempts:
-    """Attempts in threads of this process; each does what a test says, and notes its error."""
-
-    def __init__(self, act: Callable[[AttemptRequest, SearchLink, TrialSpec], None]) -> None:
-        self.errors: dict[str, BaseException | None] = {}
-        self._act = act
-
-    def launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                self._act(request, link, spec)
-            except BaseException as raised:  # noqa: BLE001  the test looks at it
-                error = raised
-            self.errors[request.trial.trial] = error
-            ended(error)
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-
-def save_when_stopped(request: AttemptRequest, link: SearchLink, spec: TrialSpec) -> None:
-    journal = link.open_journal(spec, request)
-    journal.write([next_start(request.trial)])
-    assert link.stop.wait(20)
-    journal.write([AttemptEnded(trial=request.trial.trial, cause=Cause.PREEMPTED, reason="saved, as requested")])
-
-
-def local_executor(attempts: Attempts) -> LocalExecutor:
-    return LocalExecutor(cast("Any", None), launch=attempts.launch)
-
-
-def test_what_attempts_submit_after_the_search_failed_is_journaled(target: LocalTarget) -> None:
-    attempts = Attempts(save_when_stopped)
-
-    def fail_once_started() -> bool:
-        state = read_experiment(target, KEY)
-        if any(trial.phase is Phase.RUNNING for trial in state.trials.values()):
-            raise Killed
-        return False
-
-    with pytest.raises(Killed):
-        PlannedSearch(target, executor=local_executor(attempts)).run(fail_once_started, num_samples=1)
-    assert attempts.errors == {"00000": None}
-    assert read_experiment(target, KEY).trial("00000").cause is Cause.PREEMPTED
-
-
-def test_an_attempt_whose_events_were_received_when_the_search_failed_waits_for_no_other(target: LocalTarget) -> None:
-    attempts = Attempts(save_when_stopped)
-
-    class Failing(LocalExecutor):
-        def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
-            raise AssertionError((trial, said, step))
-
-        def poll(self, patience: timedelta) -> list[Message]:
-            polled = super().poll(patience)
-            if polled and not self.has_failed:
-                self.has_failed = True
-                return [*polled, cast("Message", None)]  # the driver fails after it has received the others
-            return polled
-
-        has_failed = False
-
-    with pytest.raises(AssertionError):
-        PlannedSearch(target, executor=Failing(cast("Any", None), launch=attempts.launch)).run(num_samples=1)
-    assert attempts.errors == {"00000": None}
-    assert read_experiment(target, KEY).trial("00000").cause is Cause.PREEMPTED
-
-
-def test_no_attempt_hangs_whose_events_the_failed_search_lost_or_that_submits_too_late(
-    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial_executor, "_LAST_WORDS", timedelta(0))
-    attempts, is_over = Attempts(save_when_stopped), threading.Event()
-
-    class Losing(LocalExecutor):
-        def poll(self, patience: timedelta) -> list[Message]:
-            polled = super().poll(patience)
-            if polled and not is_over.is_set():
-                is_over.set()
-                raise Killed
-            return polled
-
-    executor = Losing(cast("Any", None), launch=attempts.launch)
-    with pytest.raises(Killed):
-        PlannedSearch(target, executor=executor).run(num_samples=1, grace_period_seconds=0.1)
-    attempts.thread.join(20)
-    assert isinstance(attempts.errors["00000"], CommitUnknown)
-    late = EventsSubmitted("00000", (), is_awaited=True)
-    executor._receive(late)
-    assert isinstance(late.written.exception(0), CommitUnknown)
 
 
 # Free slots are filled without delaying the answers to the trials that train already.

@@ -1,20 +1,28 @@
-"""Fork servers, the processes that import a trainable and fork its trials: kills, and their recovery."""
+"""Fork servers and processes that import a trainable and fork its trials: kills, and imports that cannot be forked."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
 from prefect_tune.attempt.processes import fork_servers, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
+from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.reasons import ProcessEnd
-from tests.attempt.processes.modules import Module
+from prefect_tune.runtime.trainable import Reuse
+from tests.attempt.processes.modules import QUIET, Module, Trains, different
+from tests.fakes.checkpoints import write
+from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.long_cases import long_after
 
@@ -195,3 +203,370 @@ def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
     with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         metrics_of(channel)
     ours.require_none()
+
+
+# Imports once per search: trials are forked from a process that has imported their trainable, if that is safe.
+
+# ------------------------------------------------------------------------------------------------------ forked
+
+
+def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
+    found = trains(3)
+    assert (len(module.imports), different(found)) == (1, 3)
+    assert module.imports[0] not in {each["pid"] for each in found}
+    assert recorder.reasons == []
+
+
+def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
+    found = trains(3, "never")
+    assert module.imports == [each["pid"] for each in found]
+
+
+BEARABLE = {
+    "nothing": ("", []),
+    "lines that it prints": ("import sys; print('hello'); print('beware', file=sys.stderr)", ["beware", "hello"]),
+    "a child that it forks": ("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()", []),
+    "a program that it starts and terminates": (
+        "import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()",
+        [],
+    ),
+    "lines of a handler at each fork": (
+        "os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))",
+        ["x" * 30_000],
+    ),
+    "no stdout": ("import sys\nsys.stdout = None", []),
+    "a stdout that cannot be flushed": (
+        "import sys\nclass Odd:\n    def write(self, text): pass\nsys.stdout = Odd()",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEARABLE)
+def test_what_forks_bear_is_no_reason_against_them(
+    trains: Trains, module: Module, recorder: LogRecorder, name: str
+) -> None:
+    body, lines = BEARABLE[name]
+    module.write(f"{body}\n{QUIET}")
+    found = trains(3)
+    assert [each["x"] for each in found] == [0, 1, 2]
+    assert (len(module.imports), different(found), sorted({*recorder.reasons})) == (1, 3, lines)
+
+
+MADE_BY_IMPORT = {
+    "a folder that is first on the path": (
+        """
+        import importlib, sys
+        sys.path.insert(0, FOLDER + "/vendored")
+        def measured(config):
+            sys.modules.pop("part", None)
+            return {"found": importlib.import_module("part").found}
+        """,
+        {"part.py": "found = 'beside'", "vendored/part.py": "found = 'vendored'"},
+        "vendored",
+    ),
+    "other finders of modules": (
+        "import sys\nsys.meta_path[:] = sys.meta_path[1:]\ndef measured(config): return {'found': 'it trains'}",
+        {},
+        "it trains",
+    ),
+    "variables that are set before what reads them is imported": (
+        "os.environ['READ_ONCE'] = '1'\nimport numpy\ndef measured(config): return {'found': numpy.found}",
+        {
+            "numpy/__init__.py": "import os\nfound = os.environ.get('READ_ONCE')",
+            "numpy/random.py": "def seed(number=None): pass\nraise ImportError('wrong ABI')",
+        },
+        "1",
+    ),
+    "threads that report for each trial": (
+        """
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'found': 'by a thread'}).result()
+            return {'found': 'by a thread'}
+        """,
+        {},
+        "by a thread",
+    ),
+}
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("name", MADE_BY_IMPORT)
+def test_each_trial_has_what_the_import_has_made(
+    trains: Trains, module: Module, tmp_path: Path, name: str, reuse: Reuse
+) -> None:
+    body, files, expected = MADE_BY_IMPORT[name]
+    write(tmp_path, {path: text.encode() for path, text in files.items()})
+    module.write(body.replace("FOLDER", repr(str(tmp_path))))
+    assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_what_the_import_sets_is_set_in_each_trial(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import random, numpy
+        os.environ["SET_BY_IMPORT"] = "yes"
+        os.environ.pop("HOME", None)
+        os.chdir({str(tmp_path)!r})
+        random.seed(7)
+        numpy.random.random()  # draws, and does not seed
+        def measured(config):
+            found = {{"set": os.environ.get("SET_BY_IMPORT"), "home": os.environ.get("HOME"), "here": os.getcwd(),
+                     "drawn": random.random(), "numpy": numpy.random.random()}}
+            os.environ["SET_BY_IMPORT"] = "changed"
+            return found
+    """)
+    found = trains(3, reuse)
+    assert {(each["set"], each["home"], each["here"]) for each in found} == {("yes", None, str(tmp_path))}
+    assert {each["drawn"] for each in found} == {random.Random(7).random()}
+    assert different(found, "numpy") == 3
+
+
+def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
+    module: Module, recorder: LogRecorder
+) -> None:
+    codes = []
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
+        for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
+            module.write(body)
+            with pool.process(module.start(), log_to(recorder)) as channel:
+                codes += [each.code for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
+    assert codes[0]
+    assert codes == codes[:1] * 2
+
+
+# ------------------------------------------------------------------------------------ unsafe forks, and the reason
+
+REASONS = {
+    "its import started threads that still run: Thread-1 (wait)": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    """,
+    "its import left open: /dev/full": """
+        left = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(left, 1)
+        os.close(left)
+    """,
+    "its import left open: pipe:": """
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
+    """,
+    "its import left open: socket:": """
+        import socket
+        left = socket.socket()
+    """,
+    "threads run beside its forks: late": """
+        import threading
+        forks = []
+        def start():
+            forks.append(1)
+            if len(forks) == 1:
+                threading.Thread(target=threading.Event().wait, daemon=True, name="late").start()
+        os.register_at_fork(after_in_parent=start)
+    """,
+    "threads run beside its forks: 1 thread of libraries, without names": """
+        import _thread, ctypes, time
+        def hold():
+            ctypes.CDLL(None).prctl(15, b"")
+            time.sleep(3600)
+        _thread.start_new_thread(hold, ())
+        time.sleep(0.3)
+    """,
+    "it imports JAX, which cannot be forked": """
+        import sys, types
+        sys.modules["jax"] = types.ModuleType("jax")
+    """,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
+def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
+    trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
+) -> None:
+    module.write(dedent(body) + QUIET)
+    found = trains(3)
+    (reason,) = recorder.reasons
+    assert why in reason
+    assert "each trial imports it" in reason
+    assert [each["x"] for each in found] == [0, 1, 2]
+    assert module.imports[1:] == [each["pid"] for each in found]
+
+
+def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
+    trains: Trains, recorder: LogRecorder
+) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        found = trains(2)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert ([each["x"] for each in found], recorder.reasons) == ([0, 1], [])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("RuntimeError('no licence')", "RuntimeError: no licence"), (f"ValueError({'あ' * 900!r})", "ValueError: ああ")],
+    ids=["short", "longer than the message to the supervisor"],
+)
+def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_fork(
+    module: Module, recorder: LogRecorder, error: str, said: str
+) -> None:
+    module.write(f"raise {error}")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        (end,) = messages_of(channel)
+    assert f"cannot be imported: {said}" in str(require_failure(end).reason)
+    assert f"cannot be imported: {said}" in recorder.reasons[0]
+
+
+def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
+    module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(recorder))
+        until(lambda: module.imports, what=lambda: "an import")
+
+
+def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
+    module.write("os._exit(3)")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        assert messages_of(channel) == []
+        assert channel.end() == ProcessEnd(exit_code=3)
+    assert "its import ended the process" in recorder.reasons[0]
+
+
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: Module, recorder: LogRecorder) -> None:
+    module.write("import time; time.sleep(600)")
+    stop = threading.Event()
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(recorder))
+        until(lambda: module.imports, what=lambda: "an import")
+        stop.set()
+        with pool.process(module.start(), log_to(recorder), stop=stop) as channel:
+            until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
+            assert channel.receive(timedelta(seconds=0.1)) is None
+
+
+def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:
+    module.write("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)")
+    code = dedent(f"""
+        import logging, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+        pool = TrialProcessPool(slots=1, reuse="auto")
+        pool.prepare("{module.name}:train", logging.getLogger())
+        time.sleep(600)
+    """)
+    supervisor = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code])
+    until(lambda: module.imports, seconds=60, what=lambda: "an import")
+    os.kill(supervisor, signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    ours.require_none()
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import atexit, multiprocessing.util, time
+        def note(what):
+            time.sleep(0.5)  # longer than a process without handlers takes to exit
+            with open({str(tmp_path / "exits")!r}, "a") as file:
+                file.write(f"{{what}} {{os.getpid()}}\\n")
+        atexit.register(note, "module")
+        def measured(config):
+            atexit.register(note, "trial")
+            return {{"x": config["x"]}}
+    """)
+    pids = [each["pid"] for each in trains(2, reuse)]
+    noted = sorted((tmp_path / "exits").read_text().splitlines())
+    imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
+    assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
+
+
+# ------------------------------------------- what the first optimizer of PyTorch imports, with a package of its name
+
+TORCH = """
+import importlib
+from types import SimpleNamespace
+
+class SGD:
+    def __init__(self, parameters, lr):
+        importlib.import_module("torch._dynamo")
+
+    def step(self):
+        pass
+
+optim = SimpleNamespace(SGD=SGD)
+cuda = SimpleNamespace(is_initialized=lambda: False)
+
+def nothing(*_, **__):
+    return None
+
+zeros = seed = manual_seed = initial_seed = get_rng_state = set_rng_state = nothing
+"""
+DYNAMO = """
+import os
+with open({imports!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+"""
+TRAIN = """
+import sys, torch
+def measured(config):
+    late = "torch._dynamo" in sys.modules
+    torch.optim.SGD([0], lr=0.0).step()
+    return {"late": late}
+"""
+WITHOUT = """
+import sys, torch
+def measured(config):
+    return {"late": "torch._dynamo" in sys.modules}
+"""
+
+
+@pytest.fixture
+def imports(tmp_path: Path, module: Module) -> Path:
+    """Write the packages, and return the file to which each import of `torch._dynamo` adds its process."""
+    del module  # which has put the folder on the path
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    (tmp_path / "torch" / "_dynamo.py").write_text(DYNAMO.format(imports=str(tmp_path / "late imports")))
+    return tmp_path / "late imports"
+
+
+def test_where_the_code_names_an_optimizer_one_process_imports_what_it_needs(
+    trains: Trains, module: Module, imports: Path, recorder: LogRecorder
+) -> None:
+    module.write(TRAIN)
+    found = trains(3)
+    assert [each["late"] for each in found] == [True] * 3
+    assert imports.read_text().split() == [str(each) for each in module.imports]
+    assert recorder.reasons == []
+
+
+def test_trials_without_an_optimizer_import_nothing_late(trains: Trains, module: Module, imports: Path) -> None:
+    module.write(WITHOUT)
+    assert [each["late"] for each in trains(3)] == [False] * 3
+    assert not imports.exists()
+
+
+def test_a_late_import_that_starts_a_thread_ends_the_forks_and_no_trial(
+    trains: Trains, module: Module, imports: Path, tmp_path: Path, recorder: LogRecorder
+) -> None:
+    threads = "threading.Thread(target=threading.Event().wait, daemon=True, name='of dynamo').start()"
+    (tmp_path / "torch" / "_dynamo.py").write_text(f"import threading\n{threads}\n")
+    module.write(TRAIN)
+    found = trains(3)
+    assert (len(module.imports), different(found)) == (4, 3)
+    (reason,) = recorder.reasons
+    assert "trials cannot be forked after its import" in reason
+    assert "threads that still run: of dynamo" in reason
+    assert not imports.exists()

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -355,18 +354,6 @@ def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path:
 
 
 @pytest.mark.long
-def test_a_long_path_of_temporary_files_holds_the_socket_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("d" * 120)
-    deep.mkdir()
-    monkeypatch.setenv("TMPDIR", str(deep))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    result = launched(tmp_path / "target", runs_programs, {})
-    assert states(result) == undisturbed()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("trainable", long_after(1, [runs_workers, runs_one]))
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
     result = launched(tmp_path, trainable, {})
@@ -433,14 +420,3 @@ def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, mo
     policy = pt.FailurePolicy(max_machine_failures=0)
     with pytest.raises(pt.TrialFailed, match=r"rank 1 did not report step 2 within 0\.5 s"):
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
-
-
-@pytest.mark.long
-def test_the_stored_settings_and_a_resume_have_whose_metrics_count(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "metric": "loss", "num_samples": 1}
-    pt.tune(Different, stop={"step": 2}, processes_per_trial=2, metrics_from="mean", **options)
-    [trial] = pt.resume("e", target=str(tmp_path), stop={"step": 3}, trusted_packages=["tests"]).trials.values()
-    assert trial.metrics["loss"] == 8.0
-    resumed = pt.resume("e", target=str(tmp_path), stop={"step": 4}, metrics_from="rank 0", trusted_packages=["tests"])
-    [trial] = resumed.trials.values()
-    assert trial.metrics["loss"] == 6.0

@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Entry, Event, Reported, Started
-from prefect_tune.core.search.objective import Objective, objective_of
+from prefect_tune.core.search.objective import Objective, objective_of, usual_mode
 from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -170,3 +170,19 @@ def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None
     assert (losses(curves.of("t")), losses(curves.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
     assert curves.of("silent") == []
     assert curves.report_count == 3
+
+
+# The mode that the name of a metric suggests.
+
+NAMES = {
+    "max": "accuracy acc val_acc test/accuracy eval_f1 mAP@50 map50 valAcc top1_acc AUC roc_auc f1-score F1Score r2 "
+    "IoU episode_reward bleu recall@10 macro.precision score neg_mean_squared_error negLogLoss",
+    "min": "loss val_loss train/loss error error_score err error_rate rmse valRMSE brier_score perplexity nll FID "
+    "negative_log_likelihood accuracy_loss wer",
+    None: "surf1 step lr tracc lossy accident mapping speed x metric seconds 1 é",
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for mode, names in NAMES.items() for name in names.split()])
+def test_the_mode_that_a_name_suggests(name: str, mode: str | None) -> None:
+    assert usual_mode(name) == mode

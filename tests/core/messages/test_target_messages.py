@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -16,9 +19,23 @@ from prefect_tune.core.journal_events import (
     GaveUp,
     Opened,
     Owner,
+    Paused,
     Started,
     StopAsked,
     TrialAdded,
+)
+from prefect_tune.core.messages.process_messages import (
+    CheckpointSaved,
+    MeanMetrics,
+    Part,
+    RankMetrics,
+    Start,
+    StepDone,
+    StopAndSave,
+    TrainableLoaded,
+    TrialEnded,
+    from_trial,
+    to_trial,
 )
 from prefect_tune.core.messages.target_messages import (
     LastKnown,
@@ -43,8 +60,9 @@ from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import NodesKey, delete_numbered
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, Value
 from tests.core.driver import JOURNAL, KEY
+from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.experiments import after
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -326,3 +344,64 @@ def test_a_write_that_the_target_refuses_leaves_the_one_before() -> None:
     with pytest.raises(StoreUnavailable):
         write_live_status(store, JOURNAL, status(2))
     assert newest_live_status(store, JOURNAL) == status(1)
+
+
+# Messages between a trial's process and its supervisor.
+
+REPORT = StepReport(step=3, metrics={"loss": 0.1, "note": "é\n"}, trained_seconds=1.5)
+START = Start(
+    experiment="e",
+    trial="t",
+    attempt=1,
+    trainable="module:name",
+    stopper="",
+    import_path=("/a", "/b"),
+    config={"width": 3, "nested": {"x": [1, None]}},
+    directory="/d",
+    staging="/s",
+    temporary="/t",
+    restored=None,
+    from_step=0,
+    trained_seconds=0.0,
+    curve=(REPORT,),
+    cadence=Cadence(every_steps=2),
+    overlap=True,
+)
+
+
+@pytest.mark.parametrize(
+    "said", [START, CheckpointSaved(step=3), StopAndSave(), MeanMetrics(step=3, metrics={"loss": 0.5})]
+)
+def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
+    assert to_trial.validate_json(said.model_dump_json()) == said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        TrainableLoaded(pid=7, code="abc"),
+        StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
+        StepDone(report=REPORT),
+        Part(step=3, directory="/staging/3"),
+        RankMetrics(step=3, metrics={"loss": 0.5}),
+        TrialEnded(outcome=Finished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
+        TrialEnded(outcome=Paused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),
+        TrialEnded(outcome=make_failure("x", Cause.USER, type="ValueError", traceback="..."), raised=True),
+    ],
+)
+def test_the_supervisor_hears_what_the_trial_said(said: Value) -> None:
+    assert from_trial.validate_json(said.model_dump_json()) == said
+
+
+def test_a_nan_is_not_turned_into_a_null_on_the_way() -> None:
+    said = StepDone(report=StepReport(step=1, metrics={"loss": math.nan}))
+    received = from_trial.validate_json(said.model_dump_json())
+    assert isinstance(received, StepDone)
+    assert math.isnan(received.report.metrics["loss"])  # type: ignore[arg-type]  # a float, or the test fails
+
+
+@pytest.mark.parametrize("said", [b"", b"{}", b'{"type":"unheard-of"}', b'{"type":"saved"}', b"\x80\x04."])
+def test_what_neither_says_is_refused(said: bytes) -> None:
+    for ear in (to_trial, from_trial):
+        with pytest.raises(ValidationError):
+            ear.validate_json(said)

@@ -1,4 +1,4 @@
-"""Records the decisions of Ray Tune's own schedulers on random reports, to compare ours with (`test_as_ray.py`).
+"""Records the decisions of Ray Tune's own schedulers on random reports, to compare ours with (`test_base.py`).
 
 In an environment that has Ray 2.60 (`pip install 'ray[tune]==2.60.0'`), from the root of the repository:
 `python tests/core/schedulers/record_ray.py > tests/data/ray_decisions.json`.

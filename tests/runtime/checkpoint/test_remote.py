@@ -128,6 +128,35 @@ def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
     assert copies(temporary_files) == []
 
 
+@pytest.mark.long
+def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
+    uri: str, staged: Path, temporary_files: Path
+) -> None:
+    reached, proceed = threading.Event(), threading.Event()
+
+    def refuse(request: SinkRequest) -> Fault | None:
+        if not is_of_a_blob(request):
+            return None
+        reached.set()
+        proceed.wait(60)
+        return Fault.REFUSE_403
+
+    with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
+        root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
+        with open_location(read_uri(root), timeout=MINUTE) as store:
+            committed(store, staged)
+        other.fault = refuse
+        with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
+            assert reached.wait(30)
+            with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
+                time.sleep(1)  # usually enough for `second` to wait for `first`; the outcome is the same without
+                proceed.set()
+                assert first.go_on() == 1
+                assert files_in(second.answer()) == FILES
+                assert second.go_on() == 0
+    assert copies(temporary_files) == []
+
+
 def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from multiprocessing.pool import Pool
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -152,14 +151,6 @@ def leaves_shared_memory(config: Config) -> None:
     subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 600"])
     with _shared_memory(config):
         time.sleep(600)
-
-
-def pools(config: Config) -> Metrics:
-    """Opens and leaves many pools, one after the other."""
-    for _ in range(int(config["rounds"])):
-        with Pool(4) as pool:
-            pool.map(abs, range(4))
-    return {"rounds": config["rounds"]}
 
 
 def terminates(config: Config) -> Metrics:
