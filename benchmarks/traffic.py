@@ -2,7 +2,7 @@
 
     python -m benchmarks.traffic [--write]
 
-Counts, not times: they are the same on any machine. `tests/stores/test_traffic.py` holds them to their limits.
+Counts, not times: they are the same on any machine. `tests/stores/test_traffic.py` holds the first two to their limits.
 """
 
 from __future__ import annotations

@@ -187,11 +187,6 @@ def test_a_domain_a_class_and_a_list_are_no_configuration(given: object) -> None
         SearchPlan(trainable=print, target="./runs", experiment="e", space=given)
 
 
-def test_a_domain_within_a_configuration_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"config: expected values, found uniform\(0\.0, 1\.0\)"):
-        storable_config({"lr": pt.uniform(0, 1)})
-
-
 def test_a_path_is_a_target_of_a_flow_as_of_a_task(tmp_path: Path) -> None:
     found = pt.tune.validate_parameters({"trainable": print, "target": tmp_path / "a" / "b"})["target"]
     assert found == pt.LocalTarget(path=str(tmp_path / "a" / "b"))

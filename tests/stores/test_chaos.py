@@ -26,7 +26,7 @@ from prefect_tune.stores import obstore_store
 from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.subprocess_store import IsolatedStore
-from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
+from tests.fakes.servers.chaos_s3 import PASSING, ChaosS3
 from tests.fakes.servers.s3_sink import Fault
 from tests.fakes.stores.object_stores import object_store, until
 from tests.long_cases import long_after
@@ -189,18 +189,6 @@ def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, kin
 # ------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("kind", REFUSALS, ids=lambda kind: kind.name)
-def test_a_refusal_is_told_as_one_by_every_act(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
-    chaos.always(kind)
-    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
-        outcomes = _outcomes(store)
-    if kind is Fault.NO_BUCKET:
-        assert isinstance(outcomes.pop("delete"), StoreRefused | None)  # a batch delete's 404 has no say
-    for act, error in outcomes.items():
-        assert isinstance(error, StoreRefused), f"{act}: {error!r}"
-
-
 def test_credentials_that_expire_midway_refuse_and_keep_what_was_written(chaos: ChaosS3) -> None:
     chaos.script([None, None], then=Fault.EXPIRE_403)
     with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
@@ -221,35 +209,6 @@ def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
             store.put(f"f/{number:02d}", b"")
         assert [listed.path for listed in store.list("f")] == [f"f/{number:02d}" for number in range(11)]
         assert [listed.path for listed in store.list("f", after="f/07")] == ["f/08", "f/09", "f/10"]
-
-
-@pytest.mark.xfail(reason="obstore believes a reply whose length is wrong; hashes and JSON detect it one level up")
-def test_half_a_range_that_is_called_the_whole_is_not_believed(chaos: ChaosS3) -> None:
-    _furnish(chaos)
-    chaos.always(Fault.SHORT_LENGTH, only=lambda request: request.method == "GET")
-    with _obstore(chaos.endpoint, seconds=3) as store, suppress(StoreUnavailable):
-        assert len(store.read("there", offset=0, length=100)) == 100
-
-
-@pytest.mark.parametrize("kind", [Fault.STORE_HALF, Fault.PRETEND], ids=lambda kind: kind.name)
-def test_what_the_server_only_pretends_to_keep_shows_in_its_size(chaos: ChaosS3, kind: Fault) -> None:
-    chaos.script([kind])
-    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
-        store.put("a", DATA)
-        assert store.size("a") == (len(DATA) // 2 if kind is Fault.STORE_HALF else None)
-        store.put("a", DATA)
-        assert bytes(store.read("a")) == DATA
-
-
-def test_a_stale_listing_shows_what_was_and_a_size_what_is(chaos: ChaosS3) -> None:
-    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
-        store.put("old", b"1")
-        chaos.freeze_listing()
-        store.put("new", b"22")
-        chaos.script([Fault.STALE_LISTING])
-        assert [listed.path for listed in store.list("")] == ["old"]
-        assert store.size("new") == 2
-        assert [listed.path for listed in store.list("")] == ["new", "old"]
 
 
 # ---------------------------------------------------------------------------------------------- storms

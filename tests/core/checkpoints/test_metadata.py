@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,20 +40,6 @@ def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_l
     else:
         assert newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
     assert add(store, "third").items() >= {**acknowledged, "third": 1}.items()
-
-
-def test_a_lost_reply_is_settled_by_looking_and_makes_one_version() -> None:
-    store = MemoryStore()
-    add(DyingStore(store, 1, Way.REPLY_LOST, only=frozenset({"create"})), "a")
-    assert len(store.objects) == 1
-
-
-def test_of_many_that_race_none_is_lost() -> None:
-    store = MemoryStore()
-    with ThreadPoolExecutor(8) as writers:
-        list(writers.map(lambda number: add(store, f"w{number}"), range(40)))
-    assert newest_metadata(store, FOLDER) == {f"w{number}": 1 for number in range(40)}
-    assert len(store.objects) == 40
 
 
 def test_who_comes_second_changes_what_the_first_one_wrote() -> None:

@@ -316,14 +316,3 @@ def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> No
 
     with pytest.raises(CommitUnknown, match="could not be read back"):
         create_or_recognize(Gone(), "a", b"mine")
-
-
-def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
-    session = trained(1)
-    before = dict(objects(session))
-    objects(session).clear()
-    with pytest.raises(StoreUnavailable, match="the experiment's first entry is gone"):
-        session.finish()
-    assert objects(session) == {}
-    objects(session).update(before)
-    session.finish()

@@ -229,12 +229,6 @@ def test_with_a_checkpoint_per_unit_preempted_workers_yield_nine_tenths_at_least
     assert preempted >= 0.9 * calm
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("variant", ["stopping", "promotion"])
-def test_preempted_workers_yield_nine_tenths_at_least_whatever_the_variant(variant: str) -> None:
-    assert full_trainings(PREEMPTED, 20, variant) >= 0.9 * full_trainings(CALM, 20, variant)
-
-
 @pytest.mark.long
 def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
     """Without checkpoints, a trial that dies is lost: proof that the simulation kills trials."""

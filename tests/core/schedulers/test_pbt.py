@@ -310,11 +310,6 @@ def test_a_number_is_multiplied_by_one_of_the_factors() -> None:
     assert min(found.values()) > 60
 
 
-def test_a_number_never_leaves_its_domain() -> None:
-    assert set(values(pt.uniform(0.9, 1.1), 1.0)) == {0.9, 1.1}
-    assert sorted(set(values(pt.loguniform(1e-4, 1e-1), 1e-1))) == [pytest.approx(0.08), 0.1]
-
-
 def test_a_whole_number_stays_one_and_moves_by_a_step_at_least() -> None:
     assert set(values(pt.randint(1, 100), 10)) == {8, 12}
     assert set(values(pt.randint(1, 100), 2)) == {1, 3}

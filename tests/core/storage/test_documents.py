@@ -126,23 +126,6 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Docu
     assert unseal(type(document), data, "here", InvalidInput) == document
 
 
-@pytest.mark.parametrize(
-    "altered",
-    [
-        pytest.param(lambda data: data.replace(b'"a":1', b'"a":2'), id="a field"),
-        pytest.param(lambda data: data.replace(b'"a"', b'"b"'), id="a key"),
-        pytest.param(lambda data: data.replace(b",", b", "), id="its spaces"),
-        pytest.param(lambda data: json.dumps(dict(reversed(json.loads(data).items()))).encode(), id="its order"),
-        pytest.param(lambda data: data.replace(b"digest_of_document", b"digest_of_documenu"), id="no digest"),
-        pytest.param(lambda data: data.replace(b":1", b":NaN"), id="a NaN"),
-    ],
-)
-def test_whatever_is_altered_is_noticed(altered: object) -> None:
-    assert callable(altered)
-    with pytest.raises(InvalidInput, match="torn or altered since it was written"):
-        unseal(Early, altered(seal(Early())), "here", InvalidInput)
-
-
 # ------------------------------------------------------------------------------------------------ sizes
 
 
@@ -187,6 +170,8 @@ def test_a_document_that_is_deleted_while_it_is_read_is_not_found(monkeypatch: p
         pytest.param(b"null", id="null"),
         pytest.param(b'{"at":"now","write_id":"w"}', id="no digest"),
         pytest.param(seal(Early()).replace(b'"a":1', b'"a":12'), id="altered"),
+        pytest.param(seal(Early()).replace(b",", b", "), id="other spaces"),
+        pytest.param(seal(Early()).replace(b'"a":1,', b"")[:-1] + b',"a":1}', id="another order"),
         pytest.param(seal(Early()) + b" ", id="a space too many"),
         pytest.param(seal(Early())[:-1], id="torn"),
         pytest.param(b"\xef\xbb\xbf" + seal(Early()), id="a byte order mark"),

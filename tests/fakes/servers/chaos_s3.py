@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, repeat
 
-from tests.fakes.servers.s3_sink import Asked, Fault, Objects, Reply, S3Sink, SinkRequest, failure
+from tests.fakes.servers.s3_sink import Asked, Fault, Reply, S3Sink, SinkRequest, failure
 
 PASSING = (
     Fault.FAIL_500,
@@ -27,12 +27,9 @@ PASSING = (
 )
 """Transient faults: a client may retry."""
 
-REFUSALS = (Fault.REFUSE_403, Fault.EXPIRE_403, Fault.NO_BUCKET)
-
 _ANSWERS = {
     Fault.THROTTLE_429: failure("429 Too Many Requests", "TooManyRequests"),
     Fault.EXPIRE_403: failure("403 Forbidden", "ExpiredToken"),
-    Fault.NO_BUCKET: failure("404 Not Found", "NoSuchBucket"),
 }
 _DONE_500 = failure("500 Internal Server Error", "InternalError")
 
@@ -52,7 +49,6 @@ class ChaosS3(S3Sink):
         self.fault = self._next
         self._page_count = page_count
         self._drip_seconds = drip_period.total_seconds()
-        self._stale = Objects()
         self._plan: Callable[[], Fault | None] = lambda: None
         self._only: Matches = lambda _request: True
         self._plan_lock = threading.Lock()
@@ -81,10 +77,6 @@ class ChaosS3(S3Sink):
         """From now on: answer correctly."""
         self.script([])
 
-    def freeze_listing(self) -> None:
-        """Record the objects that a stale listing shows."""
-        self._stale.objects = dict(self._objects.objects)
-
     def _set(self, plan: Callable[[], Fault | None], only: Matches) -> None:
         with self._plan_lock:
             self._plan, self._only = plan, only
@@ -102,16 +94,8 @@ class ChaosS3(S3Sink):
         if "list-type" in asked.query:
             count = min(self._page_count, int(asked.query.get("max-keys", "1000")))
             asked = replace(asked, query={**asked.query, "max-keys": str(count)})
-            if fault is Fault.STALE_LISTING:
-                return self._stale.answer(asked)
-        if fault is Fault.STORE_HALF and asked.method == "PUT":
-            asked = replace(asked, body=asked.body[: len(asked.body) // 2])
         reply = super()._reply(asked, fault)
-        if fault is Fault.DONE_500:
-            return _DONE_500
-        if fault is Fault.SHORT_LENGTH and asked.method == "GET":
-            return replace(reply, body=reply.body[: len(reply.body) // 2])
-        return reply
+        return _DONE_500 if fault is Fault.DONE_500 else reply
 
     def _send(self, sock: socket.socket, reply: Reply, fault: Fault | None) -> None:
         if fault is not Fault.DRIP:

@@ -42,10 +42,6 @@ class Fault(Enum):
     DONE_500 = "do it, then answer 500"
     DRIP = "do it, and answer byte by byte, one each `drip_period`"
     EXPIRE_403 = "403 ExpiredToken before doing anything"
-    NO_BUCKET = "404 NoSuchBucket before doing anything"
-    SHORT_LENGTH = "send half of the body and call it the whole"
-    STORE_HALF = "keep half of what was sent, and answer 200"
-    STALE_LISTING = "list what was there at `freeze_listing`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import ENDLESS
 from prefect_tune.core.search.space import Found, read
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
@@ -473,13 +473,6 @@ def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any
 
 
 # The regret of TPE after a hundred trials.
-
-
-@pytest.mark.long
-def test_tpe_comes_closer_than_chance() -> None:
-    learned = median(regret(OptunaSearch(None, 100), BRANIN, seed).value for seed in range(5))
-    drawn = median(regret(RandomSearch(100), BRANIN, seed).value for seed in range(5))
-    assert learned < 0.1 < drawn
 
 
 @pytest.mark.deep

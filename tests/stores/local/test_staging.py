@@ -215,20 +215,6 @@ def test_the_first_error_ends_the_rest() -> None:
     assert len(begun) <= 4
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(900)
-def test_fifty_thousand_tiny_files_are_one_blob(tmp_path: Path) -> None:
-    for number in range(50_000):
-        folder = tmp_path / "source" / f"{number // 1000:02}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number}").write_bytes(number.to_bytes(8, "big") * 16)
-    store = MemoryStore()
-    manifest = save(store, tmp_path / "source")
-    assert store.operations == {"list": 2, "put": 1, "create": 1}
-    bring(store, manifest, tmp_path / "restored")
-    assert tree(tmp_path / "restored") == tree(tmp_path / "source")
-
-
 @pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
 def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: Path, change: str) -> None:
     (tmp_path / "weights").write_bytes(b"x" * 100)
