@@ -47,6 +47,7 @@ from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="trial")
 
@@ -235,13 +236,6 @@ def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     yield CommitHarness(plan, tmp_path)
     INJECTED.wrong = INJECTED.after = lambda _path: None
     INJECTED.hidden = ()
-
-
-def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_commit(harness: CommitHarness) -> None:

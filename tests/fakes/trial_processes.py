@@ -159,7 +159,7 @@ def family() -> Any:
 
 
 def until(
-    condition: Callable[[], object], *, seconds: float = 10, what: Callable[[], str] = lambda: "the expected state"
+    condition: Callable[[], object], *, seconds: float = 20, what: Callable[[], str] = lambda: "the expected state"
 ) -> None:
     """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""An HTTP server with one fixed answer: errors of clouds that no emulator produces."""
+"""HTTP servers of a test, also with one fixed answer: errors of clouds that no emulator produces."""
 
 from __future__ import annotations
 
@@ -60,14 +60,21 @@ def answering(
         def log_message(self, *_: object) -> None:
             pass
 
-    server = _Quiet(("127.0.0.1", 0), Handler)
+    with serving(Handler, tls=tls) as port:
+        canned.url = f"{'https' if tls else 'http'}://localhost:{port}"
+        yield canned
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Answer by `handler` in threads of this process; yield the port on loopback."""
+    server = _Quiet(("127.0.0.1", 0), handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        canned.url = f"{'https' if tls else 'http'}://localhost:{server.server_port}"
-        yield canned
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
