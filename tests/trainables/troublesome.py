@@ -132,16 +132,6 @@ class LeavesChildren(Counter):
         return super().step()
 
 
-class PrintsOddly(Counter):
-    """Writes bytes that are no UTF-8, a line without an end, and to both streams."""
-
-    def step(self) -> Mapping[str, Any]:
-        os.write(1, b"\xff\xfe not text\n")
-        os.write(2, b"said to stderr\n")
-        os.write(1, b"y" * 100_000)
-        return super().step()
-
-
 def count(config: Mapping[str, Any]) -> None:
     """The function API: reports five steps an epoch, a checkpoint with the last."""
     at = 0
