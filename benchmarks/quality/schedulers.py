@@ -19,6 +19,7 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.quality import digits
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.hyperband import Hyperband
@@ -26,7 +27,6 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
-from tests.fakes.searches import digits
 from tests.fakes.searches.virtual_driver import Config, Outcome, State, VirtualRun, World
 
 Call: TypeAlias = tuple[str, tuple[object, ...]]

@@ -22,8 +22,8 @@ from tests.attempt.test_commit_worker import (
     FaultyTarget,
     damaged,
     ended,
-    until,
 )
+from tests.fakes.trial_processes import until
 
 EVERY = 3
 
