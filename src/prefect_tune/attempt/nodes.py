@@ -29,7 +29,7 @@ from contextvars import copy_context
 from datetime import timedelta
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Self
 
@@ -105,6 +105,12 @@ _UNROUTED = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): choosing a route to it se
 
 def _reader_of(connection: Connection) -> MessageReader[NodeMessage]:
     return MessageReader(connection, node_message, limit_bytes=FROM_TRIAL_BYTES + _ENVELOPE_BYTES)
+
+
+def _make_connection(link: socket.socket) -> Connection:
+    """Return the connection of a socket. Each read of it has 10 s: the other side may be stopped, or no node."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
+    return Connection(link.detach())
 
 
 class NodeConnection:
@@ -221,14 +227,21 @@ class OtherNodes:
         self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=request)
         threading.Thread(target=copy_context().run, args=(self._accept,), name="accept-nodes", daemon=True).start()
         document = seal(self._address)
-        on_target(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
+        try:
+            on_target(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
+        except BaseException:
+            self._stop_listening()
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End the ranks of all nodes, and delete what the nodes have left for one another."""
+    def _stop_listening(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+
+    def __exit__(self, *_: object) -> None:
+        """End the ranks of all nodes, and delete what the nodes have left for one another."""
+        self._stop_listening()
         with self._joining:
             self._has_begun = True
         self._send(GroupOver())
@@ -255,16 +268,17 @@ class OtherNodes:
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
         nodes = (0, *present)
-        self._send(
-            Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
-        )
-        where = ", ".join(f"{node} ({self._arrived[node]})" for node in present)
-        self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, where or "no other")
+        # Before a node begins: what it sends for a rank that is not known here is dropped.
         for place, node in enumerate(present, 1):
             for rank in range(place * self.placement.processes, (place + 1) * self.placement.processes):
                 self._ranks[rank] = _RemoteRank(self._connections[node], node, rank)
                 if (reason := self._lost.get(node)) is not None:
                     self._ranks[rank].lose_node(reason)
+        self._send(
+            Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
+        )
+        where = ", ".join(f"{node} ({self._arrived[node]})" for node in present)
+        self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, where or "no other")
         return [*self._ranks.values()]
 
     @contextmanager
@@ -308,8 +322,7 @@ class OtherNodes:
 
     def _join(self, link: socket.socket) -> None:
         """Add the node that has connected, if it has the secret, and is expected."""
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
-        connection, key = Connection(link.detach()), self._address.connection_key(self._key, self._secret)
+        connection, key = _make_connection(link), self._address.connection_key(self._key, self._secret)
         try:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
@@ -320,13 +333,15 @@ class OtherNodes:
             return
         with self._joining:
             expected = set() if self._has_begun else set(range(1, self._spec.nodes_per_trial)) - self._arrived.keys()
-            node = arrived.node if isinstance(arrived, Arrived) else 0
-            joined = NodeConnection(connection, node, partial(self._receive, node), partial(self._lose, node))
-            if isinstance(arrived, Arrived) and node in expected:
-                self._arrived[node], self._connections[node] = arrived.host, joined
+            if isinstance(arrived, Arrived) and (node := arrived.node) in expected:
+                receive, lose = partial(self._receive, node), partial(self._lose, node)
+                self._arrived[node] = arrived.host
+                self._connections[node] = NodeConnection(connection, node, receive, lose)
                 return
-        joined.send(GroupOver())
-        joined.close()
+        # What a second process of a node sends, and its end, are not those of the node.
+        refused = NodeConnection(connection, 0, lambda _: None, lambda _: None)
+        refused.send(GroupOver())
+        refused.close()
 
     def _wait(self, stop: threading.Event) -> None:
         most, least = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial
@@ -438,7 +453,7 @@ def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) ->
         if found is not None:
             key, address = found
             with suppress(AuthenticationError, EOFError, OSError):
-                return key, Client((address.host, address.port), authkey=address.connection_key(key, request.secret))
+                return key, _connect_to(address, address.connection_key(key, request.secret))
             reachable_until = reachable_until or Deadline.after(SILENCE_TIMEOUT)
             if not reachable_until.remaining_seconds:
                 return make_reason("node-silent", node=0, seconds=SILENCE_TIMEOUT.total_seconds())
@@ -448,6 +463,16 @@ def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) ->
         if stop.wait(_ADDRESS_POLL_SECONDS):
             return make_reason("stopped-before-start")
     return make_reason("node-0-late", seconds=_FIRST_NODE_WITHIN.total_seconds())
+
+
+def _connect_to(address: NodeAddress, key: bytes) -> Connection:
+    """Return a connection both of whose sides have the key. Raises AuthenticationError, EOFError, OSError."""
+    link = socket.create_connection((address.host, address.port), _JOIN_TIMEOUT.total_seconds())
+    link.settimeout(None)
+    connection = _make_connection(link)
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return connection
 
 
 def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.trial_spec import pickled_or_path
+from prefect_tune.attempt import nodes
+from prefect_tune.attempt.nodes import OtherNodes
+from prefect_tune.attempt.trial_spec import AttemptRequest, pickled_or_path
+from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
-from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.messages.target_messages import NodeAddress, newest_address
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.messages.process_messages import TrainableLoaded
+from prefect_tune.core.messages.target_messages import (
+    Arrived,
+    Begin,
+    FromRank,
+    NodeAddress,
+    NodeMessage,
+    newest_address,
+)
 from prefect_tune.core.reasons import make_reason
+from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import NodesKey
-from tests.attempt.nodes.cluster import STEPS, TRIAL, Cluster, make_silent, read_end
+from tests.attempt.nodes.cluster import STEPS, TRIAL, Cluster, make_silent, read_end, spec_of
+from tests.fakes.trial_processes import start_of, until
 from tests.long_cases import long_after
 
 
@@ -221,6 +238,99 @@ def test_a_node_that_has_read_another_address_has_another_key() -> None:
     read, true = (NodeAddress(host="127.0.0.1", port=port, request="") for port in (1, 2))
     assert read.connection_key(key, "secret") != true.connection_key(key, "secret")
     assert read.connection_key(key, "secret") != read.connection_key(key.model_copy(update={"attempt": 2}), "secret")
+
+
+def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of its machine accepts the connection; or another program has the port by now."""
+    monkeypatch.setattr(nodes, "_JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(nodes, "SILENCE_TIMEOUT", timedelta(seconds=3))
+    spec, key = spec_of(tmp_path), NodesKey(trial=TRIAL, attempt=1)
+    request = AttemptRequest(search_term=1, trial=Trial(trial="00000", config={}), secret="of attempt 1")
+    ended: Future[object] = Future()
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = NodeAddress(host="127.0.0.1", port=stopped.getsockname()[1], request="")
+        with spec.target.open(timeout=timedelta(minutes=1)) as store:
+            store.create(key.address_path, seal(address))
+        connect = threading.Thread(
+            target=lambda: ended.set_result(nodes._connect(spec, request, threading.Event())), daemon=True
+        )
+        connect.start()
+        assert ended.result(30) == make_reason("node-silent", node=0, seconds=3.0)
+
+
+@pytest.fixture
+def node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OtherNodes:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    start = start_of(os.getcwd, tmp_path)
+    return OtherNodes(spec_of(tmp_path), start, 1, None, "of attempt 1", logging.getLogger("node-0"))
+
+
+def _join(node_0: OtherNodes) -> Connection:
+    """Join as node 1."""
+    address = node_0._address
+    key = address.connection_key(node_0._key, "of attempt 1")
+    connection = Client((address.host, address.port), authkey=key)
+    connection.send_bytes(Arrived(node=1, host="here").model_dump_json().encode())
+    return connection
+
+
+def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
+    node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
+    with node_0, _join(node_0):
+        until(lambda: node_0._arrived, what=lambda: "node 1")
+        refused: list[NodeMessage] = []
+
+        def send_late(_: nodes.NodeConnection, message: NodeMessage) -> None:
+            refused.append(message)
+            time.sleep(0.5)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nodes.NodeConnection, "send", send_late)
+            _join(node_0).close()
+            until(lambda: refused, what=lambda: "a refusal")
+            time.sleep(0.5)
+        assert node_0._lost == {}
+
+
+def test_what_a_node_sends_as_soon_as_it_begins_is_received(
+    node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = TrainableLoaded(pid=1, code="")
+    send = node_0._send
+
+    def send_and_wait(message: NodeMessage) -> None:
+        send(message)
+        if isinstance(message, Begin):
+            connection.recv_bytes()
+            connection.send_bytes(FromRank(rank=1, message=loaded).model_dump_json().encode())
+            time.sleep(0.5)
+
+    monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
+    monkeypatch.setattr(node_0, "_send", send_and_wait)
+    with node_0, _join(node_0) as connection:
+        [channel] = node_0.begin(threading.Event())
+        assert channel.receive(timedelta(seconds=9)) == loaded
+
+
+def test_an_address_that_cannot_be_written_leaves_no_socket_open(
+    node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_target, calls = nodes.on_target, []
+
+    def away(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise StoreUnavailable("503")
+        return on_target(*arguments)  # type: ignore[arg-type]  # it passes on what it gets
+
+    monkeypatch.setattr(nodes, "on_target", away)
+    with pytest.raises(StoreUnavailable), node_0:
+        pass
+    assert node_0._listener.fileno() == -1
 
 
 def wait_until(condition: Callable[[], object], logs: Sequence[Path]) -> None:
