@@ -37,6 +37,7 @@ from prefect_tune.core.messages.process_messages import (
     MilestoneReached,
     Proceed,
     RankMetrics,
+    SaveFailed,
     StepDone,
     StopAndSave,
     ToTrial,
@@ -225,6 +226,20 @@ def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
     assert (found.cause, found.reason) == (Cause.USER, make_reason("save-failed", error=str(error)))
 
 
+def test_a_process_that_is_killed_during_its_save_is_the_machines_failure_though_its_files_are_gone(
+    spec: TrialSpec,
+) -> None:
+    commit_worker = FakeCommitWorker()
+
+    class Channel(FakeChannel):
+        def end(self) -> ProcessEnd:
+            commit_worker.error = StagedFilesChanged("its temporary files were removed with it")
+            return super().end()
+
+    found = supervise(Channel([LOADED, step(1, saves=True)], KILLED), commit_worker, spec, line())
+    assert (found.cause, found.reason) == (Cause.MACHINE, make_reason("process-ended", signal="SIGKILL"))
+
+
 def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
     commit_worker = FakeCommitWorker(error=StoreRefused("AccessDenied"))
     found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
@@ -312,6 +327,39 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
     with retrying_until(abandoned):
         found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
     assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
+
+
+def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_that_it_has_saved(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "_OTHERS_END_WITHIN", timedelta(0))
+    saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
+    first = FakeChannel([LOADED, step(1, saves=True), *[0.01] * 9, saved])
+    group = RankGroup(cast("Sequence[TrialChannel]", [first, FakeChannel([LOADED])]))
+    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
+    found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
+    assert first.sent == [SaveFailed(step=1)]
+    assert (found.cause, code_of(found.reason)) == (Cause.PREEMPTED, "not-committed")
+
+
+def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
+    """It may end at once, by another thread: as a failure, if a save before is the last one that is known."""
+    counted: list[tuple[list[Reason], bool]] = []
+
+    class Channel(FakeChannel):
+        def tell(self, message: ToTrial) -> None:
+            super().tell(message)
+            counted.append(([*supervisor._failed_saves], supervisor._is_uploading))
+
+    group = RankGroup(cast("Sequence[TrialChannel]", [Channel([])]))
+    supervisor = attempt_supervisor._Supervisor(
+        group, cast("CommitWorker", FakeCommitWorker()), spec, line(), UsageMeter()
+    )
+    supervisor._failed_saves.append(make_reason("not-committed", step=1, error="late"))
+    supervisor._on_step(step(2, saves=True))
+    supervisor._on_saved(2)
+    assert counted == [([], False)]
 
 
 @pytest.mark.parametrize("received", range(4))

@@ -251,10 +251,10 @@ class _Supervisor:
             self._commit_worker.save(save, self._on_saved, self._incomplete.put)
 
     def _on_saved(self, step: int) -> None:
-        self._group.tell(CheckpointSaved(step=step))
         self._last_message_at = time.monotonic()
         self._committed += 1
         self._failed_saves.clear()
+        self._group.tell(CheckpointSaved(step=step))  # at last: with it the trial may end, which looks at these
 
     @property
     def _is_uploading(self) -> bool:
@@ -284,6 +284,8 @@ class _Supervisor:
         if decides and self._end is None and not self._failures:
             if self._failed_saves and isinstance(outcome, Finished):  # its last checkpoint was not committed
                 outcome = self._failure(Cause.MACHINE, self._failed_saves[-1])
+            elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
+                outcome = self._failure(Cause.PREEMPTED, self._failed_saves[-1])  # what it has saved is not committed
             self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
@@ -362,9 +364,10 @@ class _Supervisor:
 
     def _check_ends(self) -> Outcome | None:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
-        if isinstance(error := self._commit_worker.error, USERS_FAULT):
+        is_users_fault = isinstance(error := self._commit_worker.error, USERS_FAULT)
+        if is_users_fault and not self._failures:  # with a process that has died, its temporary files are removed
             return self._failure(Cause.USER, make_reason("save-failed", error=str(error)))
-        if error is not None:
+        if error is not None and not is_users_fault:
             return self._failure(Cause.MACHINE, make_reason("write-failed", error=f"{type(error).__name__}: {error}"))
         if isinstance(self._end, Finished) and (reason := self._metrics.surplus()) is not None:
             return self._failure(Cause.USER, reason)
