@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from logging import getLogger
@@ -313,6 +313,19 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
         commit_worker.close()
     assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])
     assert "not journaled" not in caplog.text
+
+
+def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_removed_after_it(
+    harness: CommitHarness,
+) -> None:
+    def slow(_path: str) -> None:
+        time.sleep(0.1)
+
+    INJECTED.wrong = slow
+    with suppress(ZeroDivisionError), harness.attempt() as commit_worker:
+        harness.save(commit_worker, 1)
+        raise ZeroDivisionError
+    assert harness.committed == [1]
 
 
 # --------------------------------------------------------------------------- checkpoints quarantined meanwhile

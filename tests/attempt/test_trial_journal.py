@@ -195,6 +195,17 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
     assert (search.error, search.entries[-1][0]) == (None, stopped)
 
 
+def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:
+    """The manifest of the next save has them: if that has no entry either, the next owner adopts them with it."""
+    submitted: list[EventsSubmitted] = []
+    journal = SubmittedEvents(Trial(trial=TRIAL.trial, config={}), submitted.append)
+    second = REPORTED.model_copy(update={"report": StepReport(step=2, metrics={"loss": 0.5})})
+    journal.report(REPORTED)
+    submitted[0].written.set_exception(StoreUnavailable("503"))
+    journal.report(second)
+    assert journal.unjournaled(2) == [REPORTED.report, second.report]
+
+
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(journal: SubmittedEvents) -> None:
         until(lambda: search.executor._refuses)

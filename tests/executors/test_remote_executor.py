@@ -417,6 +417,32 @@ def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged:
     assert ends.received == []
 
 
+def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_saves_and_ends(ends: Ends) -> None:
+    """A search of a task runner was killed: the next one trains the trial elsewhere, and never answers this attempt."""
+    trial = Trial(trial=KEY.trial, config={}, outbox=1, outbox_count=1)
+    ends.link.open_journal(plan_at(ends.target), AttemptRequest(search_term=1, trial=trial))
+    ends.ask(3)
+    with ends.target.open(timeout=timedelta(seconds=9)) as store:
+        close_outbox(store, KEY, 1, 0, "the next owner", new_write_id())
+    until(ends.link.stop.is_set)
+    assert ends.received == []
+
+
+def test_a_trial_gets_its_answers_after_an_error_of_its_machine(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, errors = PosixStore.read, [OSError(24, "Too many open files")] * 3
+
+    def fails(store: PosixStore, path: str, **part: int) -> Buffer:
+        if errors:
+            raise errors.pop()
+        return read(store, path, **part)
+
+    monkeypatch.setattr(PosixStore, "read", fails)
+    ends.ask(3)
+    ends.say(PROCEED, 3)
+    until(lambda: ends.received)
+    assert ends.received == [PROCEED]
+
+
 def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
     ends.say(LEAVE)
     until(lambda: ends.received)

@@ -306,8 +306,8 @@ class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
     The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
-    of the task that created the worker, so that Prefect shows its task runs under that task. At the end of a `with`
-    block, the thread ends after the queued work, whether or not `close` was called.
+    of the task that created the worker, so that Prefect shows its task runs under that task. The end of a `with`
+    block waits for the queued work, whether or not `close` was called: the directories that are saved outlive it.
     """
 
     def __init__(
@@ -350,6 +350,7 @@ class CommitWorker:
 
     def __exit__(self, *_: object) -> None:
         self._work.put(None)
+        self._thread.join()
 
     def note(self, report: StepReport) -> None:
         """Have a report journaled with the next commit, or after `sync_period`."""

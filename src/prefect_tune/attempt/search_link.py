@@ -25,10 +25,11 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, after
-from prefect_tune.core.journal.outbox import Post, write_post
+from prefect_tune.core.journal.outbox import Post, read_post, write_post
 from prefect_tune.core.journal_events import AttemptEvent, Owner, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.storage_retries import on_target
@@ -93,12 +94,12 @@ class SubmittedEvents(TrialJournal):
 
     def report(self, event: Reported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
-        self._reports = [(report, written) for report, written in self._reports if not written.done()]
+        self._reports = [(report, written) for report, written in self._reports if not _is_durable(written)]
         self._reports.append((event.report, submitted.written))
         self._submit(submitted)
 
     def unjournaled(self, step: int) -> Sequence[StepReport]:
-        return [report for report, written in self._reports if report.step <= step and not written.done()]
+        return [report for report, written in self._reports if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
         """Do nothing: no report waits here."""
@@ -108,6 +109,10 @@ class SubmittedEvents(TrialJournal):
         submitted = EventsSubmitted(self.trial.trial, tuple(events), is_awaited=True)
         self._submit(submitted)
         self.trial = submitted.written.result().trial(self.trial.trial)
+
+
+def _is_durable(written: Future[Experiment]) -> bool:
+    return written.done() and written.exception() is None
 
 
 class _Buffered(TrialJournal):
@@ -163,6 +168,11 @@ class Outbox(_Buffered):
     def flush_period(self, sync: SyncConfig) -> timedelta:
         """Return how often the search, which reads the posts, is to see the newest step."""
         return sync.sync_period if sync.live_period is None else min(sync.sync_period, sync.live_period)
+
+    def is_closed(self, store: ObjectStore) -> bool:
+        """Whether an owner of the experiment has ended this attempt: its next post will be refused. One request."""
+        post = read_post(store, self._key, self._outbox, self._posted + 1)
+        return post is not None and bool(post.closed_by)
 
     def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
         trial = self.trial

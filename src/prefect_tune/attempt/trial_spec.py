@@ -85,7 +85,7 @@ class AttemptRequest:
     """The step at which the trial asks whether to continue."""
     saves_first: bool = False
     """Whether it commits a checkpoint of that step before it asks."""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     """With which the nodes of the attempt authenticate their connections; empty for one node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""

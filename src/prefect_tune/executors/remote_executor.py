@@ -122,6 +122,7 @@ class StoreLink(SearchLink):
         super().__init__()
         self._target, self._trial, self._attempt = target, trial, attempt
         self._search_term, self._reuse, self._pool = search_term, reuse, pool
+        self._outbox: Outbox | None = None
         self._asked: int | None = None
         self._asks = threading.Event()
         self._closed = threading.Event()
@@ -164,7 +165,8 @@ class StoreLink(SearchLink):
                 f"experiment {spec.trial.experiment!r} at {self._target.uri} no longer exists: the one that requested "
                 f"attempt {self._attempt} of trial {spec.trial.trial!r} was deleted. Nothing was trained or written"
             )
-        return Outbox(self._target, spec.trial, request.trial)
+        self._outbox = Outbox(self._target, spec.trial, request.trial)
+        return self._outbox
 
     def ask(self, report: StepReport) -> None:
         self._asked = report.step
@@ -186,25 +188,28 @@ class StoreLink(SearchLink):
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._closed.is_set():
             self._asks.wait(_UNASKED_SECONDS)
-            if self._deliver_answer():
+            if self._deliver_answer(is_late=pause_seconds == _LONGEST_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._asked is not None:
                 self._closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _deliver_answer(self) -> bool:
+    def _deliver_answer(self, *, is_late: bool) -> bool:
         """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
 
         An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
-        has other answers.
+        has other answers. If an answer is late, the end of the outbox stops it: a new owner has ended the attempt, of
+        which the trial, while it waits, would post nothing and so learn nothing.
         """
-        unasked, step = None, self._asked
+        unasked, step, is_over = None, self._asked, False
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
                 if not self.stop.is_set() and not self._was_answered:
                     unasked = read_answer(store, self._trial, self._attempt, UNASKED)
                 found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
-        except StoreUnavailable:
+                if found is None and is_late and self._outbox is not None:
+                    is_over = self._outbox.is_closed(store)
+        except (StoreUnavailable, OSError):  # an error of this machine, such as too many open files
             return False
         except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
             if type(error) is not self._logged_error:
@@ -214,7 +219,7 @@ class StoreLink(SearchLink):
             if isinstance(error, JournalCorrupt | UnknownVersion):
                 self.stop.set()
             return False
-        if isinstance(unasked, StopAndSave):
+        if isinstance(unasked, StopAndSave) or is_over:
             self.stop.set()
         elif unasked is not None:
             self._was_answered = True
