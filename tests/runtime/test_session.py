@@ -90,6 +90,19 @@ def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: 
     assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
 
 
+def test_a_step_whose_save_raises_is_reported_and_asks_nothing(tmp_path: Path) -> None:
+    """Without a step the failure is one of the start, for which the checkpoint that was loaded is quarantined."""
+    session = session_in(tmp_path)
+    session._milestone = 1
+    sent: list[FromTrial] = []
+    session.connection.send = sent.append  # type: ignore[method-assign, assignment]  # it is a fake
+    with pytest.raises(ZeroDivisionError):
+        session.report_step({"loss": 1.0}, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]  # it returns nothing
+    assert [(done.report.step, done.checkpoint, done.asks) for done in sent if isinstance(done, StepDone)] == [
+        (1, None, False)
+    ]
+
+
 def test_a_report_may_lack_the_metric_of_the_search_only_where_its_caller_says_so(tmp_path: Path) -> None:
     session = session_in(tmp_path)
     session.start = session.start.model_copy(update={"required_metrics": ("val_loss",)})

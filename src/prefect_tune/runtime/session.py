@@ -294,7 +294,13 @@ class TrialSession:
             report = self.count(metrics, may_lack=may_lack)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                directory, reason = self._written_by(save), None if self._asking else self._finish_reason()
+                try:
+                    directory = self._written_by(save)
+                except BaseException:  # the step counts: else the checkpoint that was loaded is blamed for its save
+                    self._asking = False
+                    self.tell(report)
+                    raise
+                reason = None if self._asking else self._finish_reason()
                 self.hand_over(report, directory, moved=True, finish_reason=reason)
             else:
                 self.tell(report)

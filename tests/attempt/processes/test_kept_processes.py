@@ -40,7 +40,7 @@ from tests.fakes.trial_processes import (
     until,
 )
 from tests.long_cases import long_after
-from tests.trainables.processes.forked import AnotherKind, Resettable
+from tests.trainables.processes.forked import AnotherKind, Leads, Resettable
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())
@@ -145,6 +145,11 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
     assert served.isdisjoint(ours.pids("trial"))  # the one that is forked ahead for the next trial may be there
     assert trained(3)["pid"] != before
     assert acts(witness).count("setup 3") == 1
+
+
+def test_a_process_that_has_led_the_ranks_of_a_launcher_serves_no_other(trained: Trained) -> None:
+    """They, their process group and the socket at which they have joined are those of that trial."""
+    assert trained(1, Leads)["pid"] != trained(2, Leads)["pid"]
 
 
 def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(

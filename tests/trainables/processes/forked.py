@@ -106,6 +106,24 @@ def daemonizes(config: Config) -> Metrics:
     return {"pid": os.getpid()}
 
 
+class Leads(pt.Trainable):
+    """Is rank 0 of two, as after its launcher has started the other."""
+
+    def setup(self, config: Config) -> None:
+        del config
+        pt.get_trial()._session.lead(2)
+
+    def reset_config(self, config: Config) -> bool:
+        del config
+        return True
+
+    def step(self) -> Metrics:
+        return {"pid": os.getpid()}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        raise AssertionError("no step is saved")
+
+
 class Resettable(pt.Trainable):
     """Becomes any trial but those whose config says `"declines": True`; records its calls in the witness."""
 

@@ -274,7 +274,8 @@ class _Attempts:
                     session.report_step(metrics, trainable.save_checkpoint)
         except TrialOver as over:
             can_be_reset = type(trainable).reset_config is not Trainable.reset_config
-            if start.waits and not isinstance(over.outcome, AttemptEnded) and can_be_reset:
+            is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may be left here
+            if start.waits and not isinstance(over.outcome, AttemptEnded) and can_be_reset and is_alone:
                 self._kept = ready
             return self._ended(over)
         finally:
