@@ -165,11 +165,14 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
     pids = []
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
         for x in range(3):
-            with pool.process(module.start(x), log_to(recorder)) as channel:
+            # Its start does not fit into the buffer of the pipe.
+            start = module.start(x).model_copy(update={"config": {"x": x, "of": "a megabyte" * 100_000}})
+            with pool.process(start, log_to(recorder)) as channel:
                 pids.append(metrics_of(channel)["pid"])
             pool.dismiss()
             until(lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}")
             monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=3))
+            monkeypatch.setattr(fork_servers, "_SEND_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(process_pool, "_BEGIN_TIMEOUT", timedelta(seconds=3))
     assert pids[0] not in module.imports
     assert pids[1:] == module.imports[1:]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
+_SEND_TIMEOUT = timedelta(seconds=60)
+"""After which a process that reads nothing of a message gets no more of it: it hangs, or is stopped."""
 _IMPORT_TIMEOUT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _POLL_INTERVAL = timedelta(seconds=0.2)
@@ -120,6 +123,7 @@ class ForkedProcess:
             connection, home = None, undo.enter_context(ScratchDirectory())
             if channel is None:
                 ours, channel = socket.socketpair()
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT.seconds, 0))
                 connection = undo.enter_context(Connection(ours.detach()))
             with channel:
                 status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
