@@ -249,9 +249,6 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_comm
     assert events == [[Reported, Committed], [Finished]]
 
 
-# ----------------------------------------------------------------------------- checkpoints that cannot be saved
-
-
 def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(
     harness: CommitHarness,
 ) -> None:
@@ -328,9 +325,6 @@ def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_rem
     assert harness.committed == [1]
 
 
-# --------------------------------------------------------------------------- checkpoints quarantined meanwhile
-
-
 def damaged(harness: CommitHarness) -> Sequence[int]:
     """The steps of the live checkpoints that are damaged."""
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
@@ -373,9 +367,6 @@ def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finishe
     assert 3 not in damaged(harness)
 
 
-# ------------------------------------------------------------------------------------------------- deletions
-
-
 def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(harness: CommitHarness) -> None:
     harness.plan = replace(harness.plan, retention=Retention(last=1))
     INJECTED.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
@@ -415,9 +406,6 @@ def test_what_an_attempt_on_another_machine_retires_is_left_to_the_owner(harness
     commit_worker.close()
     assert [each.step for each in commit_worker._journal.trial.checkpoints] == [2]
     assert (harness.committed, harness.manifests()) == ([1, 2], 2)
-
-
-# --------------------------------------------------------------------------------------------------- reports
 
 
 def often(harness: CommitHarness, seconds: float) -> None:

@@ -56,9 +56,6 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
     return messages
 
 
-# ------------------------------------------------------------------------------------------------------- threads
-
-
 def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(opened: Opened, tmp_path: Path) -> None:
     times = 20
     start = start_of(reporters.reports_from_threads, tmp_path, {"times": times})
@@ -110,9 +107,6 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
             assert channel.end().signal == "SIGKILL"
 
 
-# ----------------------------------------------------------------------------------------------- other processes
-
-
 @pytest.mark.parametrize("call", ["report", "report_step", "should_checkpoint"])
 def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
@@ -157,8 +151,6 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
     if opened is not trial_in_place:
         assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
 
-
-# ------------------------------------------------------------------------------------------------------- ranks
 
 _REPORTS = "import prefect_tune as pt; pt.report({'loss': 1.0})"
 

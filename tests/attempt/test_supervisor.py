@@ -160,9 +160,6 @@ def outcome_of(
     return supervise(FakeChannel(says, process_end), commit_worker or FakeCommitWorker(), spec, line())
 
 
-# ---------------------------------------------------------------------------------------- the cause of the end
-
-
 @pytest.mark.parametrize(
     ("process_end", "cause", "at_start"),
     long_after(
@@ -256,9 +253,6 @@ def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(s
     )
     assert supervise(channel, FakeCommitWorker(), spec, asking) == failure
     assert channel.sent == [leave]
-
-
-# ------------------------------------------------------------------------------ silence, and the grace period
 
 
 def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:

@@ -50,9 +50,6 @@ COMMITTED = Committed(trial=TRIAL.trial, checkpoint=CheckpointRef(step=1, sequen
 MINUTE = timedelta(minutes=1)
 
 
-# ------------------------------------------------------------------------- in a process of the search
-
-
 class Search(FarSearch):
     """A search of one trial, whose attempt is the function `attempt` in a thread; it must never hang."""
 
@@ -244,9 +241,6 @@ def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> No
     executor._receive(submitted)
     ends.join()
     assert isinstance(submitted.written.exception(timeout=9), CommitUnknown)
-
-
-# ------------------------------------------------------------------------------- on another machine
 
 
 @pytest.fixture

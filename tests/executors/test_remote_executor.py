@@ -257,9 +257,6 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
     assert [old.answer(step, attempt=2) for step in (0, 1)] == [None, None]
 
 
-# --------------------------------------------------------------------------- what the journal has is deleted
-
-
 class Deletions:
     """The deletions on a target, each with the trial in the experiment's journal at that moment."""
 
@@ -507,9 +504,6 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
     resumed.live(nothing, resumed.stop, nothing)
     assert [each.answer() for each in attempts] == [StopAndSave()] * 2
     assert resumed.machines.is_withdrawn
-
-
-# ------------------------------------------------------------------------------- resumed as another search
 
 
 @pytest.mark.parametrize(

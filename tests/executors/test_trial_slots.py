@@ -168,9 +168,6 @@ def test_resources_that_are_not_there_are_refused_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
-# ---------------------------------------------------------------------------------------- Prefect's own limits
-
-
 def limited(folder: Path, **options: Any) -> pt.Results:
     """Two concurrent trials on one device, which fails if both use it at once."""
     return tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
@@ -246,9 +243,6 @@ def test_a_tag_of_the_caller_is_that_of_its_attempts_only_and_their_waits_end_wi
 
     expected = {f"train {trial} · attempt 1" for trial in results.trials}
     until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
-
-
-# ------------------------------------------------------------------------------------------- other task runners
 
 
 @pytest.mark.deep

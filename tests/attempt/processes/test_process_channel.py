@@ -92,9 +92,6 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
         TrialChannel(near, Body()).receive(SOON)
 
 
-# ----------------------------------------------------------------------------------------- in a real process
-
-
 def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Connection, Connection]) -> None:
     near, _ = wire
     channel = TrialChannel(near, Body())

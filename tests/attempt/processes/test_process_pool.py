@@ -66,9 +66,6 @@ def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
     return lambda: [each for each in acts_of(witness) if each.act == act]
 
 
-# ---------------------------------------------------------------------------------- the environment of a trial
-
-
 def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,9 +183,6 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     assert require_reason(failure).arguments["advice"]["code"] == "advice-signal-handler"
 
 
-# ----------------------------------------------------------------------------------------- messages and output
-
-
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
 @pytest.mark.parametrize(
     ("how", "said"),
@@ -245,9 +239,6 @@ def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialP
         channel.tell(StopAndSave())
         failure = require_failure(messages_of(channel)[-1])
     assert require_reason(failure).arguments["text"] == "shapes differ"
-
-
-# ------------------------------------------------------------------------------------------------- no leftovers
 
 
 @pytest.mark.long
@@ -307,9 +298,6 @@ def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, 
         messages_of(channel)
 
 
-# ------------------------------------------------------------------------------------------------ kills of processes
-
-
 def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
@@ -347,9 +335,6 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
         assert channel.end() == ProcessEnd(signal="SIGKILL")
     pool.dismiss()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
-
-
-# --------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.long
@@ -410,9 +395,6 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
         assert not set(left) & set(ours.pids())
 
 
-# ------------------------------------------- code that keeps running after a step or a trial: forks, threads, a cleanup
-
-
 def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family(), TrialProcessPool(slots=1) as made:
@@ -447,8 +429,6 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         pool.close()
         assert time.monotonic() - began < 15  # one by one it takes 20
 
-
-# ------------------------------------------- unclosed files, which Python reports as `ResourceWarning`
 
 _LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
 

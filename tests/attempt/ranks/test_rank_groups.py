@@ -226,9 +226,6 @@ def test_ranks_need_processes() -> None:
         pt.durable_trainable(Sharded, target="./runs", processes_per_trial=0)
 
 
-# -------------------------------------------------------------------------- ranks that the trainable's launcher starts
-
-
 def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialResult:
     return pt.durable_trainable(trainable, config, target=str(target), experiment="e", stop={"step": STEPS})
 
@@ -358,9 +355,6 @@ def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path:
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
     result = launched(tmp_path, trainable, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
-
-
-# ---------------------------------------------------------------------------------- metrics as the mean over all ranks
 
 
 def meaned(target: Path, trainable: Any, config: dict[str, Any], **options: Any) -> pt.TrialResult:

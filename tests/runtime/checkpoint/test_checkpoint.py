@@ -116,9 +116,6 @@ def test_importing_it_imports_neither_pyarrow_nor_prefect_nor_pydantic() -> None
     assert not {"pyarrow", "prefect", "pydantic", "obstore", "fsspec", "numpy"} & set(said)
 
 
-# -------------------------------------------------------------------------------------- a local directory
-
-
 def test_a_local_directory_is_lent_as_it_is_and_stays(staged: Path, temporary_files: Path) -> None:
     with pt.Checkpoint.from_directory(staged).as_directory() as directory:
         assert directory == str(staged)
@@ -160,9 +157,6 @@ def test_the_file_system_of_a_local_directory_is_the_local_one(staged: Path) -> 
     assert checkpoint.filesystem == arrow.LocalFileSystem()
     with checkpoint.as_directory() as directory:
         assert directory == str(staged)
-
-
-# ------------------------------------------------------------------------- a committed checkpoint on disk
 
 
 @pytest.mark.parametrize("how", ["path", "uri", "given"])
@@ -292,9 +286,6 @@ def test_a_copy_of_an_earlier_boot_of_this_machine_or_of_another_machine_is_not_
             assert not Path(first, "model/weights.bin").samefile(Path(second, "model/weights.bin"))
 
 
-# ------------------------------------------------------------------------------------------ to_directory
-
-
 def test_without_a_path_it_is_the_same_directory_each_time_and_it_stays(checkpoint: pt.Checkpoint) -> None:
     there = checkpoint.to_directory()
     changed = Path(there, "model/weights.bin").stat().st_mtime_ns
@@ -383,9 +374,6 @@ def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_w
     fill("second", 19, 30)
     with pytest.raises(InvalidInput, match="not this checkpoint"):
         fill("third", 31)
-
-
-# ------------------------------------------------------------------------------------------ the metadata
 
 
 def test_metadata_of_a_local_directory_is_a_json_file_in_it(staged: Path) -> None:
@@ -540,9 +528,6 @@ def test_metadata_that_cannot_be_read_is_not_taken_for_none(
     version.write_bytes(version.read_bytes().replace(b'"a":1', b'"a":2'))
     with pytest.raises(CheckpointCorrupt, match="metadata"):
         checkpoint.get_metadata()
-
-
-# ------------------------------------------------------------------- the file system of a committed checkpoint
 
 
 def test_the_file_system_of_a_committed_checkpoint_shows_its_files(checkpoint: pt.Checkpoint) -> None:

@@ -106,24 +106,6 @@ def daemonizes(config: Config) -> Metrics:
     return {"pid": os.getpid()}
 
 
-class Leads(pt.Trainable):
-    """Is rank 0 of two, as after its launcher has started the other."""
-
-    def setup(self, config: Config) -> None:
-        del config
-        pt.get_trial()._session.lead(2)
-
-    def reset_config(self, config: Config) -> bool:
-        del config
-        return True
-
-    def step(self) -> Metrics:
-        return {"pid": os.getpid()}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        raise AssertionError("no step is saved")
-
-
 class Resettable(pt.Trainable):
     """Becomes any trial but those whose config says `"declines": True`; records its calls in the witness."""
 
@@ -195,6 +177,14 @@ class Resettable(pt.Trainable):
         tempfile.NamedTemporaryFile(delete=False).close()
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002  likewise
+
+
+class Leads(Resettable):
+    """Is rank 0 of two, as after its launcher has started the other."""
+
+    def setup(self, config: Config) -> None:
+        pt.get_trial()._session.lead(2)
+        super().setup(config)
 
 
 class AnotherKind(Resettable):
