@@ -28,7 +28,7 @@ _SENTENCE = re.compile(r"[A-Za-z]{2,}\S* (?:\S+ )*?\S*[A-Za-z]{2,}|[A-Za-z]{3,} 
 _SKIPPED = frozenset(
     {
         "__init__.py",  # lists of names
-        "attempt/usage_meter.py",  # formats of the kernel's files
+        "linux.py",  # formats of the kernel's files
         "stores/obstore_store.py",  # a table of error codes, as a text
         *("core/shown_text.py", "notebook/cell_output.py", "reporting/svg.py"),  # styles of pages
     }

@@ -22,10 +22,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.documents import has_signature, is_signed, signed, unsigned
 from prefect_tune.journal_access import read_experiment
+from prefect_tune.linux import may_have_access_list, mount_type
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
 from prefect_tune.parameters.search_plan import OPTIONS, Stored
 
-_MOUNTS = Path("/proc/self/mountinfo")
 _OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")
 """Beginnings of the types of mounts that report the user who mounted them as owner of every file: s3fs, rclone, SMB."""
 
@@ -90,26 +90,15 @@ def _writer_reason(path: Path, *, is_above: bool = False) -> str | None:
         return f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
     if stat.S_ISLNK(status.st_mode):
         return None if is_above else f"{path} is a link"
-    if stat.S_ISDIR(status.st_mode) and (kind := _kind_of_mount(status.st_dev)).startswith(_OWNERS_MADE_UP):
+    if stat.S_ISDIR(status.st_mode) and (kind := mount_type(status.st_dev)).startswith(_OWNERS_MADE_UP):
         return f"{path} is on a mount of type {kind}, which does not show which other users can write there"
     is_shared_by_group = status.st_mode & stat.S_IWGRP and (
-        not _is_private_group(os.geteuid(), status.st_gid) or _has_access_list(path)
+        not _is_private_group(os.geteuid(), status.st_gid) or may_have_access_list(path)
     )
     if (is_shared_by_group or status.st_mode & stat.S_IWOTH) and not (is_above and status.st_mode & stat.S_ISVTX):
         mode = stat.filemode(status.st_mode)
         return f"{path} can be written by others ({mode}; chmod go-w removes that permission)"
     return None
-
-
-def _kind_of_mount(device: int) -> str:
-    """Return the type of the file system; empty where the system has no `/proc/self/mountinfo`."""
-    try:
-        mounts = _MOUNTS.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    kinds = (line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2:3] == [number])
-    return next(kinds, "")
 
 
 @lru_cache(maxsize=8)
@@ -122,14 +111,6 @@ def _is_private_group(user: int, group: int) -> bool:
     if user == 0 or me.pw_gid != group or not set(members) <= {me.pw_name}:
         return False
     return all(each.pw_uid == user for each in pwd.getpwall() if each.pw_gid == group)
-
-
-def _has_access_list(path: Path) -> bool:
-    """Whether the group's bits of the mode may be those of other users; also where that cannot be read."""
-    try:
-        return any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
-    except OSError:
-        return True
 
 
 # Find the settings in an experiment's journal that choose code to run or import, or a location to open.

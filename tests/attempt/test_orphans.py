@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import (
@@ -38,6 +38,7 @@ from tests.fakes.trial_processes import (
     log_to,
     metrics_of,
     start_of,
+    started_process,
     supervised_process,
     until,
 )
@@ -63,6 +64,20 @@ def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
         if killed == "trial":
             ended = (tmp_path / "ended").exists
             until(ended, seconds=PATIENCE_SECONDS, what=lambda: "word of it to the supervisor")
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.parametrize("killed", ["supervisor", "trial"])
+def test_of_a_started_process_what_is_in_its_process_group_ends_and_the_rest_lives_on(
+    tmp_path: Path, killed: str, stubborn: bool
+) -> None:
+    """Documents the limit of systems other than Linux."""
+    with watched(tmp_path, "started", stubborn=stubborn) as seen:
+        elsewhere = seen.started - {seen.in_group}
+        seen.kill(killed)
+        until(lambda: seen.living() == elsewhere, seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
+        for pid in elsewhere:
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
@@ -171,7 +186,7 @@ def trains_alone() -> Iterator[Opened]:
 _ALL: Mapping[str, Callable[[], AbstractContextManager[Opened]]] = {
     "a search's": searches,
     "by itself": trains_alone,
-    "without Linux": lambda: nullcontext(trial_process),
+    "without Linux": lambda: nullcontext(started_process),
 }
 
 

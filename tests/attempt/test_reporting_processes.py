@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Finished, FinishKind
 from prefect_tune.core.messages.process_messages import (
@@ -24,7 +24,15 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.reasons import make_reason
 from tests.fakes.outcomes import make_leave
-from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, untimed
+from tests.fakes.trial_processes import (
+    LogRecorder,
+    log_to,
+    messages_of,
+    metrics_of,
+    start_of,
+    started_process,
+    untimed,
+)
 from tests.trainables.processes import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
@@ -36,7 +44,7 @@ _IN_TIME = timedelta(seconds=60)
 @pytest.fixture(params=["forked", "started", "in place"])
 def opened(request: pytest.FixtureRequest, pool: TrialProcessPool) -> Opened:
     """Each way to train."""
-    ways: Mapping[str, Opened] = {"forked": pool.process, "started": trial_process, "in place": trial_in_place}
+    ways: Mapping[str, Opened] = {"forked": pool.process, "started": started_process, "in place": trial_in_place}
     return ways[request.param]
 
 
@@ -169,7 +177,7 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
 def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
     pool: TrialProcessPool, tmp_path: Path, way: str
 ) -> None:
-    opened: Opened = pool.process if way == "forked" else trial_process
+    opened: Opened = pool.process if way == "forked" else started_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
     with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         said = metrics_of(channel)["refused"]

@@ -24,7 +24,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
+from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.journal_events import Cause, Finished, FinishKind, Outcome
@@ -48,6 +48,7 @@ from prefect_tune.core.reasons import ProcessEnd, Reason, code_of, make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.core.values import StepReport
+from prefect_tune.linux import MemoryLimit
 from prefect_tune.storage_retries import retrying_until
 from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after

@@ -13,14 +13,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
+from tests.fakes.trial_processes import Family, messages_of, start_of, started_process, supervised_process, until
 from tests.flows.forked_programs import preloaded
 from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
 
 PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests
 WAYS = ("search", "training", "elsewhere")
-"""How a trial's process starts: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""
+"""How a trial's process is forked: by `tune`, by `durable_trainable`, by a worker of Dask or Ray or a deployment."""
 _STARTED = 3  # by the trial: in its session, in a session of its own, and an orphan
 
 
@@ -40,6 +40,11 @@ class Watched:
     def started(self) -> set[int]:
         """Return the processes that the trial has started."""
         return {each.step for each in acts_of(self.folder / "witness") if each.act in ("child", "orphan")}
+
+    @property
+    def in_group(self) -> int:
+        """Return the one of them that is in the trial's process group."""
+        return next(each.step for each in acts_of(self.folder / "witness") if each.act == "child")
 
     @property
     def orphan(self) -> int:
@@ -85,7 +90,9 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
     os.environ.update([mark])
     with ExitStack() as stack:
         slots = {"search": 2, "training": 0}.get(way)
-        process = supervised_process if slots is None else stack.enter_context(TrialProcessPool(slots=slots)).process
+        process = started_process if way == "started" else supervised_process
+        if slots is not None:
+            process = stack.enter_context(TrialProcessPool(slots=slots)).process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)
         with process(start, logging.getLogger()) as channel:

@@ -26,6 +26,8 @@ from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDo
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
+PORTABLE = "PREFECT_TUNE_PORTABLE", "1"
+"""The environment variable with which Linux does as other systems do: see `prefect_tune/linux.py`."""
 
 
 def start_of(
@@ -58,6 +60,15 @@ def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = 
     """Train in a process that serves no other trial and ends with the block."""
     with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
         yield channel
+
+
+@contextmanager
+def started_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train in a process that is started, as where trials are not forked: on systems other than Linux."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*PORTABLE)
+        with supervised_process(start, log, environment) as channel:
+            yield channel
 
 
 def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from prefect_tune.blocks import LocalTarget, S3Target
 from tests.fakes.searches.left_experiments import require_booked_seconds
 from tests.fakes.servers.processes import free_port, running
+from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening
 from tests.flows.resuming.left_run import LeftRun
@@ -42,6 +43,13 @@ def drivers(prefect_server: str, tmp_path: Path) -> Iterator[Drivers]:
     started = Drivers(prefect_server, tmp_path)
     yield started
     started.close()
+
+
+@pytest.fixture(params=["forked", "started"])
+def each_process_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of trials are forked, as on Linux, or started, as on other systems."""
+    if request.param == "started":
+        monkeypatch.setenv(*PORTABLE)
 
 
 @pytest.fixture

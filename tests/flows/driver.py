@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 from tests.fakes.task_runners import dask, ray
-from tests.fakes.trial_processes import file_of
+from tests.fakes.trial_processes import PORTABLE, file_of
 from tests.flows.forked_programs import in_own_session, preloaded
 
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
@@ -90,7 +90,12 @@ class Driver:
 
     def trials(self) -> Sequence[int]:
         """Return the processes that train, found in `/proc`, not by the flow's own records."""
-        return [pid for pid in self.family() if file_of(pid, "comm") == b"trial\n"]
+        started = b"prefect_tune.runtime.processes.trial_process"
+        return [
+            pid
+            for pid in self.family()
+            if file_of(pid, "comm") == b"trial\n" or started in file_of(pid, "cmdline").split(b"\0")
+        ]
 
     def family(self) -> Sequence[int]:
         """Return every live descendant of this process, also those with another parent by now."""
@@ -137,7 +142,9 @@ class Drivers:
         mark = uuid4().hex
         folder = self._folder / f"driver-{len(self._started)}"
         folder.mkdir(parents=True)
-        call = (str(folder), mark, api_url or self._api_url, flow, dies_at, arguments, options)
+        environment = {name: os.environ[name] for name in PORTABLE[:1] if name in os.environ}
+        environment |= {_MARK: mark, "OPENBLAS_NUM_THREADS": "1"}
+        call = (str(folder), environment, api_url or self._api_url, flow, dies_at, arguments, options)
         process = self._context.Process(target=_drive, args=call, daemon=False)
         process.start()
         driver = Driver(process, folder, mark)
@@ -158,7 +165,7 @@ class Drivers:
 
 def _drive(
     folder: str,
-    mark: str,
+    environment: Mapping[str, str],
     api_url: str,
     flow: Flow,
     dies_at: Write | None,
@@ -167,8 +174,7 @@ def _drive(
 ) -> None:
     in_own_session(Path(folder, "log"))
     os.chdir(folder)
-    os.environ[_MARK] = mark
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ.update(environment)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     writes = _counted_writes(dies_at)

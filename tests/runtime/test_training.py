@@ -81,7 +81,7 @@ def _trained(
         receiver = threading.Thread(target=_receive, args=(near, received))
         receiver.start()
         # In a separate context, like a thread: the current trial does not leak into the next test.
-        copy_context().run(train, far, whole_process=False)
+        copy_context().run(train, far)
         receiver.join()
         return received
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune import trust
+from prefect_tune import linux, trust
 from prefect_tune.trust import shared_access_reason
 
 OTHER = 4242
@@ -114,10 +114,10 @@ def test_a_mount_that_makes_up_owners_is_not_ones_own(
     other = f"20 1 8:999 / /mnt rw - {'ext4' if not is_own else 'cifs'} /dev/sdz rw\n"
     ours = f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} bucket rw\n"
     table.write_text(other + ours)
-    monkeypatch.setattr(trust, "_MOUNTS", table)
+    monkeypatch.setattr(linux, "_MOUNTS", str(table))
     assert (looked_at(root) == "") is is_own
     assert is_own or f"is on a mount of type {kind}, which does not show which other users can write" in looked_at(root)
-    monkeypatch.setattr(trust, "_MOUNTS", root / "gone")
+    monkeypatch.setattr(linux, "_MOUNTS", str(root / "gone"))
     assert not looked_at(root)
 
 

@@ -6,7 +6,6 @@ of one. A sample is taken once a second, or less often, so that it takes a thous
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.resources import Processes, processes_on
 from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.journal_access import run_now
+from prefect_tune.linux import MemoryLimit, cpu_count_here, process_tree, process_use
 
 _LEAST_PERIOD_SECONDS = 1.0
 _SHARE = 1200
@@ -64,7 +64,7 @@ class UsageMeter:
         """Take in that the trainable is loaded in the process `pid`, whose seconds count if it is that of rank 0."""
         if decides:
             self._loaded_at = time.monotonic()
-        if pid == os.getpid() or not Path(f"/proc/{pid}").is_dir():
+        if pid == os.getpid() or process_use(pid) is None:
             return
         if self._processes is None:
             self._processes = _ProcessSamples(pid, {**os.environ, **self.environment})
@@ -149,9 +149,6 @@ def _rounded(seconds: PhaseSeconds) -> PhaseSeconds:
 
 # Sample the processes of a trial, and the GPUs that they see.
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
-
 
 class _ProcessSamples:
     """Samples of processes and their descendants: memory, processor time, GPUs. Call `figures` from any thread."""
@@ -176,7 +173,7 @@ class _ProcessSamples:
 
     def sample(self) -> None:
         """Take a sample; of a process that has ended there is none."""
-        stats = {pid: _stat(pid) for root in self._pids for pid in _tree(root)}
+        stats = {pid: process_use(pid) for root in self._pids for pid in process_tree(root)}
         found = {pid: stat for pid, stat in stats.items() if stat is not None and stat[1]}  # else it has ended
         gpus = _gpu_sample(self._gpu_names)
         with self._guard:
@@ -230,31 +227,6 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _tree(pid: int) -> Iterator[int]:
-    """Yield the process and its descendants. Each thread lists the children that it has started."""
-    yield pid
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
-            with suppress(OSError):
-                children = _text(f"/proc/{pid}/task/{thread}/children")
-                for child in children.split():
-                    yield from _tree(int(child))
-
-
-def _stat(pid: int) -> tuple[float, int] | None:
-    """Return the processor time of a process, that of its children that have ended included, and its memory."""
-    try:
-        fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
-    except OSError:
-        return None
-    return sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE_BYTES
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
-        return file.read()
-
-
 @cache
 def _nvml() -> _Nvml:
     return _Nvml()
@@ -303,8 +275,6 @@ def _handles(library: Any, names: str | None) -> Iterator[Any]:
 
 # What this process may use of its machine, without a library that initializes it.
 
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 PROCESSES = "LOCAL_WORLD_SIZE"
 """The variable of a slot with the number of processes of its trials, under torchrun's name."""
@@ -355,77 +325,3 @@ def _listed_by_driver() -> tuple[str, ...]:
             command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS, check=False
         ).stdout
     return tuple(re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
-
-
-def cpu_count_here(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the number of processors that this process may use, by its affinity and the quota of its container."""
-    available = os.cpu_count() or 1
-    with suppress(AttributeError):  # Linux only
-        available = len(os.sched_getaffinity(0))
-    return max(1, min([available, *map(math.ceil, _quotas(root, own))]))
-
-
-def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the processors that each control group of this process allows: Linux's cgroup v2, or v1 in a container."""
-    with suppress(OSError, ValueError, ArithmeticError):
-        quota, period = (int((root / "cpu" / f"cpu.cfs_{each}_us").read_text()) for each in ("quota", "period"))
-        if quota > 0:
-            yield quota / period
-    for folder in control_groups("", root, own):
-        with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
-            quota, period = map(int, (folder / "cpu.max").read_text().split())
-            yield quota / period
-
-
-class MemoryLimit:
-    """The memory limit of this process: that of its control groups (version 2, or 1), or all memory of the machine."""
-
-    def __init__(self, root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> None:
-        self._folders = list(control_groups("memory", root, own))
-
-    def limit_bytes(self) -> int:
-        """Return the lowest limit."""
-        limits = self._numbers("memory.max", "memory.limit_in_bytes")
-        return min((*limits, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-
-    def peak_bytes(self) -> int:
-        """Return the highest memory of the group; 0 if that is not counted."""
-        return next(self._numbers("memory.peak", "memory.max_usage_in_bytes"), 0)
-
-    def kills(self) -> int:
-        """Return how many processes the kernel has killed in it for memory; without a count, on the whole machine."""
-        for folder in self._folders[:1]:
-            for name in ("memory.events", "memory.oom_control"):
-                with suppress(OSError, ValueError, IndexError):
-                    return _number_after((folder / name).read_text(), "oom_kill ")
-        with suppress(OSError, ValueError, IndexError):
-            return _number_after(Path("/proc/vmstat").read_text(), "oom_kill ")
-        return 0
-
-    def _numbers(self, *names: str) -> Iterator[int]:
-        for folder in self._folders:
-            for name in names:
-                with suppress(OSError, ValueError):  # "max" is no limit
-                    yield int((folder / name).read_text())
-
-
-def _number_after(text: str, name: str) -> int:
-    """Return the number after `name`. Raises `ValueError` if there is none."""
-    return int(text.partition(name)[2].split(maxsplit=1)[0])
-
-
-def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of all that contain it.
-
-    Args:
-        controller: the name of a controller of version 1; empty for version 2 alone.
-        root: where control groups are mounted.
-        own: the file that names those of this process.
-    """
-    with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", controller):
-                top = root / controllers
-                group = top / path.lstrip("/")
-                yield from (each for each in (group, *group.parents) if each.is_relative_to(top))

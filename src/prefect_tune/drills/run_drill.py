@@ -327,7 +327,7 @@ def require_importable(trainable: str) -> None:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError):  # with it what the module has started
+                with suppress(ProcessLookupError, PermissionError):  # with it what the module has started; macOS
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if code == 0:

@@ -73,12 +73,7 @@ def require_importable(
             directory=folder,
             staging=folder,
             temporary=folder,
-            restored=None,
-            from_step=0,
-            trained_seconds=0.0,
-            curve=(),
             cadence=Cadence(at_end=False),
-            overlap=False,
         )
         waits = WaitLog(log, f"importing trainable {trainable!r}")
         with pool.process(start, log) as channel:

@@ -277,7 +277,7 @@ def _redirect_if_broken(stream: IO[str]) -> None:
     number = stream.fileno()
     poll = select.poll()
     poll.register(number, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # the second: on macOS
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -13,16 +13,17 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import IO, Literal, TypeAlias
 
 import prefect
 from prefect.settings import get_current_settings
+
+from prefect_tune.linux import owners_of_listeners
 
 Services: TypeAlias = Literal["all", "few"]
 
@@ -122,44 +123,25 @@ def _end_with_parent() -> None:
 LOOPBACK = "127.0.0.1"
 _TIMEOUT_SECONDS = 3.0
 _MAX_ANSWER_BYTES = 64 * 1024
-_LISTENING = "0A"  # in /proc/net/tcp
-_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6", ("::ffff:127.0.0.1", "::")))  # noqa: S104 - it is compared, and no socket is bound to it
-"""The kernel's tables of sockets, each with the addresses that take connections to 127.0.0.1."""
 
 
 def find_own_server() -> str | None:
     """Return the URL of the API of this user's server where `prefect server start` listens; None if there is none.
 
-    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. Without `/proc/net/tcp` there is none.
+    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. Only Linux says whose a socket is: elsewhere
+    there is none.
     """
     settings = get_current_settings().server.api
     path = (settings.base_path or "/api").rstrip("/")
     until = time.monotonic() + _TIMEOUT_SECONDS
     with suppress(OSError):
         if (
-            {*_owners_of_listeners(settings.port)} == {os.geteuid()}
+            {*owners_of_listeners(settings.port)} == {os.geteuid()}
             and _read_answer(settings.port, f"{path}/health", until) == b"true"
             and _read_answer(settings.port, f"{path}/admin/version", until) == f'"{prefect.__version__}"'.encode()
         ):
             return f"http://{LOOPBACK}:{settings.port}{path}"
     return None
-
-
-def _owners_of_listeners(port: int) -> Iterator[int]:
-    """Yield the user of each socket that may take connections to this port of 127.0.0.1."""
-    for table, addresses in _TABLES:
-        family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-        local = {f"{_kernel_hex(socket.inet_pton(family, address))}:{port:04X}" for address in addresses}
-        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
-            _, address, _, state, _, _, _, user, *_ = line.split()
-            if address in local and state == _LISTENING:
-                yield int(user)
-
-
-def _kernel_hex(address: bytes) -> str:
-    """Return an address as the kernel prints it: each word of four bytes as a number of this machine."""
-    words = [address[start : start + 4] for start in range(0, len(address), 4)]
-    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 
 
 def _read_answer(port: int, path: str, until: float) -> bytes | None:

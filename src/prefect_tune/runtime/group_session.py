@@ -21,7 +21,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from pathlib import Path
 from types import TracebackType
 from typing import cast
 
@@ -37,7 +36,6 @@ from prefect_tune.runtime.ranks import (
     is_launched,
     may_be_rank,
     rank_here,
-    reached,
     started_by,
 )
 from prefect_tune.runtime.session import FollowingSession, TrialSession
@@ -105,8 +103,7 @@ def _introduce(rank: Rank, address: str, call: str) -> tuple[SupervisorConnectio
     """Say to the supervisor at `address` which rank this is, and return the connection and the trial's start."""
     channel = socket.socket(socket.AF_UNIX)
     try:
-        with reached(Path(address)) as path:
-            channel.connect(path)
+        channel.connect(address)
     except OSError as error:
         channel.close()
         raise InvalidInput(

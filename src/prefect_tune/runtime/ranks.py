@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from prefect_tune.core.errors import InvalidInput
@@ -109,19 +107,6 @@ def _initialized_group() -> Any:
 def is_launched() -> bool:
     """Whether a launcher in the trial has given this process a rank, maybe the only one."""
     return started_by() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
-
-
-@contextmanager
-def reached(socket: Path) -> Iterator[str]:
-    """Yield a short path to a socket: a path of more than 107 bytes can be neither bound nor connected."""
-    if not sys.platform.startswith("linux"):
-        yield str(socket)
-        return
-    folder = os.open(socket.parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{socket.name}"
-    finally:
-        os.close(folder)
 
 
 def _number(variable: str) -> int:

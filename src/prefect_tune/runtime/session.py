@@ -13,7 +13,6 @@ Never: a rank that decides by itself whether it saves or ends; a checkpoint with
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -59,6 +58,7 @@ from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
+from prefect_tune.linux import copy_range
 from prefect_tune.runtime.load_named import working_directory
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import LEADS
@@ -69,8 +69,6 @@ if TYPE_CHECKING:
 
 
 # Validate the directory that a trial reports as a checkpoint, and copy it for an asynchronous upload.
-
-_CANNOT_COPY_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def local_directory(checkpoint: object) -> Path:
@@ -150,22 +148,14 @@ def snapshot(source: Path, destination: Path) -> Path:
 
 
 def _copy_file(source: Path, destination: Path) -> None:
-    """Copy a file inside the kernel; on XFS and Btrfs the copy shares the bytes, and takes milliseconds."""
+    """Copy a file; on XFS and Btrfs the copy shares the bytes, and takes milliseconds."""
     if not stat.S_ISREG(source.stat().st_mode):  # opening a named pipe would block until it has a writer
         raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
     with source.open("rb") as reading, destination.open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0
-        while done < size:
-            sent = 0
-            try:
-                sent = os.copy_file_range(reading.fileno(), writing.fileno(), size - done, done)
-            except OSError as error:
-                if error.errno not in _CANNOT_COPY_RANGES:
-                    raise
-            if not (sent := sent or os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
-                break
-            done += sent
+        while done < size and (count := copy_range(reading.fileno(), writing.fileno(), size - done, done)):
+            done += count
     if done != size:
         raise StagedFilesChanged(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
     shutil.copymode(source, destination)

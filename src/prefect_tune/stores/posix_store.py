@@ -28,6 +28,7 @@ from types import MappingProxyType
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
+from prefect_tune.linux import copy_range
 from prefect_tune.stores.deadline import Deadline
 
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
@@ -142,14 +143,7 @@ class FileSystemCalls:
         return os.pread(file, length, offset)
 
     def copy_range(self, source: int, file: int, length: int, offset: int) -> int:
-        """Append bytes of an open file to another: in the kernel or on the file server, where that is supported."""
-        with suppress(AttributeError):  # macOS
-            try:
-                return os.copy_file_range(source, file, length, offset)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED | {errno.EXDEV, errno.EPERM}:
-                    raise
-        return self.write(file, memoryview(self.pread(source, length, offset)))
+        return copy_range(source, file, length, offset)
 
     def fsync(self, file: int) -> None:
         if _FULL_SYNC is not None:  # pragma: no cover - macOS only

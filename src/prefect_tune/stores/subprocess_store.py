@@ -231,7 +231,7 @@ class _Child:
         with self._guard:
             if self.is_alive:
                 self.is_alive = False
-                with suppress(ProcessLookupError):  # it died by itself
+                with suppress(ProcessLookupError, PermissionError):  # it died by itself; the second: on macOS
                     os.killpg(self._process.pid, signal.SIGKILL)
         # A process in an uninterruptible system call stays until that call returns, and then ends.
         with suppress(subprocess.TimeoutExpired):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import Paused
@@ -28,6 +28,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
+    PORTABLE,
     Family,
     LogRecorder,
     family,
@@ -175,9 +176,20 @@ def test_a_waiting_process_serves_only_trials_with_the_same_trainable_and_variab
     assert trained(5, AnotherKind)["pid"] not in (first, second)
 
 
-@pytest.mark.parametrize("alone", [trial_process, trial_in_place])
-def test_without_a_fork_server_no_process_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
-    with alone(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+def test_a_started_process_is_kept_as_a_forked_one_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, witness: Path
+) -> None:
+    monkeypatch.setenv(*PORTABLE)
+    with family(), nothing_left(), TrialProcessPool(slots=1) as pool:
+        for x in (1, 2):
+            start = start_of(Resettable, tmp_path, {"x": x, "witness": str(witness)}, steps=1)
+            with pool.process(start, LOG) as channel:
+                metrics_of(channel)
+    assert acts(witness) == ["setup 1", "reset 2", "cleanup 2"]
+
+
+def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> None:
+    with trial_in_place(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
         ended = messages_of(channel)[-1]
         channel.end()
     assert not ended.waits

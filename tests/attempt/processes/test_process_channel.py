@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
@@ -22,7 +23,7 @@ from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
-from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of, started_process
 from tests.trainables.processes import reporters
 
 LOG = log_to(LogRecorder())
@@ -99,7 +100,7 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     channel.tell(Proceed(milestone=None))
 
 
-@pytest.mark.parametrize("opened", [trial_process, trial_in_place])
+@pytest.mark.parametrize("opened", [started_process, trial_in_place])
 @pytest.mark.timeout(60)
 def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(opened: Callable[..., Any], tmp_path: Path) -> None:
     weights = bytes(3_000_000)
@@ -107,12 +108,16 @@ def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(opened: Calla
         assert metrics_of(channel) == {"size": 3_000_000}
 
 
-def test_the_temporary_files_of_a_trial_are_below_its_scratch_directory(tmp_path: Path) -> None:
-    def says_where(_config: Mapping[str, object]) -> Mapping[str, object]:
-        return {"temporary": tempfile.gettempdir()}
+def test_a_started_process_has_the_environment_of_its_trial_and_removes_its_temporary_files(tmp_path: Path) -> None:
+    def looks(_config: Mapping[str, object]) -> Mapping[str, object]:
+        kept = Path(tempfile.gettempdir(), "kept")
+        kept.touch()
+        return {"kept": str(kept), "device": os.environ["CUDA_VISIBLE_DEVICES"], "leads": os.getpid() == os.getsid(0)}
 
-    with trial_process(start_of(says_where, tmp_path), LOG) as channel:
-        assert metrics_of(channel) == {"temporary": str(tmp_path)}
+    with started_process(start_of(looks, tmp_path), LOG, {"CUDA_VISIBLE_DEVICES": "3"}) as channel:
+        found = metrics_of(channel)
+    assert (found["device"], found["leads"]) == ("3", True)
+    assert not Path(found["kept"]).parent.exists()
 
 
 # Bytes that a trainable writes to its channel by mistake fail the attempt as its own error, in a bounded message.

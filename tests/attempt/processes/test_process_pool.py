@@ -22,7 +22,6 @@ import pytest
 
 from prefect_tune.attempt.processes import fork_servers
 from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServer
-from prefect_tune.attempt.processes.process_channel import trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import StepDone, StopAndSave, TrialEnded
@@ -38,6 +37,7 @@ from tests.fakes.trial_processes import (
     metrics_of,
     nothing_left,
     start_of,
+    started_process,
     until,
 )
 from tests.long_cases import long_after
@@ -176,7 +176,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, as_method: bool, code: int | None
 ) -> None:
     config = {"code": code, "as_method": as_method}
-    process = pool.process if forks else trial_process
+    process = pool.process if forks else started_process
     with process(start_of(exits_at_sigterm, tmp_path, config), LOG) as channel:
         failure = require_failure(messages_of(channel)[-1])
     assert failure.cause is Cause.MACHINE
@@ -201,7 +201,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
-    process = pool.process if forks else trial_process
+    process = pool.process if forks else started_process
     with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
         messages_of(channel)
         end = channel.end()

@@ -213,4 +213,4 @@ def test_the_arguments_of_a_program_that_is_not_the_users_are_not_for_its_trials
 
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=program))
     monkeypatch.setattr(sys, "argv", ["/site/program.py", "not", "for trials"])
-    assert command_of_trials("a.module", 5, 7)[-5:] == ["-m", "a.module", "5", "7", "/site/program.py"]
+    assert command_of_trials("a.module", 5)[-5:] == ["-m", "a.module", "5", str(os.getpid()), "/site/program.py"]

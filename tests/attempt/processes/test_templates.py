@@ -70,7 +70,7 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
     with nothing_left(), TrialProcessPool(slots=2, reuse="auto") as pool:
         pool.prepare(f"{module.name}:train", log_to(recorder))
         until(flag.exists, what=lambda: "an import")
-        (template,) = pool._servers._templates.values()
+        (template,) = pool.servers._templates.values()
         until(
             lambda: template.process is not None, what=lambda: "the answer of the fork server"
         )  # else it is replaced unsaid

@@ -20,7 +20,7 @@ import pytest
 
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter, cpu_count_here, gpus_in, processes_here
+from prefect_tune.attempt.usage_meter import UsageMeter, gpus_in, processes_here
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.messages.process_messages import StepDone
@@ -28,6 +28,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import machine_here
+from prefect_tune.linux import MemoryLimit, cpu_count_here
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
 from tests.fakes.trial_processes import start_of, supervised_process
 from tests.flows.forked_programs import preloaded
@@ -98,7 +99,7 @@ def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.
         spent[0] += 0.05
         yield pid
 
-    monkeypatch.setattr(usage_meter, "_tree", costly)
+    monkeypatch.setattr(usage_meter, "process_tree", costly)
     child = busy("print(flush=True); input()")
     try:
         meter = UsageMeter()

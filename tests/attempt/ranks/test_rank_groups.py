@@ -18,7 +18,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
-from prefect_tune.runtime.processes.linux import children_of
+from prefect_tune.linux import children_of
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
     Different,

@@ -26,6 +26,7 @@ from prefect_tune.core.values import Stamp
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
+from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
@@ -168,10 +169,12 @@ def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
     assert live <= {(key.step, key.sequence) for key in keys if key}
 
 
-@pytest.mark.deep
+@pytest.mark.parametrize("way", [pytest.param("forked", marks=pytest.mark.deep), "started"])
 def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    if way == "started":
+        monkeypatch.setenv(*PORTABLE)
     contest = _Contest(drivers, local_target, tmp_path)
     dead = contest.start()
     contest.until_saved(2)
@@ -186,6 +189,7 @@ def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     contest.require_identical_end(outcome)
 
 
+@pytest.mark.usefixtures("each_process_model")
 def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:

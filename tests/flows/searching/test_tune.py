@@ -37,7 +37,7 @@ def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results
     return pt.tune(trainable, **{**common, **options})
 
 
-@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.usefixtures("no_prefect_server", "each_process_model")
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:
     results = searched(tmp_path, train, space={"x": pt.grid_search([3.0, 1.0, 2.0])}, stop=None)
     assert [each.config["x"] for each in results.trials.values()] == [3.0, 1.0, 2.0]
@@ -46,7 +46,7 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
     assert results.errors == {}
 
 
-@pytest.mark.usefixtures("no_prefect_server")
+@pytest.mark.usefixtures("no_prefect_server", "each_process_model")
 def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     results = searched(tmp_path, space={"fails": "kill", "until": str(tmp_path / "killed")})
     (trial,) = results.trials.values()
@@ -253,6 +253,7 @@ def test_what_a_function_returns_is_its_last_report_and_no_larger_budget_makes_i
         assert result.reason == "the trainable returned"
 
 
+@pytest.mark.usefixtures("each_process_model")
 def test_a_function_of_the_script_itself_is_taken_along(trouble: Trouble) -> None:
     factor = 3
 

@@ -4,7 +4,7 @@
            │                                   └─► a reason why not: logged once, the template ends
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
-Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`).
+Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`). All of this is for Linux.
 Never: a fork of an import that was found unsafe, or from which a fork has hung; an import that is waited for after
 `stop` or for more than 10 minutes; a template that outlives the pool, except for trials that it has forked.
 """
@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -27,10 +28,10 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from prefect_tune.attempt.processes.process_channel import (
+    READ_ONCE,
+    SupervisedProcess,
     command_of_trials,
-    fixed_by_this,
     of_interpreter,
-    of_trial,
 )
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest, ProcessEnvironment
@@ -43,6 +44,7 @@ _FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds, even on a bu
 _SEND_TIMEOUT = timedelta(seconds=60)
 """After which a process that reads nothing of a message gets no more of it: it hangs, or is stopped."""
 _IMPORT_TIMEOUT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
+_NOW = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _POLL_INTERVAL = timedelta(seconds=0.2)
 _MESSAGE_BYTES = 2000
@@ -60,7 +62,8 @@ class ProcessKey:
     @classmethod
     def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the key of a trial with this environment; a worker's scheduler may change devices between trials."""
-        return cls(trainable, import_path, frozenset({**fixed_by_this(), **environment}.items()))
+        here = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
+        return cls(trainable, import_path, frozenset({**here, **environment}.items()))
 
     @property
     def whole_environment(self) -> Mapping[str, str]:
@@ -77,34 +80,30 @@ def make_environment(temporary: Path, environment: Mapping[str, str]) -> Process
     def as_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
         return os.fsencode(text).decode("latin-1")
 
+    variables = {**of_interpreter(environment), "TMPDIR": str(temporary)}
     directory = ""  # if it was removed: a fork inherits it anyway
     with suppress(FileNotFoundError):
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ProcessEnvironment(
-        environment={as_latin(name): as_latin(value) for name, value in of_trial(environment, temporary).items()},
+        environment={as_latin(name): as_latin(value) for name, value in variables.items()},
         working_directory=as_latin(directory),
     )
 
 
-class ForkedProcess:
-    """A forked process under its subreaper, as its supervisor controls it."""
+class ForkedProcess(SupervisedProcess):
+    """A forked process under its subreaper. All its descendants end with it."""
 
     def __init__(
         self,
         subreaper: int,
         status: socket.socket,
         output: int,
-        home: Path,
         connection: Connection | None,
+        home: Path,
         closed: ExitStack,
     ) -> None:
-        self.output = output
-        """Descriptor of the pipe that carries its stdout and stderr."""
-        self._subreaper, self._status, self._home = subreaper, status, home
-        self._connection, self._closed = connection, closed
-        self.was_killed = False
-        """Whether `end` killed it, since it did not exit by itself in time."""
-        self._temporary_count = 0
+        super().__init__(output, connection, home, closed)
+        self._subreaper, self._status = subreaper, status
         self._code: int | None = None
 
     @staticmethod
@@ -138,7 +137,7 @@ class ForkedProcess:
             message = read_message(status, _FORK_TIMEOUT)
             match (message if message is not None else "no answer yet").split(maxsplit=1):
                 case ["born", subreaper]:
-                    return ForkedProcess(int(subreaper), status, output, home, connection, undo.pop_all())
+                    return ForkedProcess(int(subreaper), status, output, connection, home, undo.pop_all())
                 case ["failed", number]:
                     raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
                 case ["unsafe", *reason]:
@@ -148,40 +147,14 @@ class ForkedProcess:
                 case _:
                     raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
 
-    @property
-    def connection(self) -> Connection:
-        """The channel to a trial's process; a template has none."""
-        if self._connection is None:
-            raise ValueError("a template has no channel")
-        return self._connection
-
-    def make_temporary_directory(self) -> Path:
-        """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
-        self._temporary_count += 1
-        directory = self._home / str(self._temporary_count)
-        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
-        return directory
-
-    def is_alive(self) -> bool:
-        return self._wait_for_end(timedelta(0)) is None
-
-    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
-        """Give the process `timeout` to exit by itself, then kill it and all its descendants; return its exit code.
-
-        With None it has no limit.
-        A negative code is the negated number of the signal that killed it.
-        """
-        code = self._wait_for_end(timeout)
-        if code is None:
-            self.was_killed = True
-            with suppress(OSError):  # the process has just ended
-                self._status.shutdown(socket.SHUT_WR)
-            code = self._wait_for_end(_EXIT_TIMEOUT)
+    def _kill(self) -> int:
+        with suppress(OSError):  # the process has just ended
+            self._status.shutdown(socket.SHUT_WR)
+        code = self._wait_for_end(_EXIT_TIMEOUT)
         if code is None:
             # The subreaper still holds the other side of `status`, so its pid was not reused.
             os.kill(self._subreaper, signal.SIGKILL)
             code = self._code = -signal.SIGKILL
-        self._closed.close()
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
@@ -217,7 +190,7 @@ class ForkServer:
         self._has_requests = False
         with theirs:
             self._process = subprocess.Popen(
-                command_of_trials("prefect_tune.runtime.processes.fork_server", theirs.fileno(), os.getpid()),
+                command_of_trials("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
                 env=of_interpreter(os.environ),
@@ -230,26 +203,19 @@ class ForkServer:
         self._has_requests = True
         return ForkedProcess.request(self.control, request, channel)
 
-    def end(self) -> None:
-        """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
+    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
+        """End the fork server: it exits after its forked processes, and is killed after `timeout`.
+
+        With None it has no limit.
+        """
         if not self._has_requests:
             self._process.kill()  # it may still be importing
         self.control.close()
         try:
-            self._process.wait(_EXIT_TIMEOUT.total_seconds())
+            self._process.wait(None if timeout is None else timeout.total_seconds())
         except subprocess.TimeoutExpired:
-            self.kill()
-
-    def detach(self) -> None:
-        """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
-        self.control.close()
-        threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
-
-    def kill(self) -> None:
-        """Kill the fork server, even if it is stopped by SIGSTOP."""
-        self.control.close()
-        self._process.kill()
-        self._process.wait()
+            self._process.kill()
+            self._process.wait()
 
 
 class Template:
@@ -280,14 +246,6 @@ class Template:
         """Return a trial's process. Call it when the template is ready and `unsafe_reason` is None."""
         return ForkedProcess.request(self._control)
 
-    def detach(self) -> None:
-        """Send no more requests, and do not wait: it exits after the last process that it forked."""
-        threading.Thread(target=self.end, args=(None,), name="template", daemon=True).start()
-
-    def kill(self) -> None:
-        """Kill it, and all that it forked."""
-        self.end(timedelta(0))
-
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End it: it exits after the processes that it forked, and is killed after `timeout`; at once while it imports.
 
@@ -311,7 +269,7 @@ class Template:
             self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
             if self.unsafe_reason is not None and self.process is not None:
-                self.process.end(timedelta(0))
+                self.process.end(_NOW)
                 self._output.stop()
             self._ready.set()
 
@@ -323,7 +281,7 @@ class Template:
             environment=make_environment(process.make_temporary_directory(), self._key.whole_environment),
             supervisor=os.getpid(),
         )
-        with os.fdopen(os.memfd_create("import"), "wb") as file:  # of any length, as a message is not
+        with tempfile.TemporaryFile() as file:  # of any length, as a message is not
             file.write(request.model_dump_json().encode())
             file.flush()
             file.seek(0)
@@ -343,6 +301,11 @@ class Template:
 
 
 _Forking: TypeAlias = ForkServer | Template
+
+
+def _detach(forking: _Forking) -> None:
+    """Send it no more requests, and do not wait: it exits after the last process that it forked."""
+    threading.Thread(target=forking.end, args=(None,), name="fork-server", daemon=True).start()
 
 
 class ForkServers:
@@ -370,7 +333,7 @@ class ForkServers:
                 return server
             self._templates[key] = template = self._templates.pop(key, None) or Template(server, key, log)
             for surplus in [*self._templates][: -2 * max(1, slots)]:
-                self._templates.pop(surplus).detach()
+                _detach(self._templates.pop(surplus))
             return template
 
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
@@ -408,7 +371,7 @@ class ForkServers:
         line = "%s: trials cannot be forked after its import; each trial imports it: %s"
         log.info(line, key, reason, extra=NOTICE)
         if template is not None:
-            template.detach() if template.unsafe_reason is None else template.end()
+            _detach(template) if template.unsafe_reason is None else template.end()
 
     def close(self, *, is_used: bool) -> None:
         """End all; do not wait for them if processes that they forked are in use."""
@@ -417,7 +380,7 @@ class ForkServers:
             running: list[_Forking] = [*self._templates.values(), *([self._server] if self._server else [])]
             self._templates, self._server = {}, None
         for forking in running:
-            forking.detach() if is_used else forking.end()
+            _detach(forking) if is_used else forking.end()
 
     def _wait_until_ready(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> _Forking:
         forking = self.prepare(key, log, slots)
@@ -455,4 +418,4 @@ class ForkServers:
             is_server = forking is self._server
             self._server = None if is_server else self._server
         if keys or is_server:
-            forking.kill()
+            forking.end(_NOW)

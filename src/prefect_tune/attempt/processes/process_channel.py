@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,20 +43,23 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.reasons import ProcessEnd, make_reason
 from prefect_tune.core.shown_text import readable
+from prefect_tune.linux import command_of, poll_readable
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
-from prefect_tune.runtime.processes.linux import command_of
-from prefect_tune.runtime.ranks import reached
+from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _NOW = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
+_TERM_TIMEOUT = timedelta(seconds=0.5)
+_GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
 # The environment variables of a trial's process. Those of a slot are set by the executors; those that a trial sets for
 # its children, in `runtime`. A value of one trial is no part of `AttemptRequest.environment`: no two would share an
 # import.
 
-# Libraries read these variables once: when they are imported, or when they first compute.
+# Libraries read these variables once: when they are imported, or when they first compute. A process with other values
+# serves no trial of this one.
 READ_ONCE = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "CUDA_VISIBLE_DEVICES",
@@ -76,11 +80,6 @@ READ_ONCE = (
 )
 
 
-def fixed_by_this() -> Mapping[str, str]:
-    """Return the variables of this process that libraries read once: processes with other values serve other trials."""
-    return {name: os.environ[name] for name in READ_ONCE if name in os.environ}
-
-
 def of_interpreter(variables: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables with which an interpreter starts: what it prints is read line by line."""
     return {**variables, "PYTHONUNBUFFERED": "1"}
@@ -93,17 +92,15 @@ def interpreter_flags() -> list[str]:
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
-def command_of_trials(module: str, *descriptors: int) -> list[str]:
-    """Return the command that starts a program of trials: its numbers, then what its trials find in `sys.argv`."""
+def command_of_trials(module: str, descriptor: int) -> list[str]:
+    """Return the command that starts a program of trials: its numbers, then what its trials find in `sys.argv`.
+
+    The numbers are a descriptor, and this process.
+    """
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # these are not for trials
     flags = [*interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
-    return [sys.executable, *flags, "-m", module, *map(str, descriptors), *arguments]
-
-
-def of_trial(variables: Mapping[str, str], temporary: str | Path) -> Mapping[str, str]:
-    """Return all variables of a trial; its temporary files are removed with that directory, however it ends."""
-    return {**of_interpreter(variables), "TMPDIR": str(temporary)}
+    return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
 
 AS_IT_IS: Mapping[str, str] = MappingProxyType({})
@@ -192,41 +189,6 @@ def _reader_of(connection: Connection) -> MessageReader[FromTrial | StartReceive
 
 
 @contextmanager
-def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train in a child process with its own session. Leaving the block kills all processes left in that session.
-
-    For systems other than Linux, which have no child subreapers: descendants in other sessions survive, also if this
-    process is killed. On Linux `TrialProcessPool.process` is used.
-
-    Args:
-        environment: variables of this trial, added to this process's environment or replacing them.
-    """
-    Path(start.temporary).mkdir(exist_ok=True)
-    ours, theirs = socket.socketpair()
-    lifeline, hold = os.pipe()  # the child is killed when `hold` is closed, also by this process's death
-    descriptors = theirs.fileno(), lifeline
-    with ours, os.fdopen(hold, "wb"):
-        with theirs, os.fdopen(lifeline, "rb"):
-            child = subprocess.Popen(
-                command_of_trials("prefect_tune.runtime.processes.trial_process", *descriptors),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=of_trial({**os.environ, **environment}, start.temporary),
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
-        body = _Process(child, log)
-        with Connection(ours.detach()) as connection:
-            channel = TrialChannel(connection, body, body.output)
-            try:
-                channel.tell(start)
-                yield channel
-            finally:
-                body.end()
-
-
-@contextmanager
 def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
     """Train in a thread of this process, for notebooks and debuggers. The thread cannot be ended from outside."""
     from prefect_tune.runtime.processes.trial_process import train
@@ -236,7 +198,7 @@ def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
 
     def run() -> None:
         with inside:
-            train(inside, whole_process=False)
+            train(inside)
 
     thread = threading.Thread(target=run, name=f"trial-{start.trial}", daemon=True)
     with Connection(ours.detach()) as connection:
@@ -258,29 +220,102 @@ class _Thread:
         return ProcessEnd(reason=make_reason("thread-runs" if self.is_alive() else "thread-ended"))
 
 
-class _Process:
-    """A child process whose output is logged line by line."""
+class SupervisedProcess(ABC):
+    """A process for trials, as its supervisor controls it."""
 
-    def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
-        self._child = child
-        self.output = TrialOutput(log)
-        self._end: ProcessEnd | None = None
-        if child.stdout is not None:
-            with child.stdout:
-                self.output.start(child.stdout.fileno())
+    def __init__(self, output: int, connection: Connection | None, home: Path, closed: ExitStack) -> None:
+        """Args: home: for its temporary files. closed: what is closed after its end."""
+        self.output = output
+        """Descriptor of the pipe that carries its stdout and stderr."""
+        self._connection, self._home, self._closed = connection, home, closed
+        self.was_killed = False
+        """Whether `end` killed it, since it did not exit by itself in time."""
+        self._temporary_count = 0
+
+    @property
+    def connection(self) -> Connection:
+        """The channel to a trial's process; a template has none."""
+        if self._connection is None:
+            raise ValueError("a template has no channel")
+        return self._connection
+
+    def make_temporary_directory(self) -> Path:
+        """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
+        self._temporary_count += 1
+        directory = self._home / str(self._temporary_count)
+        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
+        return directory
 
     def is_alive(self) -> bool:
-        return self._child.poll() is None
+        return self._wait_for_end(_NOW) is None
 
-    def end(self) -> ProcessEnd:
-        """Give the process 0.2 s to exit by itself, then kill its whole group."""
-        if self._end is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._child.wait(0.2)
-            with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._end = make_process_end(self._child.wait(), self.output.stop())
-        return self._end
+    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
+        """Give the process `timeout` to exit by itself, then kill it and its descendants; return its exit code.
+
+        With None it has no limit.
+        A negative code is the negated number of the signal that killed it.
+        """
+        if (code := self._wait_for_end(timeout)) is None:
+            self.was_killed = True
+            code = self._kill()
+        self._closed.close()
+        return code
+
+    @abstractmethod
+    def _wait_for_end(self, timeout: timedelta | None) -> int | None:
+        """Return its exit code; None if it has not ended within `timeout`."""
+
+    @abstractmethod
+    def _kill(self) -> int:
+        """Kill it; return its exit code."""
+
+
+class StartedProcess(SupervisedProcess):
+    """A process that was started, in a session of its own, where trials are not forked: on systems other than Linux.
+
+    It ends with its supervisor, and what it leaves in its process group ends with it; what it has started in another
+    group lives on.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start it with these variables."""
+        with ExitStack() as undo:
+            home = undo.enter_context(ScratchDirectory())
+            ours, theirs = socket.socketpair()
+            connection = undo.enter_context(Connection(ours.detach()))
+            output, their_output = os.pipe()
+            undo.callback(os.close, output)
+            with theirs, os.fdopen(their_output, "wb"):
+                self._child = subprocess.Popen(
+                    command_of_trials("prefect_tune.runtime.processes.trial_process", theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=their_output,
+                    stderr=subprocess.STDOUT,
+                    env=of_interpreter(environment),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            undo.callback(self._end_group)
+            super().__init__(output, connection, home, undo.pop_all())
+
+    def _wait_for_end(self, timeout: timedelta | None) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._child.wait(None if timeout is None else timeout.total_seconds())
+        return None
+
+    def _kill(self) -> int:
+        self._child.kill()
+        return self._child.wait()
+
+    def _end_group(self) -> None:
+        """End what is left in its process group: SIGTERM at once, SIGKILL after 0.5 s, as a subreaper does."""
+        deadline = Deadline.after(_TERM_TIMEOUT)
+        with suppress(ProcessLookupError, PermissionError):  # nothing is left; on macOS, nothing but zombies
+            os.killpg(self._child.pid, signal.SIGTERM)
+            while deadline.remaining_seconds:
+                time.sleep(_GROUP_POLL_SECONDS)
+                os.killpg(self._child.pid, 0)
+            os.killpg(self._child.pid, signal.SIGKILL)
 
 
 OWN_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
@@ -477,10 +512,8 @@ def wait_readable(sources: Sequence[_Source], patience: timedelta) -> list[_Sour
 
     `multiprocessing.connection.wait` takes some ten times as long to begin.
     """
-    poll, by_number = select.poll(), {source.fileno(): source for source in sources}
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poll.poll(max(0.0, patience / timedelta(milliseconds=1)))]
+    by_number = {source.fileno(): source for source in sources}
+    return [by_number[number] for number in poll_readable(by_number, patience)]
 
 
 class _Outbox:
@@ -517,8 +550,7 @@ class _Joins:
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        with reached(directory / "ranks") as path:
-            self.socket.bind(path)
+        self.socket.bind(str(directory / "ranks"))
         self.socket.listen()
         self._arriving: dict[Connection, MessageReader[FromTrial | StartReceived]] = {}
         self._taken_in: list[Connection] = []

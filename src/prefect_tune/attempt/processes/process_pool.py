@@ -1,7 +1,8 @@
 """The pool of trial processes: what an attempt trains in.
 
     kept by a class with `reset_config` ──► declines, fails or dies before its first report ─┐
-    forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────┘    (no attempt is lost)
+    forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────┤    (no attempt is lost)
+    started, where trials are not forked (`StartedProcess`) ◄────────────────────────────────┘
 
 A fork that does not begin its trial within 60 s is replaced by a process of its own, and the template forks no more.
 Never: a function in a used process; a trial in a process in which another one failed or was interrupted; more
@@ -11,7 +12,6 @@ processes that wait than free slots; a wait for an import after `stop`.
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +19,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServers, ProcessKey, make_environment
-from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel, make_process_end, trial_process
+from prefect_tune.attempt.processes.fork_servers import ForkServers, ProcessKey, make_environment
+from prefect_tune.attempt.processes.process_channel import (
+    AS_IT_IS,
+    StartedProcess,
+    SupervisedProcess,
+    TrialChannel,
+    make_process_end,
+)
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, TrainableLoaded, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd, make_reason
 from prefect_tune.core.shown_text import first_line, visible
+from prefect_tune.linux import is_linux
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.terminal.formatting import with_last_output
@@ -43,8 +50,9 @@ _NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its i
 class TrialProcessPool:
     """A pool of trial processes. Enter it, then call `process`, from any number of threads.
 
-    Processes are forked from a fork server that has imported what every trial needs, or from a template that has
-    imported the trainable's module, if `reuse` says so; `prepare` or the first `process` starts it.
+    On Linux processes are forked from a fork server that has imported what every trial needs, or from a template that
+    has imported the trainable's module, if `reuse` says so; `prepare` or the first `process` starts it. Elsewhere each
+    is started anew.
     A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
     process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
     process that failed, was interrupted or declined serves no other trial.
@@ -59,7 +67,7 @@ class TrialProcessPool:
     def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
         self._grows = slots is None
         self._slots = slots if slots is not None else 1
-        self._servers = ForkServers("never" if slots == 0 else reuse)
+        self.servers = ForkServers("never" if slots == 0 or not is_linux() else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
         self._idle: list[_LeasedProcess] = []
@@ -77,7 +85,7 @@ class TrialProcessPool:
             self._closed = True
             is_used = self._used_count > 0
         self.dismiss()
-        self._servers.close(is_used=is_used)
+        self.servers.close(is_used=is_used)
 
     def dismiss(self, *, slots: int = 0) -> None:
         """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
@@ -88,8 +96,8 @@ class TrialProcessPool:
 
     def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
         """Begin to import `trainable` (as in `Start`) if `reuse` says so; do not wait for it."""
-        if sys.platform == "linux":
-            self._servers.prepare(ProcessKey.of(trainable, import_path(), environment), log)
+        if is_linux():
+            self.servers.prepare(ProcessKey.of(trainable, import_path(), environment), log)
 
     @contextmanager
     def process(
@@ -101,8 +109,8 @@ class TrialProcessPool:
     ) -> Iterator[TrialChannel]:
         """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
 
-        All its descendants end with it, in any session, even if this process or the trial's is killed. (On systems
-        other than Linux: only those in its session.)
+        On Linux all its descendants end with it, in any session, even if this process or the trial's is killed;
+        elsewhere those in its process group.
 
         Args:
             log: the log that receives its output, in the caller's context.
@@ -110,12 +118,8 @@ class TrialProcessPool:
             stop: ends the wait for the import of the trainable's module: the process then imports it by itself.
 
         Raises:
-            OSError: no process could be forked, for example for lack of memory or process ids.
+            OSError: no process could be made, for example for lack of memory or process ids.
         """
-        if sys.platform != "linux":
-            with trial_process(start, log, environment) as alone:
-                yield alone
-            return
         key = ProcessKey.of(start.trainable, start.import_path, environment)
         with self._guard:
             self._used_count += 1
@@ -136,7 +140,7 @@ class TrialProcessPool:
             with self._guard:
                 self._used_count -= 1
 
-    def _take_idle(self, key: ProcessKey) -> ForkedProcess | None:
+    def _take_idle(self, key: ProcessKey) -> SupervisedProcess | None:
         """Return a waiting process with this key; None if there is none."""
         while True:
             with self._guard:
@@ -148,14 +152,12 @@ class TrialProcessPool:
                 return idle.process
             idle.process.end()
 
-    def fork(self, request: _Request) -> ForkedProcess:
+    def make_process(self, request: _Request) -> SupervisedProcess:
         """Return a new process, after ending waiting processes with other keys if there are too many."""
         self.dismiss(slots=self._slots)
-        return self._servers.fork(request.key, request.log, request.stop, self._slots)
-
-    def refuse_forks(self, request: _Request, reason: str) -> None:
-        """Fork no more trials like this one after its import: it has failed for that reason."""
-        self._servers.refuse(request.key, reason, request.log)
+        if not is_linux():
+            return StartedProcess(request.key.whole_environment)
+        return self.servers.fork(request.key, request.log, request.stop, self._slots)
 
     def keep(self, process: _LeasedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
@@ -178,7 +180,7 @@ class _Request:
 class _LeasedProcess:
     """A process that serves an attempt, or waits for another one; its output goes to the log of its last attempt."""
 
-    def __init__(self, process: ForkedProcess, log: Log, key: ProcessKey) -> None:
+    def __init__(self, process: SupervisedProcess, log: Log, key: ProcessKey) -> None:
         self.process, self.key, self._log = process, key, log
         self.output = TrialOutput(log)
         self._end: ProcessEnd | None = None
@@ -216,8 +218,8 @@ def _end_idle(leaving: Sequence[_LeasedProcess]) -> None:
 class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process; a kept process that cannot serve it is replaced."""
 
-    def __init__(self, pool: TrialProcessPool, request: _Request, kept: ForkedProcess | None) -> None:
-        self._leased = _LeasedProcess(kept or pool.fork(request), request.log, request.key)
+    def __init__(self, pool: TrialProcessPool, request: _Request, kept: SupervisedProcess | None) -> None:
+        self._leased = _LeasedProcess(kept or pool.make_process(request), request.log, request.key)
         super().__init__(self._leased.process.connection, self._leased, self._leased.output)
         self._pool = pool
         self._request = request
@@ -271,7 +273,9 @@ class _PooledChannel(TrialChannel):
             self._wait_log = None
         elif not self.has_begun and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:
             reason = f"did not begin its trial within {_BEGIN_TIMEOUT.total_seconds():g} s"
-            self._pool.refuse_forks(self._request, f"a process that was forked after it {reason}")
+            self._pool.servers.refuse(
+                self._request.key, f"a process that was forked after it {reason}", self._request.log
+            )
             self._replace(reason, has_deadline=False)
         elif self._wait_log is not None:
             self._wait_log.note()
@@ -303,7 +307,7 @@ class _PooledChannel(TrialChannel):
                 "%s %s; a new one is started", which, visible(reason or with_last_output(end, end.output))
             )
         with self._changing:
-            self._leased = _LeasedProcess(self._pool.fork(request), request.log, request.key)
+            self._leased = _LeasedProcess(self._pool.make_process(request), request.log, request.key)
             self.go_over_to(self._leased.process.connection, self._leased, self._leased.output)
             self._is_kept = False
             self.begin(has_deadline=has_deadline)

@@ -74,12 +74,12 @@ class Start(Value):
     """The folder in which checkpoint directories are passed to the supervisor."""
     temporary: PathName
     """The folder for the trial's temporary files."""
-    restored: PathName | None
-    from_step: int
-    trained_seconds: float
-    curve: tuple[StepReport, ...]
-    cadence: Cadence
-    overlap: bool
+    restored: PathName | None = None
+    from_step: int = 0
+    trained_seconds: float = 0.0
+    curve: tuple[StepReport, ...] = ()
+    cadence: Cadence = Cadence()
+    overlap: bool = False
     """Whether training continues while a checkpoint is uploaded."""
     milestone: int | None = None
     """The step at which the trial asks whether to continue, and waits for the answer; None for never."""

@@ -31,44 +31,47 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, cast
 
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.core.shown_text import first_line, plural
-from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.runtime.load_named import load_trainable, names_for_spawned, prepend_import_path
-from prefect_tune.runtime.processes.linux import (
+from prefect_tune.linux import (
     adopt_orphans,
     children_of,
     command_of,
     die_with_parent,
     drain_pipe,
     keep_only,
+    open_descriptors,
+    other_thread_names,
     poll_readable,
     send_signal,
     set_process_name,
     sigchld_pipe,
     while_alive,
 )
+from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.load_named import load_trainable, names_for_spawned, prepend_import_path
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
+    forget_exit_handlers,
     noting_import,
     print_logs_of_run,
     reset_process_state,
 )
 from prefect_tune.runtime.processes.trial_process import (
+    Life,
     forks_end,
     ignore_group_signals,
     remember_source,
+    run_forever,
     serve,
     take_numbers,
     train_as_rank,
@@ -94,7 +97,6 @@ _TRACKER = b"resource_tracker"  # in the command line of multiprocessing's and l
 _POLL_INTERVAL = timedelta(seconds=0.05)
 _REASON_BYTES = 2000
 _Handlers = Mapping[signal.Signals, Any]
-_Life: TypeAlias = "Callable[[], _Life | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +119,7 @@ class _ForkRequest:
             os.close(descriptor)
 
 
-def run_forever(life: _Life | None) -> NoReturn:
-    """Run a process's main function, then the one that it returns, and so on; then exit.
-
-    A forked child returns its own main function, so that it does not run on the stack of its parent's.
-    """
-    code = 1
-    try:
-        while life is not None:
-            life = life()
-        code = 0
-    except BaseException:  # noqa: BLE001 - the process's edge: a traceback, and exit code 1
-        with suppress(Exception):  # the trainable has replaced stderr
-            traceback.print_exc()
-    finally:
-        flush_output()
-        os._exit(code)
-
-
-def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
+def fork_server_main(control_fd: int, supervisor: int) -> Life | None:
     """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
     alive = while_alive(supervisor)
     if os.getppid() != supervisor:
@@ -145,7 +129,7 @@ def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     return _serve_forks(socket.socket(fileno=control_fd), alive)
 
 
-def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None:
+def _serve_forks(control: socket.socket, alive: Collection[int]) -> Life | None:
     """Fork a process for each request."""
     adopt_orphans()  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
@@ -190,7 +174,7 @@ def _reap(deaths: int, subreapers: set[int]) -> bool:
 # The subreaper.
 
 
-def _subreaper_main(request: _ForkRequest, alive: Collection[int], before: _Handlers) -> _Life | None:
+def _subreaper_main(request: _ForkRequest, alive: Collection[int], before: _Handlers) -> Life | None:
     """Fork the trial's process, wait for its end, end its descendants, and report its wait status."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     keep_only(*request.descriptors, *alive)
@@ -257,7 +241,7 @@ def _has_children() -> bool:
 # The trial's process, or a template.
 
 
-def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Life | None:
+def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> Life | None:
     """Serve trials; or be a template: import a trainable, then, if that is safe, fork its trials as the server does.
 
     First it is set up as if it had been started by exec.
@@ -275,6 +259,7 @@ def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Li
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     if request.word == FORK:
+        forget_exit_handlers()
         serve(Connection(request.channel))
         return None
     ignore_group_signals()
@@ -352,7 +337,7 @@ _NO_COLLECTION = 1 << 30  # allocations until the next one
 
 def _import_before_forking(request: ImportRequest) -> str | None:
     """Import the trainable; return why this process must not be forked, None if it may be."""
-    before, collecting = _open_descriptors(), gc.get_threshold()
+    before, collecting = open_descriptors(), gc.get_threshold()
     prepend_import_path(request.import_path)
     gc.set_threshold(_NO_COLLECTION)  # a sixth of an import's CPU time would be collections that find nothing
     try:
@@ -370,7 +355,7 @@ def _import_before_forking(request: ImportRequest) -> str | None:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
     if threads := _python_threads():
         return f"its import started threads that still run: {', '.join(threads)}"
-    if opened := sorted(what for number, what in _open_descriptors().items() if before.get(number) != what):
+    if opened := sorted(what for number, what in open_descriptors().items() if before.get(number) != what):
         return f"its import left open: {', '.join(opened)}"
     return None
 
@@ -388,33 +373,13 @@ def _import_for_optimizer(trainable: object) -> None:
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
-def _open_descriptors() -> dict[str, str]:
-    """Return what each open descriptor refers to. Forks would share the position in a file, and a connection."""
-    descriptors = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
-            descriptors[entry.name] = str(entry.readlink())
-    return descriptors
-
-
 def _running_threads() -> list[str]:
     """Return the names of the other threads: Python's, and those of libraries."""
-    if len(os.listdir("/proc/self/task")) == 1:  # noqa: PTH208 - names, not paths
+    if not (others := [name for name in other_thread_names() if name not in _FORK_SAFE_THREADS]):
         return []
-    own = _thread_name(Path("/proc/self"))  # a library's thread inherits it, unless the library names the thread
-    names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
-    others = [each for each in names if each is not None and each not in _FORK_SAFE_THREADS]
-    unnamed = sum(each in (own, "") for each in others)
+    unnamed = others.count("")
     of_libraries = [f"{plural(unnamed, 'thread', 'threads')} of libraries, without names"] * bool(unnamed)
-    named = sorted({f"a library's {each}" for each in others if each not in (own, "")})
-    return _python_threads() or named + of_libraries
-
-
-def _thread_name(task: Path) -> str | None:
-    """Return the name that a thread has, maybe an empty one; None if it has ended."""
-    with suppress(OSError):
-        return (task / "comm").read_text().strip()
-    return None
+    return _python_threads() or sorted({f"a library's {name}" for name in others if name}) + of_libraries
 
 
 def _python_threads() -> list[str]:

@@ -1,9 +1,9 @@
 """The main program of a trial's process, without Prefect.
 
-It reads a `Start` message from its channel, trains, and sends the end of the attempt. It writes to no target. On Linux
-the process is forked and supervised by the fork server (`prefect_tune.runtime.processes.fork_server`). Elsewhere it is
-`python -m prefect_tune.runtime.processes.trial_process`, which kills its whole process group when its supervisor is
-gone.
+It reads a `Start` message from its channel, trains, sends the end of the attempt, and may then serve another one. It
+writes to no target. On Linux the process is forked and supervised by the fork server
+(`prefect_tune.runtime.processes.fork_server`). Elsewhere it is started as
+`python -m prefect_tune.runtime.processes.trial_process`, and kills its process group when its supervisor is gone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
-from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import AttemptEnded, Finished
 from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrialEnded
@@ -39,7 +40,6 @@ from prefect_tune.runtime.load_named import (
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
-    forget_exit_handlers,
     free_memory,
     has_noted_import,
     noting_import,
@@ -59,6 +59,8 @@ from prefect_tune.runtime.trainable import (
 )
 from prefect_tune.runtime.trial_errors import NotLoaded, failure_message, was_raised_by_signal_handler
 
+Life: TypeAlias = "Callable[[], Life | None]"
+_PARENT_POLL_SECONDS = 0.5
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -82,18 +84,36 @@ def take_numbers() -> tuple[int, int]:
     return numbers
 
 
-def main(channel_fd: int, lifeline_fd: int) -> None:
-    """Serve one attempt on the inherited descriptors."""
-    ignore_group_signals()
-    threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
-    train(Connection(channel_fd), whole_process=True)
+def run_forever(life: Life | None) -> NoReturn:
+    """Run a process's main function, then the one that it returns, and so on; then exit.
+
+    A forked child returns its own main function, so that it does not run on the stack of its parent's. Threads and
+    children that a trainable has left do not keep the process alive.
+    """
+    code = 1
+    try:
+        while life is not None:
+            life = life()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's edge: a traceback, and exit code 1
+        with suppress(Exception):  # the trainable has replaced stderr
+            traceback.print_exc()
+    finally:
+        flush_output()
+        os._exit(code)
 
 
-def train(channel: Connection, *, whole_process: bool) -> None:
-    """Run the attempt that the channel's first message describes, and send its end on the channel."""
+def main(channel_fd: int, supervisor: int) -> None:
+    """Serve attempts on the inherited descriptor, in a process that was not forked."""
+    threading.Thread(target=_die_with_parent, args=(supervisor,), daemon=True).start()
+    serve(Connection(channel_fd))
+
+
+def train(channel: Connection) -> None:
+    """Run the attempt that the channel's first message describes in this thread, and send its end on the channel."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
-    _Attempts(connection, whole_process=whole_process).run(start.model_copy(update={"waits": False}))
+    _Attempts(connection, whole_process=False).run(start.model_copy(update={"waits": False}))
 
 
 def serve(channel: Connection) -> None:
@@ -102,7 +122,6 @@ def serve(channel: Connection) -> None:
     It returns without a message when the trainable declines the next trial, and when the channel is closed.
     """
     ignore_group_signals()
-    forget_exit_handlers()
     connection = SupervisorConnection(channel)
     attempts = _Attempts(connection, whole_process=True)
     if (start := _next_start(connection)) is None:
@@ -140,17 +159,11 @@ def warm_up() -> None:
         directory="",
         staging="",
         temporary="",
-        restored=None,
-        from_step=0,
-        trained_seconds=0.0,
-        curve=(),
-        cadence=Cadence(),
-        overlap=False,
     )
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
         near.send_bytes(start.model_dump_json().encode())
-        train(far, whole_process=False)
+        train(far)
 
 
 def _next_start(connection: SupervisorConnection) -> Start | None:
@@ -196,16 +209,13 @@ class _Attempts:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = failure_message(error, start.trial)
-        self._send_end(ended)
-        if ended.waits:
-            free_memory()
-        return ended.waits
-
-    def _send_end(self, ended: TrialEnded) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:
             self._session.end(ended)
+        if ended.waits:
+            free_memory()
+        return ended.waits
 
     def clean_up(self) -> None:
         """Call `cleanup` of a trainable that was kept for another trial."""
@@ -336,9 +346,13 @@ def _be_quiet_when_a_thread_leaves() -> None:
     threading.excepthook = hook
 
 
-def _die_with_supervisor(lifeline_fd: int) -> None:
-    """Kill the process group when the supervisor ends, however it dies: reading the lifeline then gives end of file."""
-    os.read(lifeline_fd, 1)
+def _die_with_parent(supervisor: int) -> None:
+    """Kill the process group when the supervisor has ended, however it died: this process has another parent then.
+
+    A pipe to it would show that too, unless a fork of the supervisor holds the other end open.
+    """
+    while os.getppid() == supervisor:
+        time.sleep(_PARENT_POLL_SECONDS)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -387,13 +401,9 @@ def _restore_handlers() -> None:
     _unblock_signals()
 
 
-if __name__ == "__main__" and is_copy_for_rank():
+if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:
     train_as_rank()
 elif __name__ == "__main__":
-    main(*take_numbers())
-    # Threads and children that the trainable has left must not keep a finished trial alive.
-    run_exit_handlers()
-    flush_output()
-    os._exit(0)
+    run_forever(partial(main, *take_numbers()))
 elif __name__ == "__mp_main__":
     globals().update(names_for_spawned())

@@ -36,6 +36,7 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, StoreRefused
+from prefect_tune.linux import boot_id, is_linux
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.staging import METADATA_FILE, replace_file, seal_of
 from prefect_tune.stores.posix_store import remove_tree
@@ -83,7 +84,7 @@ def _remove_unlocked(folder: Path, names: str, *, unused_for: timedelta) -> None
 
 _LINK = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
-_MAX_SOCKET_BYTES = 107  # of a socket's path on Linux
+_MAX_SOCKET_BYTES = 107 if is_linux() else 103  # of a socket's path
 # Below a scratch directory: two numbers, then what PyTorch appends ("/torch-shm-dir-XXXXXX/manager.sock"); 32 bytes
 # in multiprocessing.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
@@ -189,11 +190,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
     """
     node = user_folder() / "node"
     node.mkdir(mode=0o700, exist_ok=True)
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = "any"
-    named = f"{socket.gethostname()}.{boot} {name}"  # machines may share their temporary folder
+    named = f"{socket.gethostname()}.{boot_id()} {name}"  # machines may share their temporary folder
     folder = node / hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
     lock = FileLock(f"{folder}.lock")
     try:

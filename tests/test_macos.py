@@ -1,0 +1,74 @@
+"""Where nothing is that only Linux has, every module is imported, and a search trains, saves and resumes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.linux import is_linux
+from tests.fakes.trial_processes import PORTABLE
+
+_ROOT = Path(__file__).parents[1]
+_PROGRAM = """
+import importlib, os, pkgutil, sys
+import prefect_tune as pt
+
+assert not hasattr(os, "pidfd_open") and not hasattr(os, "copy_file_range")
+
+
+def import_all():
+    '''Import every module whose third-party packages are installed; return their names.'''
+    names = []
+    for module in pkgutil.walk_packages(sys.modules["prefect_tune"].__path__, "prefect_tune."):
+        try:
+            importlib.import_module(module.name)
+            names.append(module.name)
+        except ImportError as error:
+            if error.name.startswith("prefect_tune") or importlib.util.find_spec(error.name.partition(".")[0]):
+                raise
+    return names
+
+
+before = import_all()  # what they import may look at the platform, and is there for Linux
+for name in [name for name in sys.modules if name.partition(".")[0] == "prefect_tune"]:
+    del sys.modules[name]
+sys.platform = "darwin"
+import prefect_tune as pt
+after = import_all()
+assert before == after and len(after) > 150, set(before) ^ set(after)
+
+from prefect_tune.linux import is_linux
+from prefect_tune.testing import without_server
+assert not is_linux()
+os.environ["PREFECT_TUNE_PORTABLE"] = "1"  # for the processes of the trials, which begin with another platform
+folder = sys.argv[1]
+with without_server():
+    space = {"x": 0.0, "fails": "kill", "until": f"{folder}/killed"}
+    results = pt.tune(
+        "tests.trainables.moody:Moody", space, target=f"{folder}/target", experiment="e", metric="loss",
+        num_samples=2, stop={"step": 3}, checkpoint=pt.Cadence(every_steps=1), max_concurrent_trials=1,
+    )
+    print(sorted((trial.attempt, trial.step, str(trial.status)) for trial in results.trials.values()))
+"""
+
+
+def test_every_module_is_imported_and_a_search_runs_where_nothing_is_that_only_linux_has(tmp_path: Path) -> None:
+    path = os.pathsep.join(map(str, (_ROOT / "tests/fakes/macos", _ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[(1, 3, 'completed'), (2, 3, 'completed')]"
+
+
+def test_the_platform_decides_unless_the_variable_of_the_tests_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_linux()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert not is_linux()
+    monkeypatch.setenv(*PORTABLE)
+    assert not is_linux()
