@@ -1,16 +1,14 @@
-"""Where nothing is that only Linux has, every module is imported, and a search trains, saves and resumes."""
+"""Where nothing is that only Linux has, every module is imported, and a search trains, saves and continues."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from prefect_tune.linux import is_linux
-from tests.fakes.trial_processes import PORTABLE
+from tests.fakes.macos.sitecustomize import MODULES, linux_only_names
 
 _ROOT = Path(__file__).parents[1]
 _PROGRAM = """
@@ -65,10 +63,14 @@ def test_every_module_is_imported_and_a_search_runs_where_nothing_is_that_only_l
     assert done.stdout.splitlines()[-1] == "[(1, 3, 'completed'), (2, 3, 'completed')]"
 
 
-def test_the_platform_decides_unless_the_variable_of_the_tests_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_linux()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        assert not is_linux()
-    monkeypatch.setenv(*PORTABLE)
-    assert not is_linux()
+def test_one_module_and_the_fork_server_use_what_only_linux_has() -> None:
+    names = {module: linux_only_names(module) for module in MODULES}
+    using = set()
+    for path in (_ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id=module), attr=name) if name in names.get(module, ()):
+                    using.add(path.name)
+                case ast.ImportFrom(module=str(module), names=imported):
+                    using |= {path.name for each in imported if each.name in names.get(module, ())}
+    assert using == {"linux.py", "fork_server.py"}

@@ -114,11 +114,12 @@ def open_descriptors() -> dict[str, str]:
 def other_thread_names() -> list[str]:
     """Return the names of the threads besides the first; "" for each of a library that has not named it."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
-    inherited = Path("/proc/self/comm").read_text() if tasks else ""
+    inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
     names = []
     for task in tasks:
         with suppress(OSError):  # it has ended
-            names.append((task / "comm").read_text().removeprefix(inherited).strip())
+            name = (task / "comm").read_bytes().removeprefix(inherited)  # 15 bytes, maybe a part of a character
+            names.append(name.decode(errors="replace").strip())
     return names
 
 

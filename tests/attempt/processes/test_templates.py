@@ -131,7 +131,7 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
         raise OSError(28, "No space left on device")
 
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        monkeypatch.setattr("os.memfd_create", full)
+        monkeypatch.setattr("tempfile.TemporaryFile", full)
         with pool.process(module.start(7), log_to(recorder)) as channel:
             assert metrics_of(channel)["x"] == 7
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # `socket` imports `select`, and chooses by what it finds there.
-_MODULES = ("os", "select", "errno", "fcntl", "resource", "time", "mmap", "signal", "socket")
+MODULES = ("os", "select", "errno", "fcntl", "resource", "time", "mmap", "signal", "socket")
 
 
 def linux_only_names(module: str) -> set[str]:
@@ -51,8 +51,9 @@ def _hide_kernel_files(event: str, arguments: Sequence[object]) -> None:
         raise FileNotFoundError(path)
 
 
-for _module in _MODULES:
-    _imported = import_module(_module)
-    for _name in linux_only_names(_module) & vars(_imported).keys():
-        delattr(_imported, _name)
-sys.addaudithook(_hide_kernel_files)
+if __name__ == "sitecustomize":
+    for _module in MODULES:
+        _imported = import_module(_module)
+        for _name in linux_only_names(_module) & vars(_imported).keys():
+            delattr(_imported, _name)
+    sys.addaudithook(_hide_kernel_files)

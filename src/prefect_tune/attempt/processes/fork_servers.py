@@ -158,15 +158,9 @@ class ForkedProcess(SupervisedProcess):
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
-        if self._code is None:
-            message = read_message(self._status, timeout)
-            match (message if message is not None else "no message yet").split():
-                case ["ended", status]:
-                    self._code = os.waitstatus_to_exitcode(int(status))
-                case []:
-                    self._code = -signal.SIGKILL  # its subreaper was killed, which kills the process too
-                case _:
-                    pass  # it is alive
+        if self._code is None and (message := read_message(self._status, timeout)) is not None:
+            # `ended <wait status>`; nothing if its subreaper was killed, which kills the process too.
+            self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
 

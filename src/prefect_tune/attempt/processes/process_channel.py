@@ -305,7 +305,8 @@ class StartedProcess(SupervisedProcess):
 
     def _kill(self) -> int:
         self._child.kill()
-        return self._child.wait()
+        code = self._wait_for_end(_EXIT_TIMEOUT)
+        return -signal.SIGKILL if code is None else code  # in a system call that nothing interrupts, it ends later
 
     def _end_group(self) -> None:
         """End what is left in its process group: SIGTERM at once, SIGKILL after 0.5 s, as a subreaper does."""
