@@ -20,11 +20,12 @@ from prefect.client.schemas.objects import State
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import EventsSubmitted, InProcessLink, SearchLink, TrialMessage
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.attempt.usage_meter import PROCESSES, cpu_count_here, gpus_in
+from prefect_tune.attempt.usage_meter import PROCESSES, gpus_in
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
+from prefect_tune.linux import cpu_count_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection

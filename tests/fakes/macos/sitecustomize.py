@@ -54,6 +54,6 @@ def _hide_kernel_files(event: str, arguments: Sequence[object]) -> None:
 if __name__ == "sitecustomize":
     for _module in MODULES:
         _imported = import_module(_module)
-        for _name in linux_only_names(_module) & vars(_imported).keys():
+        for _name in linux_only_names(_module) & vars(_imported).keys() - {"AF_PACKET"}:  # psutil for Linux reads it
             delattr(_imported, _name)
     sys.addaudithook(_hide_kernel_files)
