@@ -19,7 +19,7 @@ from prefect_tune.executors.remote_executor import StoreLink, request_from
 from prefect_tune.executors.trial_executor import attempt_task
 from prefect_tune.prefect_api.call_paths import own_context
 from prefect_tune.prefect_api.task_runs import ending_waits
-from prefect_tune.tasks.trials import TasksOfAttempt
+from prefect_tune.tasks.checkpoints import TasksOfAttempt
 
 __all__ = ["train_trial"]
 

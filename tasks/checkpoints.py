@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from prefect_tune.attempt.commit_worker import (
     log_commit,
     log_damage,
 )
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
 from prefect_tune.core.checkpoints.manifest import About, has_same_files
@@ -60,7 +62,7 @@ from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
 from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
-from prefect_tune.prefect_api.task_runs import public_task
+from prefect_tune.prefect_api.task_runs import public_task, run_here, skip_prefect_introspection
 from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING, RETRYING_REFUSALS, is_away, run_log
 from prefect_tune.stores.local.staging import (
     StagedFiles,
@@ -176,6 +178,41 @@ def delete_retired_checkpoints(
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return collect(store, trial, state, retired, side_by_side=transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class TasksOfAttempt:
+    """The `AttemptTasks` of attempts of one trial, as task runs within the calling task."""
+
+    spec: TrialSpec
+
+    def save(
+        self,
+        key: CheckpointKey,
+        directory: Path,
+        about: About,
+        before: Trial,
+        reverification: Reverification,
+        parts: PartsOfSave | None = None,
+    ) -> Save:
+        return run_here(
+            publish_checkpoint,
+            skip_prefect_introspection(self.spec.target),
+            skip_prefect_introspection(key),
+            directory,
+            skip_prefect_introspection(about),
+            skip_prefect_introspection(before),
+            reverification=reverification,
+            parts=skip_prefect_introspection(parts),
+            timeout_seconds=self.spec.sync.sync_timeout_seconds,
+        )
+
+    def restore(self, key: CheckpointKey, destination: Path) -> Path:
+        timeout_seconds = self.spec.sync.sync_timeout_seconds
+        return download_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
+
+    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
+        delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
 
 
 # The same for a flow of one's own.

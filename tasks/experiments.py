@@ -53,14 +53,13 @@ from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
-from prefect_tune.prefect_api.task_runs import public_task
+from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection
 from prefect_tune.storage_retries import (
     CHECKING,
     READ_TIMEOUT,
     RETRYING,
     RETRYING_REFUSALS,
     run_log,
-    skip_prefect_introspection,
     with_retries,
 )
 from prefect_tune.stores.local.staging import transfer_pool

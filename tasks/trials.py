@@ -1,12 +1,11 @@
-"""The tasks that run one attempt of a trial, for a search and for a flow of one's own, and the tasks that it calls."""
+"""The tasks that run one attempt of a trial, for a search and for a flow of one's own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 from prefect import task
@@ -28,8 +27,6 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, SearchLink, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import SyncConfig
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
-from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Cadence, Retention
@@ -46,7 +43,6 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.shown_text import first_line
-from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
 from prefect_tune.parameters.argument_checks import storable_config
@@ -61,21 +57,15 @@ from prefect_tune.prefect_api.task_runs import (
     holding_concurrency_limits,
     public_task,
     quiet_inner_tasks,
-    run_here,
 )
 from prefect_tune.storage_retries import (
     RETRYING,
     RETRYING_REFUSALS,
     retrying_refusals,
     run_log,
-    skip_prefect_introspection,
 )
 from prefect_tune.task_values import TrialArguments, TrialState, trial_state
-from prefect_tune.tasks.checkpoints import (
-    delete_retired_checkpoints,
-    download_checkpoint,
-    publish_checkpoint,
-)
+from prefect_tune.tasks.checkpoints import TasksOfAttempt
 
 
 @task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
@@ -118,41 +108,6 @@ def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLi
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quiet_inner_tasks(), retrying_refusals(), closing(link):
         return state_of_node(train_node(spec, request, node, link, TasksOfAttempt(spec), log))
-
-
-@dataclass(frozen=True, slots=True)
-class TasksOfAttempt:
-    """The `AttemptTasks` of attempts of one trial, as task runs within the calling task."""
-
-    spec: TrialSpec
-
-    def save(
-        self,
-        key: CheckpointKey,
-        directory: Path,
-        about: About,
-        before: Trial,
-        reverification: Reverification,
-        parts: PartsOfSave | None = None,
-    ) -> Save:
-        return run_here(
-            publish_checkpoint,
-            skip_prefect_introspection(self.spec.target),
-            skip_prefect_introspection(key),
-            directory,
-            skip_prefect_introspection(about),
-            skip_prefect_introspection(before),
-            reverification=reverification,
-            parts=skip_prefect_introspection(parts),
-            timeout_seconds=self.spec.sync.sync_timeout_seconds,
-        )
-
-    def restore(self, key: CheckpointKey, destination: Path) -> Path:
-        timeout_seconds = self.spec.sync.sync_timeout_seconds
-        return download_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
-
-    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
-        delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
 
 
 # The same for a flow of one's own.

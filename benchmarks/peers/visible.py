@@ -9,10 +9,11 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import prefect_tune as pt
 
@@ -44,21 +45,17 @@ class Computes(pt.Trainable):
 
 
 def _show_nothing(run_search: ModuleType) -> None:
-    """Disable report, progress, live status, events and assets; leave everything else unchanged."""
-    from prefect_tune.monitoring.search_observer import ObserverGroup
+    """Disable report, log lines, progress, live status, events and assets; leave everything else unchanged."""
 
-    class NoObservers(ObserverGroup):
+    class NoReporter:
         def conclude(self) -> None:
             pass
 
     @contextmanager
-    def no_observers(*_: object) -> Iterator[NoObservers]:
-        yield NoObservers()
+    def showing_nothing(*_: object, **__: object) -> Iterator[tuple[Sequence[Any], NoReporter]]:
+        yield (), NoReporter()
 
-    for name in ("EventEmitter", "Reporter"):
-        setattr(run_search, name, lambda *_: None)
-    for name in ("emitting_events", "reported", "LiveStatusPublisher"):
-        setattr(run_search, name, no_observers)
+    run_search.showing = showing_nothing  # type: ignore[attr-defined]  # a module's own name
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line

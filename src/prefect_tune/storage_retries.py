@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_logger, get_run_logger
-from prefect.utilities.annotations import quote
 
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 
@@ -146,11 +145,6 @@ def run_log() -> Log:
         return get_run_logger()
     except MissingContextError:
         return get_logger("prefect_tune")
-
-
-def skip_prefect_introspection(argument: _Argument) -> _Argument:
-    """Mark a task's argument so that Prefect does not search it for futures."""
-    return cast("_Argument", quote(argument))
 
 
 # Options of every task that uses a target. Results are never cached: only the store is authoritative.

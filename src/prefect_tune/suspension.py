@@ -50,8 +50,9 @@ from prefect_tune.parameters.plan_checks import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path
 from prefect_tune.prefect_api.flow_runs import in_order, is_resumed, is_suspended, set_with_form, suspended_state
+from prefect_tune.prefect_api.task_runs import skip_prefect_introspection
 from prefect_tune.reporting.page import escaped
-from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.tasks.experiments import open_experiment
 from prefect_tune.tasks.maintenance import damage_of_checkpoint
 

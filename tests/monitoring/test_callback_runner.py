@@ -236,9 +236,9 @@ def test_a_report_is_delivered_once_and_a_repeated_step_again(
     listener.start(state)
     again = Started(trial="trial", attempt=2, from_step=1, from_sequence=3)
     report, end = StepReport(step=2, metrics={}), Finished(trial="trial", reason="enough")
-    listener.applied(again, state)
+    listener.threads[0].applied(again, state)
     for event in (Reported(trial="trial", report=report), end):
-        listener.applied(event, state)
+        listener.threads[0].applied(event, state)
     listener.end(state, PATIENCE)
     assert hooks(recorder) == ["setup", *WHOLE, "restore", "start", "result", "complete", "end"]
 
@@ -282,7 +282,7 @@ def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     slow, state = Recorder(), state_at(target)
     listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):
-        listener.applied(Started(trial="trial", attempt=9, from_step=0), state)
+        listener.threads[0].applied(Started(trial="trial", attempt=9, from_step=0), state)
     listener.start(state)
     listener.end(state, PATIENCE)
     assert hooks(slow) == ["setup", *WHOLE, "end"]

@@ -211,7 +211,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
-    ObserverGroup([recorder, seen]).applied(added, search.state)
+    ObserverGroup([recorder, seen], LOG).applied(added, search.state)
     seen.publisher.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
@@ -223,7 +223,7 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
     recorder = SearchRecorder(search.state)
     seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
-    observers = ObserverGroup([recorder, seen])
+    observers = ObserverGroup([recorder, seen], LOG)
 
     def begins(name: str) -> None:
         report = Reported(trial=name, report=StepReport(step=3, metrics={"loss": 0.5}))

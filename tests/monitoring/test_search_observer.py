@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Entry, Opened, Reported, Started, TrialAdded
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.search_observer import DisplayGroup, SearchObserver, SearchRecorder
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver, SearchRecorder
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -26,11 +26,11 @@ class Counts(SearchObserver):
 def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are() -> None:
     recorder, state = LogRecorder(), nothing_yet(first_generation("e"))
     bad, good = Counts(fails_at=2), Counts()
-    group = DisplayGroup([bad, good], log_to(recorder))
+    group = ObserverGroup([bad, good], log_to(recorder))
     for _ in range(4):
         group.wrote(state)
     assert (bad.calls, good.calls) == (2, 4)
-    assert recorder.lines == ["Counts failed, and shows nothing from now on; the search continues"]
+    assert recorder.lines == ["Counts failed, and is called no more; the search continues"]
 
 
 def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_and_counts_no_more() -> None:

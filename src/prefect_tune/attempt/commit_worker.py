@@ -471,7 +471,7 @@ class CommitWorker:
             event, quarantined, retired = commit_entry(
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
-            event = event.model_copy(update={"seconds": self._meter.seconds_at(done)})
+            event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
             self._write((event, *quarantined), up_to=done.report.step)
             self._commit_count += 1
             log_damage(saved, quarantined, self.log)

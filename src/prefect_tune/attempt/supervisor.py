@@ -133,8 +133,9 @@ class _Supervisor:
             try:
                 if received := self._group.receive(_TICK):
                     rank, message = received
-                    if rank in (0, OWN):
-                        self._meter.received(message)
+                    if rank in (0, OWN) and isinstance(message, StepDone | TrialEnded):
+                        is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
+                        self._meter.note_seconds(message.seconds, is_last_step=is_last_step)
                     if self._last_message_at is not None:
                         self._last_message_at = time.monotonic()
                     self._on_message(rank, message)

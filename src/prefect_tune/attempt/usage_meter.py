@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.core.messages.process_messages import FromTrial, StepDone
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.resources import Processes, processes_on
 from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
@@ -71,12 +70,10 @@ class UsageMeter:
         else:
             self._processes.add(pid)
 
-    def received(self, message: FromTrial) -> None:
-        """Take in the seconds of the trial's message."""
-        seconds = getattr(message, "seconds", None)
-        if isinstance(seconds, PhaseSeconds):
-            self._trial = seconds
-        if isinstance(message, StepDone) and message.finish_reason is not None and self._processes is not None:
+    def note_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
+        """Take in the seconds that the trial has sent."""
+        self._trial = seconds or self._trial
+        if is_last_step and self._processes is not None:
             self._processes.sample()  # its checkpoint is journaled with the end, in another thread
 
     def look(self, phase: str) -> None:
@@ -97,9 +94,9 @@ class UsageMeter:
             if self._processes is not None:
                 self._processes.sample()
 
-    def seconds_at(self, done: StepDone) -> PhaseSeconds:
-        """Return the seconds of the attempt up to a step."""
-        return self._before_training(done.seconds or PhaseSeconds())
+    def seconds_at(self, trial: PhaseSeconds | None) -> PhaseSeconds:
+        """Return the seconds of the attempt up to a step, with which the trial has sent its own."""
+        return self._before_training(trial or PhaseSeconds())
 
     def use(self) -> AttemptUse:
         """Return what the attempt has used so far. May be called from any thread."""

@@ -27,8 +27,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
 from prefect_tune.linux import cpu_count_here
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state
-from prefect_tune.storage_retries import skip_prefect_introspection
+from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state, skip_prefect_introspection
 from prefect_tune.tasks.trials import run_attempt, run_node
 
 _PATIENCE = timedelta(seconds=0.5)

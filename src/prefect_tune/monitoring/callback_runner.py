@@ -41,7 +41,7 @@ from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import valid_name
-from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
@@ -266,28 +266,28 @@ def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Ca
             yield lambda: callback.on_trial_error(trial, event)
 
 
-class Callbacks(ObserverGroup):
-    """The callbacks of a search, as one listener. Of names that occur again, the next ones are `name-2`, `name-3`."""
+class Callbacks:
+    """The callbacks of a search. Of names that occur again, the next ones are `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
-        self._threads: list[CallbackThread] = []
+        self.threads: list[CallbackThread] = []
+        """One for each callback, as an observer of the search."""
         counts: Counter[str] = Counter()
         for callback in callbacks:
             counts[callback.name] += 1
             number = counts[callback.name]
             name = callback.name if number == 1 else f"{callback.name}-{number}"
-            self._threads.append(CallbackThread(callback, name, target, search, log))
-        super().__init__(self._threads)
+            self.threads.append(CallbackThread(callback, name, target, search, log))
 
     def start(self, experiment: Experiment) -> None:
         """Start the threads; each first delivers what the journal holds up to this state."""
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start(experiment)
 
     def end(self, experiment: Experiment, patience: timedelta) -> None:
         """Deliver what is left, all of it in the journal by now; wait up to `patience` for all threads together."""
         until = time.monotonic() + patience.total_seconds()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.end(experiment)
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(until)

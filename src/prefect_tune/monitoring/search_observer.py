@@ -15,7 +15,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Losses
+from prefect_tune.core.experiment.summary import Curves, Losses
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Entry, Event
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, delete_live_status, write_live_status
@@ -40,43 +40,32 @@ class SearchObserver:
 
 
 class ObserverGroup(SearchObserver):
-    """Passes each call to several listeners, or to none."""
+    """Passes each call to several observers, in order. One that raises is logged, and called no more.
 
-    def __init__(self, listeners: Sequence[SearchObserver] = ()) -> None:
-        self._listeners = tuple(listeners)
-
-    def applied(self, event: Event, experiment: Experiment) -> None:
-        self._call(lambda each: each.applied(event, experiment))
-
-    def lost(self, trial: Trial, why: str) -> None:
-        self._call(lambda each: each.lost(trial, why))
-
-    def wrote(self, experiment: Experiment) -> None:
-        self._call(lambda each: each.wrote(experiment))
-
-    def _call(self, call: Callable[[SearchObserver], None]) -> None:
-        for each in self._listeners:
-            call(each)
-
-
-class DisplayGroup(ObserverGroup):
-    """Passes each call to observers that only show the search: one that raises is logged, and called no more.
-
-    The search continues: nothing that it decides or stores depends on them.
+    The search continues: nothing that it decides or journals depends on them.
     """
 
-    def __init__(self, listeners: Sequence[SearchObserver], log: Log) -> None:
-        super().__init__(listeners)
+    def __init__(self, observers: Sequence[SearchObserver], log: Log) -> None:
+        self._observers = tuple(observers)
         self._log = log
 
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        self._call(lambda observer: observer.applied(event, experiment))
+
+    def lost(self, trial: Trial, why: str) -> None:
+        self._call(lambda observer: observer.lost(trial, why))
+
+    def wrote(self, experiment: Experiment) -> None:
+        self._call(lambda observer: observer.wrote(experiment))
+
     def _call(self, call: Callable[[SearchObserver], None]) -> None:
-        for each in self._listeners:
+        for observer in self._observers:
             try:
-                call(each)
-            except Exception:  # noqa: BLE001 - the edge of what only shows: hours of training must not end for it
-                name = type(each).__name__
-                self._log.exception("%s failed, and shows nothing from now on; the search continues", name)
-                self._listeners = tuple(other for other in self._listeners if other is not each)
+                call(observer)
+            except Exception:  # noqa: BLE001 - the edge of what only observes: hours of training must not end for it
+                name = type(observer).__name__
+                self._log.exception("%s failed, and is called no more; the search continues", name)
+                self._observers = tuple(other for other in self._observers if other is not observer)
 
 
 class SearchRecorder(SearchObserver):
@@ -139,6 +128,23 @@ class SearchRecorder(SearchObserver):
             change(self._view)
             if self._changes is not None:
                 self._changes.append(change)
+
+
+_MAX_REPORTS = 300_000
+
+
+class CurveKeeper(SearchObserver):
+    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.curves: Curves | None = None if experiment.trials else Curves()
+
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        del experiment
+        if self.curves is not None:
+            self.curves.tell_event(event)
+            if self.curves.report_count > _MAX_REPORTS:
+                self.curves = None  # to bound the memory; publishing reads them from the journal
 
 
 # The live status: the running attempts, written to the target every few seconds.

@@ -34,6 +34,7 @@ from prefect.exceptions import PrefectException
 from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.states import Crashed
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
 from prefect.utilities.callables import get_call_parameters
 
 from prefect_tune.prefect_api.api_client import is_temporary
@@ -202,6 +203,11 @@ def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
     With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
     """
     return cast("_R", _run(task, "result", args, options))
+
+
+def skip_prefect_introspection(argument: _R) -> _R:
+    """Mark a task's argument so that Prefect does not search it for futures."""
+    return cast("_R", quote(argument))
 
 
 def run_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:

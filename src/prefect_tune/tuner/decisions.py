@@ -7,12 +7,10 @@ people and budgets stop trials by `tuner/stop_requests.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import assert_never
 
 from prefect_tune.attempt.attempt import last_report
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
@@ -29,12 +27,10 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
-    Committed,
     Decided,
     GaveUp,
     Paused,
     Quarantined,
-    Reported,
     Resumed,
 )
 from prefect_tune.core.messages.process_messages import Leave, Proceed
@@ -42,7 +38,7 @@ from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors.trial_executor import Message, PostReceived, TrialExecutor
+from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, is_saved, open_decision, retry_of
@@ -65,20 +61,9 @@ class FailureHandler:
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self._undecided: dict[str, Reason] = {}  # trials whose report lacked the metric, and the error
         running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
-        self._has_trained = any(each.step for each in running)  # attempts elsewhere that outlived an earlier run
+        self.has_trained = any(each.step for each in running)
+        """Whether a step was trained in this run, or in an earlier one by an attempt elsewhere that outlived it."""
         self._unimportable = ""  # the first import that failed before anything was trained: it would in all trials
-
-    def noted(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages of attempts unchanged, and note whether one of them proves that a step was trained."""
-        for message in messages:
-            match message:
-                case EventsSubmitted(events=events) | PostReceived(events=events):
-                    self._has_trained |= any(isinstance(event, Reported | Committed) for event in events)
-                case AnswerAwaited():
-                    self._has_trained = True
-                case _:
-                    pass
-        return messages
 
     def require_imported(self, ended: Experiment) -> Experiment:
         """Return the experiment, in which no trial runs any more.
@@ -103,7 +88,7 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
-        if cause is Cause.IMPORT and trial.of_search and not self._has_trained:
+        if cause is Cause.IMPORT and trial.of_search and not self.has_trained:
             self._unimportable = self._unimportable or f"trial {trial.trial}: {first_line(trial.reason)}"
             self._stopping.ends = True
             return

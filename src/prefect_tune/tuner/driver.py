@@ -30,10 +30,12 @@ from prefect_tune.core.journal_events import (
     AttemptEvent,
     Cause,
     Cloned,
+    Committed,
     Event,
     Launched,
     OutboxClosed,
     Received,
+    Reported,
     Resumed,
     SlotFreed,
     StopAsked,
@@ -150,7 +152,7 @@ class Driver:
             if not len(self._executor):
                 return self._failure_handler.require_imported(written)
             patience = timedelta(0) if has_free_slots else _PATIENCE
-            self._receive(self._failure_handler.noted(self._executor.poll(patience)))
+            self._receive(self._executor.poll(patience))
 
     @property
     def _state(self) -> Experiment:
@@ -295,12 +297,15 @@ class Driver:
         while self._messages:
             match message := self._messages.popleft():
                 case EventsSubmitted():
+                    self._note_steps(message.events)
                     before = self._state.trial(message.trial)
                     self._pending_entry.submit(message)
                     self._delete_origins(before)
                 case PostReceived():
+                    self._note_steps(message.events)
                     self._receive_post(message.trial, message.number, message.events)
                 case AnswerAwaited():
+                    self._failure_handler.has_trained = True
                     self._decisions.answer(message.trial, message.report)
                 case RemoteAttemptStarted():
                     self._answer_again(message.trial)
@@ -320,6 +325,10 @@ class Driver:
             if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
                 self._put(extension_of(trial))  # it finished by an earlier owner's criterion
                 self._startable.append(name)
+
+    def _note_steps(self, events: Sequence[AttemptEvent]) -> None:
+        if any(isinstance(event, Reported | Committed) for event in events):
+            self._failure_handler.has_trained = True
 
     def _receive_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
         """Journal a post of an attempt on another machine, and then delete it, and what it retires."""

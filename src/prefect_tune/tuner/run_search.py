@@ -23,7 +23,7 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed,
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.summary import Curves, best_label, best_of, counted, named
+from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Configured, Event, PriorTrial, WarmStart
@@ -46,7 +46,7 @@ from prefect_tune.executors.trial_executor import (
 from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known, write_directly
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.monitoring.event_emitter import ExperimentAddress
-from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import CurveKeeper, ObserverGroup, SearchObserver
 from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import (
@@ -75,9 +75,9 @@ from prefect_tune.parameters.plan_checks import (
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path
 from prefect_tune.prefect_api.flow_runs import failed_by
-from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks, skip_prefect_introspection
 from prefect_tune.results import Results
-from prefect_tune.storage_retries import on_target, retrying_refusals, skip_prefect_introspection
+from prefect_tune.storage_retries import on_target, retrying_refusals
 from prefect_tune.suspension import (
     SEARCH_QUESTION,
     STOPPED_HERE,
@@ -371,7 +371,6 @@ def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
 
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
-_MOST_REPORTS = 300_000
 
 
 @contextmanager
@@ -398,11 +397,11 @@ def _observing(
         time=plan.time_budget,
         resumes_paused=resumes_paused(plan.scheduler),
     )
-    runner, keeper = Callbacks(callbacks, target, search, log), _CurveKeeper(found)
+    runner, keeper = Callbacks(callbacks, target, search, log), CurveKeeper(found)
     runner.start(found)
     try:
-        with showing(found, spec, outlook, stop, runs=runs) as (shows, reporter):
-            yield ObserverGroup([keeper, runner, shows])
+        with showing(found, spec, outlook, stop, runs=runs) as (observers, reporter):
+            yield ObserverGroup([keeper, *runner.threads, *observers], log)
             reporter.conclude()  # it draws the last page while the other observers end
             if not stop.is_set():
                 ended, curves = journal_writer.experiment, skip_prefect_introspection(keeper.curves)
@@ -412,20 +411,6 @@ def _observing(
                     log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
     finally:
         runner.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
-
-
-class _CurveKeeper(SearchObserver):
-    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.curves: Curves | None = None if experiment.trials else Curves()
-
-    def applied(self, event: Event, experiment: Experiment) -> None:
-        del experiment
-        if self.curves is not None:
-            self.curves.tell_event(event)
-            if self.curves.report_count > _MOST_REPORTS:
-                self.curves = None  # to bound the memory; publishing reads them from the journal
 
 
 # Warm start: results of earlier experiments, read once, stored in the new experiment's journal for its search.

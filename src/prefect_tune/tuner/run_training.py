@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -27,7 +27,12 @@ from prefect_tune.journal_access import JournalWriter, read_known
 from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.progress import SearchLog, progress
-from prefect_tune.monitoring.search_observer import DisplayGroup, LiveStatusPublisher, SearchRecorder
+from prefect_tune.monitoring.search_observer import (
+    LiveStatusPublisher,
+    ObserverGroup,
+    SearchObserver,
+    SearchRecorder,
+)
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import SearchLimits, require_same_training, spec_of_one_trial
@@ -113,8 +118,9 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, tu
         policy = SearchPolicy(_OneConfig(config), FIFO().begin(UNNAMED, 0))
         outlook = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
         executor, log = LocalExecutor(pool, launch=call_attempt), get_run_logger()
-        with showing(state, spec, outlook, stop, before=before, emits=not is_done) as (shows, reporter):
-            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=shows)
+        with showing(state, spec, outlook, stop, before=before, emits=not is_done) as (observers, reporter):
+            observer = ObserverGroup(observers, log)
+            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observer)
             state = driver.run(StopSource(stop))
             reporter.conclude()  # it draws the last page while the event emitter ends
         return state
@@ -133,7 +139,7 @@ def showing(
     runs: Callable[[str], bool] = lambda _: True,
     before: Experiment | None = None,
     emits: bool = True,
-) -> Iterator[tuple[DisplayGroup, Reporter]]:
+) -> Iterator[tuple[Sequence[SearchObserver], Reporter]]:
     """Yield the observers that show a run in the log, the terminal, Prefect's UI and events, and the live status.
 
     Args:
@@ -156,7 +162,7 @@ def showing(
         progress(recorder, outlook, lines.notes, log, stop, in_terminal=in_terminal) as seen,
         LiveStatusPublisher(target, recorder.read, spec.sync.live_period, runs),
     ):
-        yield DisplayGroup([recorder, lines, emitter, seen, reporter], log), reporter
+        yield [recorder, lines, emitter, seen, reporter], reporter
 
 
 class _OneConfig(Proposals):

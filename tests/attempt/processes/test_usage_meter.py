@@ -23,10 +23,8 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter, gpus_in, processes_here
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
-from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
-from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import machine_here
 from prefect_tune.linux import MemoryLimit, cpu_count_here
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
@@ -49,7 +47,7 @@ def test_the_phases_of_an_attempt_are_its_time() -> None:
     with meter.restoring():
         time.sleep(0.02)
     meter.loaded(os.getpid())
-    meter.received(StepDone(report=StepReport(step=1, metrics={}), seconds=PhaseSeconds(training=0.03, saving=0.01)))
+    meter.note_seconds(PhaseSeconds(training=0.03, saving=0.01), is_last_step=False)
     time.sleep(0.06)
     meter.look("waiting")
     meter.ended()

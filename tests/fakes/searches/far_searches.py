@@ -27,7 +27,7 @@ from prefect_tune.journal_access import (
     open_journal,
     write_directly,
 )
-from prefect_tune.monitoring.search_observer import ObserverGroup
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
@@ -75,7 +75,7 @@ class FarSearch:
         plan, log = plan_at(target), getLogger(__name__)
         if period is not None:
             plan = replace(plan, sync=SyncConfig(sync_period_seconds=period.total_seconds()))
-        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=ObserverGroup())
+        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=SearchObserver())
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []
 

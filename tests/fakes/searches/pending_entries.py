@@ -15,7 +15,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import Stamp
 from prefect_tune.journal_access import JournalWriter
-from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
@@ -57,7 +57,7 @@ def pending_entry(
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
     journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _state: None)
-    return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period, Janitor(target))
+    return PendingEntry(journal_writer, policy, listener or SearchObserver(), period, Janitor(target))
 
 
 def limits_of(

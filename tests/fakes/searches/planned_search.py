@@ -39,7 +39,7 @@ from prefect_tune.journal_access import (
     open_journal,
     write_directly,
 )
-from prefect_tune.monitoring.search_observer import ObserverGroup
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits, trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.driver import Driver
@@ -155,7 +155,7 @@ class PlannedSearch:
             self.executor,
             writer,
             log=logging.getLogger("tests"),
-            listener=ObserverGroup(),
+            listener=SearchObserver(),
         )
         return driver.run(_Interrupts(until))
 
