@@ -105,17 +105,10 @@ EntryWriter: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], S
 class JournalWriter:
     """Writes journal entries and holds the state after the last one. Not thread-safe."""
 
-    def __init__(
-        self,
-        target: StorageTarget,
-        experiment: Experiment,
-        writer: EntryWriter,
-        listener: Callable[[Experiment], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, target: StorageTarget, experiment: Experiment, writer: EntryWriter) -> None:
         self.target = target
         self.experiment = experiment
         self._writer = writer
-        self._listener = listener
 
     def write(self, events: Sequence[Event], stamp: Stamp | None = None) -> Experiment:
         """Write the next entry and return the state after it: durable, with this process still the owner.
@@ -126,7 +119,6 @@ class JournalWriter:
                 is safe.
         """
         self.experiment = self._writer(self.target, self.experiment, events, stamp)
-        self._listener(self.experiment)
         return self.experiment
 
 

@@ -45,7 +45,7 @@ from prefect_tune.core.shown_text import cell_html, first_line, nearest, paragra
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
 from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
-from prefect_tune.notebook.cell_output import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
+from prefect_tune.notebook import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import output_width

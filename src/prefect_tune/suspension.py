@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import get_client
@@ -22,7 +22,7 @@ from prefect.input import RunInput
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Suspended
-from pydantic import Field, create_model
+from pydantic import Field, ValidationError, create_model
 
 from prefect_tune.attempt.graceful_stop import send_log
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -30,7 +30,6 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits, choice_of, stop_extended
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, clone_for, newest_checkpoint, newest_key
@@ -41,8 +40,8 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import metric_in
-from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
+from prefect_tune.core.values import Value, argument_error, metric_in
+from prefect_tune.journal_access import JournalWriter, new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
 from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.argument_checks import code_of, stop_to_json, stopper_for
@@ -55,6 +54,111 @@ from prefect_tune.reporting.page import escaped
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.tasks.experiments import open_experiment
 from prefect_tune.tasks.maintenance import damage_of_checkpoint
+
+# What a person may choose, the check of an answer, and its effect on the stop criterion.
+
+Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
+
+
+class ResumeChoice(Value):
+    """The chosen way to resume. A number of 0 leaves that limit unchanged."""
+
+    way: Way = "continue"
+    samples: int = Field(default=0, ge=0)
+    """The new total of samples."""
+    steps: int = Field(default=0, ge=0)
+    """The new total of steps of each trial."""
+    hours: float = Field(default=0, ge=0, le=1e6, allow_inf_nan=False)
+    """For a search: hours until this run saves and ends. For a single training: its total training hours."""
+    checkpoint: int = Field(default=0, ge=0)
+    """The step of the checkpoint to resume from."""
+
+
+class ResumeLimits(Value):
+    """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
+
+    samples: int = 0
+    stop_trials: int = 0
+    """The trials after which the stop criterion proposes no more."""
+    steps: int = 0
+    hours: float = 0
+    checkpoints: tuple[int, ...] = ()
+    """The steps of the checkpoints that a training can go back to."""
+    stop_is_code: bool = False
+    """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
+    scheduler_steps: int = 0
+    """The step at which the scheduler ends every trial."""
+
+
+_NUMBERS = {"samples", "steps", "hours"}
+
+
+def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
+    """Return the choice that a form's `answer` makes.
+
+    Raises:
+        InvalidInput: the choice is impossible, or does not use a number that was typed. The message is shown to the
+            person who answered.
+    """
+    try:
+        choice = ResumeChoice.model_validate(answer)
+    except ValidationError as invalid:
+        raise argument_error(invalid) from invalid
+    asked, present = choice.model_dump(include=_NUMBERS), limits.model_dump(include=_NUMBERS)
+    changed = [name for name, value in asked.items() if value not in {0, present[name]}]
+    if changed and choice.way != "extend":
+        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in changed)
+        raise InvalidInput(f"{choice.way}: changes no numbers, and the form has {numbers}; choose extend to use them")
+    newest = max(limits.checkpoints, default=0)
+    if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest}:
+        raise InvalidInput(
+            f"{choice.way}: uses the newest checkpoint, of step {newest}, and the form has step {choice.checkpoint}; "
+            "choose other checkpoint to go back to it"
+        )
+    if choice.way == "extend":
+        _require_more(choice, limits, asked, present)
+    if choice.way == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
+        steps = ", ".join(map(str, limits.checkpoints)) or "none"
+        raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({steps}), found {choice.checkpoint}")
+    return choice
+
+
+def _require_more(
+    choice: ResumeChoice, limits: ResumeLimits, asked: Mapping[str, float], present: Mapping[str, float]
+) -> None:
+    if less := [name for name, value in asked.items() if 0 < value < present[name]]:
+        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in less)
+        raise InvalidInput(f"extend: less than before: {numbers}")
+    if not any(value > present[name] for name, value in asked.items()):
+        raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
+    if choice.samples and not limits.samples:
+        raise InvalidInput("samples: the search of this run has no number of samples that a form can change")
+    if 0 < limits.stop_trials < choice.samples:
+        raise InvalidInput(
+            f"samples: the stop criterion TrialBudget ends the search after {limits.stop_trials} trials, and the form "
+            f"has {choice.samples}; a run of the deployment resume can pass another stop"
+        )
+    if limits.stop_is_code and choice.steps:
+        raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
+    if limits.scheduler_steps and choice.steps > max(limits.scheduler_steps, limits.steps):
+        raise InvalidInput(
+            f"steps: the scheduler ends each trial at step {limits.scheduler_steps}, and the form has {choice.steps}; "
+            "a run of the deployment resume can pass a scheduler with a larger max_t"
+        )
+
+
+def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
+    """Return a stop criterion in its JSON form, with these limits in place of its own; 0 keeps a limit."""
+    limits: list[object] = [{"step": steps}] if steps else []
+    limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
+    replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
+    parts = stop if isinstance(stop, list | tuple) else [stop]
+    rest = (
+        {name: limit for name, limit in part.items() if name not in replaced} if isinstance(part, Mapping) else part
+        for part in parts
+    )
+    return [*(part for part in rest if part), *limits]
+
 
 # Suspend a flow run with an input form, and read its answer.
 
@@ -310,13 +414,13 @@ class Turn:
     """Whether no trial of a search is to start any more."""
     found: Experiment | None = None
     """The experiment as this run found it, before it changed anything."""
-    state: Experiment | None = None
-    """The last known state of the experiment."""
+    journal_writer: JournalWriter | None = None
+    """What writes its journal, and holds its last state; None until the run owns it."""
 
-    def reached(self, state: Experiment) -> None:
-        """Keep `state` as the last known one, and the first one as what was found."""
-        self.found = self.found or state
-        self.state = state
+    def begin_writing(self, journal_writer: JournalWriter) -> JournalWriter:
+        """Keep the writer of the journal, whose state is still that which was found, and return it."""
+        self.found, self.journal_writer = journal_writer.experiment, journal_writer
+        return journal_writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +515,7 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
         get_run_logger().warning("%s", lost)
         raise Abort(str(lost)) from lost
     except (TerminationSignal, KeyboardInterrupt) as signal:
-        state = turn.state
+        state = turn.journal_writer.experiment if turn.journal_writer else None
         said = resumable(state) if state and state.trials else "the run had not begun: run it again"
         is_interrupt = isinstance(signal, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():

@@ -26,7 +26,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.shown_text import Html
-from prefect_tune.notebook.cell_output import (
+from prefect_tune.notebook import (
     CellOutput,
     Ending,
     can_show_output,

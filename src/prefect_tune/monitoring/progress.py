@@ -38,7 +38,7 @@ from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.values import metric_in
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
-from prefect_tune.notebook.cell_output import Ending, live_output, output_here, progress_html
+from prefect_tune.notebook import Ending, live_output, output_here, progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show, live_display

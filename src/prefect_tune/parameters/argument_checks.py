@@ -2,7 +2,7 @@
 
 The JSON of a scheduler, a search or a stopper, for forms, deployments and the journal, is `{"ASHA": {"max_t": 81}}`.
 `prefect_tune.registry` lists the classes that have one. Their options are the fields of the dataclass; its metadata
-holds an example of each option for messages. `core/search/named_options.py` writes what is read here.
+holds an example of each option for messages. `core/search/space_json.py` writes what is read here.
 Imported by the command line's help: no Prefect at the top.
 """
 
@@ -26,8 +26,7 @@ from prefect_tune.core.metrics import shown
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import as_dicts, domains_in, frozen
-from prefect_tune.core.search.named_options import option_name
-from prefect_tune.core.search.space_json import class_of_fields, distribution_in, space_from_json
+from prefect_tune.core.search.space_json import class_of_fields, distribution_in, option_name, space_from_json
 from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, valid_name
 from prefect_tune.registry import BUILT_IN

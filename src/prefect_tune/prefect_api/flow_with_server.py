@@ -156,7 +156,7 @@ def flow_with_server(
 
 def search_output(flow: str) -> AbstractContextManager[object]:
     """Show a search in a notebook's cell: a `call_context` that imports what draws it only for a call."""
-    output = import_module("prefect_tune.notebook.cell_output").search_output
+    output = import_module("prefect_tune.notebook").search_output
     return cast("AbstractContextManager[object]", output(flow))
 
 

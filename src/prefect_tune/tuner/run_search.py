@@ -229,8 +229,7 @@ def _searched(turn: Turn) -> Results:
                 require_one_runner(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
             found = known or read_known(plan.target, plan.experiment)
             state, now, changes = _opened(turn, found, warm_starts, slots)
-            turn.reached(state)
-            journal_writer = JournalWriter(plan.target, state, write_directly, turn.reached)
+            journal_writer = turn.begin_writing(JournalWriter(plan.target, state, write_directly))
             if turn.answer is not None and not is_answered(state, turn.answer.event.key):
                 changes = [turn.answer.event, *changes]
             if changes:

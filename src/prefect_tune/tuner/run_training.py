@@ -95,8 +95,7 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, tu
             pool.prepare(spec.trainable, get_run_logger())  # its fork server starts while the experiment opens
         opened = take_over(turn, known, slots=1)
         require_same_training(opened, here, config)  # another run may have begun it since it was read
-        turn.reached(opened)
-        journal_writer = JournalWriter(target, opened, write_entry, turn.reached)
+        journal_writer = turn.begin_writing(JournalWriter(target, opened, write_entry))
         with retrying_refusals():
             if news := follow_up(here, opened, turn):
                 journal_writer.write(news)

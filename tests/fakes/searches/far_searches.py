@@ -66,7 +66,7 @@ class FarSearch:
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = current_journal(store, "e")
         state = open_journal(target, key, opening)
-        self._journal_writer = JournalWriter(target, state, write_directly, lambda _state: None)
+        self._journal_writer = JournalWriter(target, state, write_directly)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         if executor is None:

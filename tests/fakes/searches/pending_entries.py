@@ -56,7 +56,7 @@ def pending_entry(
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
-    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _state: None)
+    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written)
     return PendingEntry(journal_writer, policy, listener or SearchObserver(), period, Janitor(target))
 
 

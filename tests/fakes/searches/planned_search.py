@@ -145,7 +145,7 @@ class PlannedSearch:
         plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **given)
         key = JournalKey(experiment=self.name, generation=1)
         state = open_journal(self.target, key, Opening(current_owner(), new_write_id()))
-        writer = JournalWriter(self.target, state, write, lambda _state: None)
+        writer = JournalWriter(self.target, state, write)
         if plan.settings != state.settings:
             writer.write([Configured(settings=plan.settings)])
         driver = Driver(

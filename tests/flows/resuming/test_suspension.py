@@ -16,7 +16,6 @@ from prefect.input import RunInput
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
@@ -24,6 +23,8 @@ from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
     NewAnswer,
+    ResumeChoice,
+    ResumeLimits,
     Turn,
     first_turn,
     follow_up,

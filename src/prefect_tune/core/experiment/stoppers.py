@@ -26,8 +26,8 @@ from prefect_tune.core.metrics import (
     shown,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
-from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.shown_text import did_you_mean, other_signature
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.reasons import AnyReason
-from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, Value
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_count, is_number
-from prefect_tune.core.search.named_options import NamedOptions
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, leaves
 
 Space: TypeAlias = Mapping[str, object]

@@ -1,4 +1,4 @@
-"""Convert search spaces to and from JSON, for forms, deployments, files and the journal.
+"""Convert search spaces to and from JSON, and schedulers and the like to it, for forms, files and the journal.
 
     {"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}, "model": {"depth": {"randint": [1, 5]}}}
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
@@ -21,8 +21,8 @@ from prefect_tune.core.metrics import is_number, shown
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, frozen
 from prefect_tune.core.search.space import below, option, valid_space
-from prefect_tune.core.values import Json
-from prefect_tune.registry import FIELDS
+from prefect_tune.core.values import HasJsonForm, Json, canonical_json
+from prefect_tune.registry import BUILT_IN, FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
@@ -262,3 +262,38 @@ def _path(node: SampleFrom, where: str) -> str:
         f"{where}: {node!r} cannot be imported by name: move the function to the top level of a module that is "
         "importable where the experiment runs"
     )
+
+
+# Objects whose class has a name in JSON, and whose fields are its options: `{"ASHA": {"max_t": 81}}`.
+
+_MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
+
+
+class NamedOptions(HasJsonForm):
+    """The configuration of a scheduler, search algorithm or stopper. Only built-in classes have a name in JSON."""
+
+    __slots__ = ()
+
+    def json_form(self) -> object:
+        """Return the name of the class with the options that differ from their defaults."""
+        name, options = type(self).__name__, cast("Any", self)
+        if not is_dataclass(options) or not type(self).__module__.startswith(_MODULES.get(name, "no module")):
+            return super().json_form()
+        form: dict[str, dict[str, object]] = {name: {}}
+        for field in fields(options):
+            value = getattr(options, field.name)
+            if value == (None if field.default is MISSING else field.default):
+                continue
+            kind = field.metadata.get("json")
+            written = value.total_seconds() if kind == "seconds" else space_to_json(value) if kind == "space" else value
+            form[name][option_name(field)] = written
+        try:
+            canonical_json(form)
+        except (TypeError, ValueError):
+            return super().json_form()
+        return form
+
+
+def option_name(field: Field[Any]) -> str:
+    """Return the name of a field in JSON."""
+    return f"{field.name}_seconds" if field.metadata.get("json") == "seconds" else field.name

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.resume_choice import (
+from prefect_tune.suspension import (
     ResumeChoice,
     ResumeLimits,
     Way,

@@ -1,1 +1,0 @@
-"""What a search shows in a notebook: one output that is updated in place, its results, and a quiet log."""
