@@ -477,8 +477,7 @@ def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_j
 def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:
     commit_worker = harness.attempt()
     commit_worker.note(report(1))
-    commit_worker.asks_at = 2
-    harness.save(commit_worker, 2)
+    commit_worker.note(report(2), asks=True)
     commit_worker.note(report(3))
     lose(commit_worker)
     events = [event for entry in harness.entries() for event in entry.events]

@@ -102,14 +102,13 @@ class FakeCommitWorker:
     log: logging.Logger = field(default_factory=logging.getLogger)
     error: BaseException | None = None
     code: str = ""
-    asks_at: int | None = None
     noted: list[tuple[int, bool]] = field(default_factory=list)
     """The steps, and whether each was noted as one that asks."""
     flushes: int = 0
     uploads: list[Callable[[], None]] = field(default_factory=list)
 
-    def note(self, report: StepReport) -> None:
-        self.noted.append((report.step, report.step == self.asks_at))
+    def note(self, report: StepReport, *, asks: bool) -> None:
+        self.noted.append((report.step, asks))
 
     def flush(self) -> None:
         self.flushes += 1

@@ -1,33 +1,102 @@
-"""Run one small search for each journey, trace its value, and print the files that it passes.
+"""Run one small search for each journey, trace its value, and write the files that it passes into CONTRIBUTING.md.
 
-A file is on a journey if one of its functions receives the value as an argument, or returns it. The files are in the
-order in which they first do, and grouped by process.
+A file is on a journey if one of its functions receives the value as an argument, or returns it. It decides something if
+such a function has a branch or a loop; else it only passes the value on. Files are listed by the part of the package
+that they belong to, in the order in which the value first reaches them.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.journeys.sitecustomize import TRACED
 
 ROOT = Path(__file__).resolve().parents[2]
-_ROOMS = ("src/", "flows/", "tasks/", "blocks/")
-_WIDTH = 120
-_LABEL_WIDTH = 8
+_PAGE = ROOT / "CONTRIBUTING.md"
+_BEGIN, _END = "<!-- journeys: written by make journeys -->\n", "<!-- end of journeys -->\n"
+_PACKAGE = "src/prefect_tune/"
+_ROOMS = (_PACKAGE, "flows/", "tasks/", "blocks/")
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Match, ast.Try, ast.comprehension)
+_WIDTH = 118
+
+TITLES: Mapping[str, str] = {
+    "metric": "A metric, from the report of a step to the journal and what is seen",
+    "checkpoint": "A checkpoint's bytes, from the directory that a trial has written to its manifest, the commit",
+    "decision": "A decision of a scheduler, from the report that asks for it to the trial that obeys it",
+    "resume": "*Resume*, from the flow to the first step of a trial: a value of its configuration",
+}
+_PARTS: Mapping[str, str] = {
+    "runtime/": "trial's process",
+    "attempt/": "attempt",
+    "executors/": "search",
+    "tuner/": "search",
+    "core/schedulers/": "search",
+    "core/search/": "search",
+    "core/journal": "journal",
+    "core/experiment/": "journal",
+    "core/messages/": "journal",
+    "core/storage/": "journal",
+    "core/restore.py": "journal",
+    "journal_access.py": "journal",
+    "core/checkpoints/": "checkpoint",
+    "core/operations/": "checkpoint",
+    "stores/": "target",
+    "blocks/": "target",
+    "tasks/": "tasks",
+    "flows/": "flow",
+    "parameters/": "flow",
+    "prefect_api/": "flow",
+    "ownership.py": "flow",
+    "suspension.py": "flow",
+    "trust.py": "flow",
+    "monitoring/": "what is seen",
+    "notebook.py": "what is seen",
+    "reporting/": "what is seen",
+    "terminal/": "what is seen",
+    "core/prefect_events.py": "what is seen",
+    "core/search_view.py": "what is seen",
+    "core/": "values",
+}
+"""The part of the package by the beginning of a path; the longest that fits counts, `what is seen` if none does."""
+_PASSES_ON = "only passed on by"
 
 
-def trace_journey(journey: str) -> list[tuple[bool, str]]:
-    """Run a scenario under the recorder.
+@dataclass
+class TracedFile:
+    """A file on a journey."""
 
-    Returns:
-        Whether it was in the search's process, and the path, of each file in the order of its first record.
-    """
+    path: str
+    in_search: bool
+    """Whether the value first reached it in the search's process."""
+    functions: dict[int, str] = field(default_factory=dict)
+    """The functions that received or returned the value, by their first lines."""
+
+    @property
+    def name(self) -> str:
+        """The path as CONTRIBUTING.md writes it."""
+        return self.path.removeprefix(_PACKAGE)
+
+    def decides(self) -> bool:
+        """Return whether one of its functions has a branch or a loop."""
+        tree = ast.parse((ROOT / self.path).read_text())
+        return any(
+            isinstance(inner, _BRANCHES)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.Lambda)
+            and min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) in self.functions
+            for inner in ast.walk(node)
+        )
+
+
+def trace_journey(journey: str) -> list[TracedFile]:
+    """Run a scenario under the recorder; return the files in the order of their first record."""
     with tempfile.TemporaryDirectory() as folder:
         record, target = Path(folder, "record"), Path(folder, "target")
         command = [sys.executable, "-m", "tools.journeys.scenarios"]
@@ -44,36 +113,62 @@ def trace_journey(journey: str) -> list[tuple[bool, str]]:
             if search.wait():
                 raise RuntimeError(f"the scenario {journey} failed")
         lines = sorted((line.split() for line in record.read_text().splitlines()), key=lambda line: float(line[0]))
-    processes: dict[str, bool] = {}
-    for _, pid, path in lines:
+    files: dict[str, TracedFile] = {}
+    for _, pid, path, first_line, function in lines:
         if path.startswith(_ROOMS):
-            processes.setdefault(path.removeprefix("src/prefect_tune/"), int(pid) == search.pid)
-    files = [(in_search, path) for path, in_search in processes.items()]
+            file = files.setdefault(path, TracedFile(path, int(pid) == search.pid))
+            file.functions[int(first_line)] = function
+    found = list(files.values())
     if journey == "resume":  # it ends where the trial trains
-        while files[-1][0]:
-            files.pop()
-    return files
+        while found[-1].in_search:
+            found.pop()
+    return found
 
 
-def draw_journey(files: list[tuple[bool, str]]) -> str:
-    """Return a paragraph for each stay in a process."""
-    lines = []
-    for in_search, stay in groupby(files, key=lambda file: file[0]):
-        line = ("search" if in_search else "trial").ljust(_LABEL_WIDTH)
-        for _, path in stay:
-            if len(line) + len(path) > _WIDTH:
-                lines.append(line.rstrip())
-                line = " " * _LABEL_WIDTH
-            line += f"{path}  "
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+def part_of(name: str) -> str:
+    """Return the part of the package to which a file belongs."""
+    prefix = max((prefix for prefix in _PARTS if name.startswith(prefix)), key=len, default="")
+    return _PARTS.get(prefix, "what is seen")
 
 
-def main(journeys: Sequence[str]) -> None:
-    """Print the files of each journey, and their number."""
-    for journey in journeys or TRACED:
-        files = trace_journey(journey)
-        print(f"{journey}: {len(files)} files", draw_journey(files), sep="\n")
+def draw_journey(journey: str, files: Sequence[TracedFile]) -> str:
+    """Return the section of a journey: the files that decide something by part, then those that only pass it on."""
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        if file.decides():
+            groups.setdefault(part_of(file.name), []).append(file.name)
+    if passing := [file.name for file in files if not file.decides()]:
+        groups[_PASSES_ON] = passing
+    label_width = max(map(len, groups)) + 3
+    rows = [row for label, names in groups.items() for row in _rows(label.ljust(label_width), names)]
+    return "\n".join([f"{TITLES[journey]} ({len(files)} files):", "", "```journey", *rows, "```", ""])
+
+
+def _rows(label: str, names: Iterable[str]) -> Iterable[str]:
+    row = label
+    for name in names:
+        if len(row) + len(name) > _WIDTH:
+            yield row.rstrip()
+            row = " " * len(label)
+        row += f"{name}  "
+    yield row.rstrip()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write all journeys into CONTRIBUTING.md; with names of journeys, print these with their functions instead."""
+    if arguments:
+        for journey in arguments:
+            files = trace_journey(journey)
+            print(draw_journey(journey, files))
+            for file in files:
+                print(" " if file.decides() else "-", file.name, ", ".join(file.functions.values()))
+        return
+    sections = [draw_journey(journey, trace_journey(journey)) for journey in TRACED]
+    print(*sections, sep="\n")
+    before, _, rest = _PAGE.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    written = "\n".join(sections)
+    _PAGE.write_text(f"{before}{_BEGIN}\n{written}\n{_END}{after}")
 
 
 if __name__ == "__main__":

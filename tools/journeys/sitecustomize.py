@@ -1,4 +1,4 @@
-"""On PYTHONPATH, this records each file of the package in which a function receives or returns the traced value.
+"""On PYTHONPATH, this records each function of the package that receives or returns the traced value.
 
 Every process that a search starts imports it, so the recording follows the value through all of them. It is Python's
 own profile hook: nothing of the package is changed.
@@ -53,17 +53,18 @@ class Recorder:
 
     def __init__(self, root: str, journey: str, record_path: str) -> None:
         self._root, self._record_path, self._matches = root, record_path, TRACED[journey]
-        self._recorded: set[str] = set()
+        self._recorded: set[int] = set()
 
     def on_event(self, frame: FrameType, event: str, argument: object) -> None:
-        """Record the frame's file if the call's arguments, or what it returns, contain the traced value."""
-        path = frame.f_code.co_filename
-        if event not in {"call", "return"} or path in self._recorded or not path.startswith(self._root):
+        """Record the frame's function if the call's arguments, or what it returns, contain the traced value."""
+        code = frame.f_code
+        if event not in {"call", "return"} or not code.co_filename.startswith(self._root) or id(code) in self._recorded:
             return
         values = [argument] if event == "return" else _arguments(frame)
         if any(self._contains(value, _MAX_DEPTH) for value in values):
-            self._recorded.add(path)
-            line = f"{time.monotonic():.6f} {os.getpid()} {path.removeprefix(self._root)}\n"
+            self._recorded.add(id(code))  # functions stay as long as their module
+            where = f"{code.co_filename.removeprefix(self._root)} {code.co_firstlineno} {code.co_qualname}"
+            line = f"{time.monotonic():.6f} {os.getpid()} {where}\n"
             with open(self._record_path, "a") as record:  # noqa: PTH123  pathlib is not imported in each process
                 record.write(line)
 

@@ -38,6 +38,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_pa
 from prefect_tune.attempt.usage_meter import UsageMeter, processes_here
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, TrialFailed
+from prefect_tune.core.experiment.experiment import last_report
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint, newest_key
@@ -212,7 +213,7 @@ class Attempt:
         if newest is not None and spec.needs_curve:
             curve = tuple(report for report in request.curve if report.step <= newest.step)
         elif newest is not None:
-            curve = (StepReport(step=newest.step, metrics=newest.metrics, trained_seconds=newest.trained_seconds),)
+            curve = (newest.report,)
         return Start(
             experiment=spec.trial.experiment,
             trial=trial.trial,
@@ -266,11 +267,6 @@ def next_start(trial: Trial, at: str | None = None) -> Started:
         from_sequence=newest.sequence if newest else None,
         at=at,
     )
-
-
-def last_report(trial: Trial) -> StepReport:
-    """Return the newest report of a trial that the journal holds."""
-    return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
 class CurveReader:

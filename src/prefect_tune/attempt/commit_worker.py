@@ -338,8 +338,6 @@ class CommitWorker:
         self._unlogged = 0
         self.code = ""
         """The digest of the trainable's source; empty until the trial has sent it."""
-        self.asks_at: int | None = None
-        """The step at which the trial waits for an answer to its journaled report."""
         self.error: BaseException | None = None
         """The error that ended the worker thread; nothing is written after it."""
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
@@ -352,10 +350,13 @@ class CommitWorker:
         self._work.put(None)
         self._thread.join()
 
-    def note(self, report: StepReport) -> None:
-        """Have a report journaled with the next commit, or after `sync_period`."""
-        trial = self._spec.trial.trial
-        self._journal.report(Reported(trial=trial, report=report, asks=report.step == self.asks_at))
+    def note(self, report: StepReport, *, asks: bool = False) -> None:
+        """Have a report journaled with the next commit, or after `sync_period`.
+
+        Args:
+            asks: whether the trial waits for an answer that is given to the journaled report.
+        """
+        self._journal.report(Reported(trial=self._spec.trial.trial, report=report, asks=asks))
 
     def save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
         """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.

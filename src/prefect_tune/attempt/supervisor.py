@@ -222,9 +222,7 @@ class _Supervisor:
                 ", ".join(map(str, early)),
             )
         is_read = done.asks and self._link.asks_by_report
-        if is_read:
-            self._commit_worker.asks_at = done.report.step
-        self._commit_worker.note(done.report)
+        self._commit_worker.note(done.report, asks=is_read)
         if done.checkpoint is not None:
             self._hand_over(done)
         if is_read:

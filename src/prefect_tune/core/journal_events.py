@@ -65,6 +65,11 @@ class CheckpointRef(Value):
     origin: CheckpointOrigin | None = None
     """For a clone, the checkpoint that it is a clone of; None for a checkpoint with a manifest of its own."""
 
+    @property
+    def report(self) -> StepReport:
+        """The report of its step."""
+        return StepReport(step=self.step, metrics=self.metrics, trained_seconds=self.trained_seconds)
+
 
 class QuarantinedCheckpoint(Value):
     """A checkpoint that is quarantined: not used, its bytes are kept; it can be reinstated or retired."""

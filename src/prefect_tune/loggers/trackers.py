@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import last_report
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.values import StepReport, flat
@@ -118,7 +119,7 @@ class MLflowLogger(Callback):
 
     def _end(self, trial: Trial, status: str, reason: str) -> None:
         with self._run(trial) as run:
-            run.log_last(StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds))
+            run.log_last(last_report(trial))
             run.tag("prefect_tune.reason", reason)
             run.end(status)
         del self._runs[trial.trial]

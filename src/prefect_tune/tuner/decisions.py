@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import assert_never
 
-from prefect_tune.attempt.attempt import last_report
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.failure_policy import (
     GiveUp,
     Quarantine,

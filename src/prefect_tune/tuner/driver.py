@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.attempt.attempt import CurveReader, last_report, next_start
+from prefect_tune.attempt.attempt import CurveReader, next_start
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
@@ -23,7 +23,7 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, clonable_checkpoint, clone_for, is_live
 from prefect_tune.core.journal.outbox import ClosedOutbox, close_outbox, read_posts
 from prefect_tune.core.journal_events import (

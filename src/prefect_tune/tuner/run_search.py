@@ -11,7 +11,7 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import CurveReader, has_had_enough, last_report
+from prefect_tune.attempt.attempt import CurveReader, has_had_enough
 from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
@@ -20,7 +20,7 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed, TuneError
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.summary import best_label, best_of, counted, named

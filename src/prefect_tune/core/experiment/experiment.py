@@ -333,16 +333,20 @@ def _past_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) ->
         case Requeued() if before.phase in ENDED:
             return PastEvent(order=order, what="added")
         case _ if now.phase in ENDED and before.phase not in ENDED:
-            last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
             return PastEvent(
                 order=order,
                 what="ended",
-                report=last if now.step else None,
+                report=last_report(now) if now.step else None,
                 failed=now.phase is Phase.ERRORED,
                 stopped=now.phase is Phase.FINISHED and now.finish_kind is FinishKind.PRUNED,
             )
         case _:
             return None
+
+
+def last_report(trial: Trial) -> StepReport:
+    """Return the newest report of a trial that the journal holds."""
+    return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
 def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:

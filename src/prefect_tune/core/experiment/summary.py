@@ -201,8 +201,7 @@ class Curves:
                 reports = self._reports[trial]
                 self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
             case Cloned(trial=trial, checkpoint=copy):
-                report = StepReport(step=copy.step, metrics=copy.metrics, trained_seconds=copy.trained_seconds)
-                self._reports[trial] = {copy.step: report}
+                self._reports[trial] = {copy.step: copy.report}
             case Reported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
                 self._report_count += 1
