@@ -217,7 +217,7 @@ def export(
     pass the trial and step of the event as --trial and --step.
     """
     from prefect_tune.blocks import resolve_existing
-    from prefect_tune.checkpoint_export import export_checkpoint
+    from prefect_tune.results import export_checkpoint
 
     with opened(target, experiment) as (_, state):
         trials = chosen_trials(state, trial)
