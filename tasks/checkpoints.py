@@ -50,16 +50,14 @@ from prefect_tune.core.experiment.trial_transitions import (
     parent_of_next,
     reused_from,
 )
-from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import CheckpointRef, Reported, Retired
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.operations.trial_gc import collect
 from prefect_tune.core.restore import manifest_if_readable, read_manifest
 from prefect_tune.core.shown_text import did_you_mean_or_has
-from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
+from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_undamaged
 from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, run_here, skip_prefect_introspection
@@ -433,8 +431,7 @@ def restore_checkpoint(
     """
     asked = RestoreArguments(**locals())
     for _ in range(MOST_RACES):
-        with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-            state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
+        state = read_journal(asked.target, asked.experiment)
         with suppress(_RetiredMeanwhileError):
             restored = _newest_good(asked, state, state.trials.get(asked.trial))
             if restored is None and (missing := misspelt(asked.target, state, asked.trial)):

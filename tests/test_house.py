@@ -22,6 +22,7 @@ from tools.house import (
     vague_names,
     violations,
 )
+from tools.journeys import __main__ as journeys_of_values
 
 
 def source(text: str, path: str = "src/some.py") -> Source:
@@ -44,6 +45,22 @@ def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None
     counts, missing = journeys(tmp_path)
     assert counts.endswith(": 2 files")
     assert missing == [f"CONTRIBUTING.md names {name}, which does not exist" for name in ("gone/b.py", "lost.py")]
+
+
+def test_a_journey_lists_the_files_that_decide_before_those_that_only_pass_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "src/prefect_tune/tuner/a.py": "def f(x):\n    return x or (1 if x else 2)\n",
+        "tasks/b.py": "def g(x): ...\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(journeys_of_values, "ROOT", tmp_path)
+    traced = [journeys_of_values.TracedFile(path, True, {1: "f"}) for path in reversed(files)]
+    drawn = journeys_of_values.draw_journey("metric", traced)
+    assert "```journey\nsearch             tuner/a.py\nonly passed on by  tasks/b.py\n```" in drawn
 
 
 def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not() -> None:
