@@ -19,10 +19,8 @@ from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointNotFound,
     InvalidInput,
-    JournalCorrupt,
     ResumeFailed,
     StoreRefused,
-    UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves
@@ -50,7 +48,7 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import Opening, current_owner, new_write_id, opened_journal
+from prefect_tune.journal_access import Opening, current_owner, failing_to_resume, new_write_id, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection
@@ -330,12 +328,12 @@ def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | Non
 
 @contextmanager
 def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[tuple[ObjectStore, ParallelMap]]:
-    with target.open(timeout=_LONG) as store, transfer_pool() as transfers:
-        try:
-            yield store, transfers
-        except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
-            where = f"experiment {request.experiment!r} at {target.uri}"
-            raise ResumeFailed(f"{where}: {error}. Nothing was started") from error
+    with (
+        target.open(timeout=_LONG) as store,
+        transfer_pool() as transfers,
+        failing_to_resume(target, request.experiment, StoreRefused),
+    ):
+        yield store, transfers
 
 
 def _state(store: ObjectStore, experiment: str, transfers: ParallelMap) -> Experiment:

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -180,10 +181,8 @@ def read_known(target: StorageTarget, experiment: str) -> Experiment:
     Raises:
         ResumeFailed: it cannot be read, and retries do not help.
     """
-    try:
-        return read_undamaged(target, experiment)
-    except StoreRefused as error:
-        raise _not_resumed(target, experiment, error) from error
+    with failing_to_resume(target, experiment, StoreRefused):
+        return read_journal(target, experiment)
 
 
 def read_undamaged(target: StorageTarget, experiment: str) -> Experiment:
@@ -193,14 +192,17 @@ def read_undamaged(target: StorageTarget, experiment: str) -> Experiment:
         ResumeFailed: it is damaged, or of an unknown version.
         StoreRefused: the target refuses access.
     """
-    try:
+    with failing_to_resume(target, experiment):
         return read_journal(target, experiment)
-    except (JournalCorrupt, UnknownVersion) as error:
-        raise _not_resumed(target, experiment, error) from error
 
 
-def _not_resumed(target: StorageTarget, experiment: str, why: TuneError) -> ResumeFailed:
-    return ResumeFailed(f"experiment {experiment!r} at {target.uri}: {why}. Nothing was started")
+@contextmanager
+def failing_to_resume(target: StorageTarget, experiment: str, *others: type[TuneError]) -> Iterator[None]:
+    """Raise `ResumeFailed` in place of the errors of a journal that cannot be read, and in place of these others."""
+    try:
+        yield
+    except (JournalCorrupt, UnknownVersion, *others) as error:
+        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started") from error
 
 
 # Open a journal: become its owner, adopt what the owner before it has saved, and show its attempts as dead.
