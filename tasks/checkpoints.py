@@ -195,13 +195,13 @@ class TasksOfAttempt:
     ) -> Save:
         return run_here(
             publish_checkpoint,
-            skip_prefect_introspection(self.spec.target),
-            skip_prefect_introspection(key),
+            self.spec.target,
+            key,
             directory,
-            skip_prefect_introspection(about),
-            skip_prefect_introspection(before),
+            about,
+            before,
             reverification=reverification,
-            parts=skip_prefect_introspection(parts),
+            parts=parts,
             timeout_seconds=self.spec.sync.sync_timeout_seconds,
         )
 

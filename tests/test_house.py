@@ -60,7 +60,7 @@ def test_a_journey_lists_the_files_that_decide_before_those_that_only_pass_on(
     monkeypatch.setattr(journeys_of_values, "ROOT", tmp_path)
     traced = [journeys_of_values.TracedFile(path, True, {1: "f"}) for path in reversed(files)]
     drawn = journeys_of_values.draw_journey("metric", traced)
-    assert "```journey\nsearch             tuner/a.py\nonly passed on by  tasks/b.py\n```" in drawn
+    assert "```journey\nsearch              tuner/a.py\nonly passed on by   tasks/b.py\n```" in drawn
 
 
 def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not() -> None:

@@ -20,7 +20,6 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -166,13 +165,13 @@ def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_
 
 
 def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> None:
-    def fails(_trial: Trial) -> None:
+    def fails(_trial: str, _trained_seconds: float) -> None:
         if search.driver._state.trial(TRIAL.trial).step:
             raise ZeroDivisionError
 
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search.driver._policy, "has_trained", fails)
+        patch.setattr(search.driver._policy, "note_training", fails)
         with pytest.raises(ZeroDivisionError):
             search.run()
     assert isinstance(search.error, ZeroDivisionError)

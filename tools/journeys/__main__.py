@@ -50,6 +50,7 @@ _PARTS: Mapping[str, str] = {
     "stores/": "target",
     "blocks/": "target",
     "tasks/": "tasks",
+    "storage_retries.py": "tasks",
     "flows/": "flow",
     "parameters/": "flow",
     "prefect_api/": "flow",
@@ -57,6 +58,7 @@ _PARTS: Mapping[str, str] = {
     "suspension.py": "flow",
     "trust.py": "flow",
     "monitoring/": "what is seen",
+    "arrow_tables.py": "what is seen",
     "notebook.py": "what is seen",
     "reporting/": "what is seen",
     "terminal/": "what is seen",
@@ -64,7 +66,7 @@ _PARTS: Mapping[str, str] = {
     "core/search_view.py": "what is seen",
     "core/": "values",
 }
-"""The part of the package by the beginning of a path; the longest that fits counts, `what is seen` if none does."""
+"""The part of the package by the beginning of a path: the longest that fits counts."""
 _PASSES_ON = "only passed on by"
 
 
@@ -128,7 +130,7 @@ def trace_journey(journey: str) -> list[TracedFile]:
 def part_of(name: str) -> str:
     """Return the part of the package to which a file belongs."""
     prefix = max((prefix for prefix in _PARTS if name.startswith(prefix)), key=len, default="")
-    return _PARTS.get(prefix, "what is seen")
+    return _PARTS.get(prefix, "others")
 
 
 def draw_journey(journey: str, files: Sequence[TracedFile]) -> str:

@@ -27,7 +27,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.resources import Machine, processes_on, resources_of, slots_on
 from prefect_tune.linux import cpu_count_here
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state, skip_prefect_introspection
+from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state
 from prefect_tune.tasks.trials import run_attempt, run_node
 
 _PATIENCE = timedelta(seconds=0.5)
@@ -172,10 +172,9 @@ def call_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, end
 
 
 def _call(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-    quote = skip_prefect_introspection
     try:
         with ending_waits(link.stop):
-            ended(error_in(run_to_state(task, quote(spec), quote(request), quote(link))))
+            ended(error_in(run_to_state(task, spec, request, link)))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         ended(error)
 

@@ -200,7 +200,8 @@ _create = getattr(task_engine, "_create_task_run_locally", None)
 def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
     """Run a synchronous task as `task(...)` does, in this thread; its task run begins with the state Running.
 
-    With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
+    With tags it begins with Pending: it may wait for a slot of their concurrency limits. No argument may hold a future
+    of Prefect's. Raises what the task raises.
     """
     return cast("_R", _run(task, "result", args, options))
 
@@ -221,6 +222,8 @@ def _run(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> object:
+    args = tuple(map(quote, args))  # else Prefect searches them for futures
+    options = {name: quote(value) for name, value in options.items()}
     parameters = get_call_parameters(task.fn, args, options)
     task_run = _create(task, parameters=parameters) if _create else None
     if task_run is None or task_run.tags:

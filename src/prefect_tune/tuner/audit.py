@@ -358,7 +358,7 @@ class _Derivation:
         if isinstance(event, Requeued):
             self._must_end = self._policy.why_end()  # an errored trial that is begun again counts no more
         if isinstance(event, TrialEvent):
-            self._policy.has_trained(now.trial(event.trial))
+            self._policy.note_training(event.trial, now.trial(event.trial).trained_seconds)
 
     def _finding(self, before: Experiment, event: Event) -> _Finding:
         if (policy := self._policy) is None:

@@ -162,8 +162,8 @@ class PendingEntry:
         if state.past_count > earlier.past_count:
             for past_event in state.trial(name).past[earlier.past_count - state.past_count :]:
                 self._policy.record(state.trial(name), past_event)
-        if isinstance(event, TrialEvent):
-            self._policy.has_trained(state.trial(event.trial))
+        if trial is not None and isinstance(event, TrialEvent):
+            self._policy.note_training(name, trial.trained_seconds)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` once every event so far is written."""

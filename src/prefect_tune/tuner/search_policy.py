@@ -100,11 +100,11 @@ class SearchPolicy:
             else:
                 self.record(trial, past_event)
         for trial in experiment.trials.values():
-            self.has_trained(trial)
+            self.note_training(trial.trial, trial.trained_seconds)
 
-    def has_trained(self, trial: Trial) -> None:
-        """Record the training time of a trial that has trained further."""
-        self._tally.trained(trial.trial, trial.trained_seconds)
+    def note_training(self, trial: str, trained_seconds: float) -> None:
+        """Record the training time of a trial, which may have trained further."""
+        self._tally.trained(trial, trained_seconds)
 
     def why_end(self) -> AnyReason | None:
         """Return why the stoppers end the experiment; None as long as they do not."""
