@@ -58,6 +58,7 @@ _PARTS: Mapping[str, str] = {
     "suspension.py": "flow",
     "trust.py": "flow",
     "monitoring/": "what is seen",
+    "results.py": "what is seen",
     "arrow_tables.py": "what is seen",
     "notebook.py": "what is seen",
     "reporting/": "what is seen",
