@@ -9,7 +9,9 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import task_values
-from prefect_tune.core.journal.journal import load
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.journal_access import read_journal
 from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
@@ -21,13 +23,13 @@ NEWEST_ONLY = pt.Retention(last=1)
 def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
     """After each read of the journal by a restore, the owner saves a step and deletes the earlier ones."""
 
-    def meanwhile(*journal: Any, **options: Any) -> Any:
-        found = load(*journal, **options)
+    def meanwhile(target: StorageTarget, experiment: str) -> Experiment:
+        found = read_journal(target, experiment)
         if steps:
             caller.save(steps.pop(0), retention=NEWEST_ONLY)
         return found
 
-    caller.patch.setattr(checkpoints, "load", meanwhile)
+    caller.patch.setattr(checkpoints, "read_journal", meanwhile)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
