@@ -199,9 +199,10 @@ def read_undamaged(target: StorageTarget, experiment: str) -> Experiment:
 @contextmanager
 def failing_to_resume(target: StorageTarget, experiment: str, *others: type[TuneError]) -> Iterator[None]:
     """Raise `ResumeFailed` in place of the errors of a journal that cannot be read, and in place of these others."""
+    unreadable: tuple[type[TuneError], ...] = (JournalCorrupt, UnknownVersion, *others)
     try:
         yield
-    except (JournalCorrupt, UnknownVersion, *others) as error:
+    except unreadable as error:
         raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started") from error
 
 
