@@ -20,6 +20,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import (
     AttemptEnded,
