@@ -242,6 +242,31 @@ def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
     assert over == AttemptExited("00000")
 
 
+def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_attempt_follows_the_last(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = FarMachines()
+    executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
+    executor.start(plan_at(target), attempt_request())
+    attempt.starts()
+    for step in range(1, 450):
+        attempt.writes(Reported(trial=TRIAL, report=StepReport(step=step, metrics={})))
+    machines.end(TRIAL)
+    read = PosixStore.read
+
+    def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        counted = vars(store)
+        counted["post_count"] = counted.get("post_count", 0) + ("/outbox/" in path)
+        if counted["post_count"] > 300:
+            raise StoreUnavailable("not done in time")
+        return read(store, path, offset=offset, length=length)
+
+    monkeypatch.setattr(PosixStore, "read", read_until_deadline)
+    messages = [message for _ in range(4) for message in executor.poll(NOW)]
+    assert [each.number for each in messages[:-1] if isinstance(each, PostReceived)] == list(range(1, 451))
+    assert messages[-1] == AttemptExited(TRIAL)
+
+
 def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
     target: LocalTarget, executor: RemoteExecutor
 ) -> None:

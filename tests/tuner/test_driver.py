@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import storage_retries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import StoreUnavailable, Superseded
+from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, newest_checkpoint
 from prefect_tune.core.journal.journal import append_as_guest
 from prefect_tune.core.journal_events import (
@@ -35,8 +36,10 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, read_experiment
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.searches import planned_search
 from tests.fakes.searches.instant_executor import InstantExecutor
@@ -169,6 +172,38 @@ def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(ta
         PlannedSearch(target, executor=PostingExecutor(act, survives_search=True)).run(num_samples=1).trials.values()
     )
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 1, 1)
+
+
+def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_that_are_kept(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
+    first = PostingExecutor(RemoteAttempt.starts, survives_search=True)
+    run_killed(target, first)
+    (left,) = first.attempts
+    for step in range(1, 451):
+        left.posts(Reported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
+    read = PosixStore.read
+
+    def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        counted = vars(store)
+        counted["post_count"] = counted.get("post_count", 0) + ("/outbox/" in path)
+        if counted["post_count"] > 300:
+            raise DeadlineExceeded(f"read of {path}: not done in time")
+        return read(store, path, offset=offset, length=length)
+
+    def act(attempt: RemoteAttempt) -> None:
+        assert (attempt.request.trial.phase, attempt.request.trial.step) == (Phase.RUNNING, 450)
+        left.posts(Finished(trial=left.trial, reason="done"))
+        attempt.exits()
+
+    monkeypatch.setattr(PosixStore, "read", read_until_deadline)
+    monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
+    search = PlannedSearch(target, executor=PostingExecutor(act, survives_search=True))
+    (trial,) = search.run(num_samples=1).trials.values()
+    assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 450, 1)
+    entries = {number for number, event in events_in(target) if isinstance(event, Received)}
+    assert len(entries) >= 3, "a part is journaled before the next one is read"
 
 
 def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(target: LocalTarget) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +33,7 @@ from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
+from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 from tests.fakes.trial_processes import until
@@ -233,10 +234,9 @@ def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
     assert acts == ["delete", "start"]
 
 
-def test_all_posts_that_wait_are_deleted_with_one_opening_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     openings, may_open, open_target = list[timedelta](), threading.Event(), LocalTarget.open
+    requests, delete = list[Sequence[str]](), PosixStore.delete
 
     @contextmanager
     def open_counted(target: LocalTarget, *, timeout: timedelta) -> Iterator[ObjectStore]:
@@ -245,7 +245,12 @@ def test_all_posts_that_wait_are_deleted_with_one_opening_of_the_target(
         with open_target(target, timeout=timeout) as store:
             yield store
 
+    def delete_counted(store: PosixStore, paths: Sequence[str]) -> None:
+        requests.append(paths)
+        delete(store, paths)
+
     monkeypatch.setattr(LocalTarget, "open", open_counted)
+    monkeypatch.setattr(PosixStore, "delete", delete_counted)
     key = TrialKey(experiment="e", generation=1, trial="00000")
     posts = [tmp_path / key.outbox_path(1, number) for number in range(2, 10)]
     posts[0].parent.mkdir(parents=True)
@@ -257,4 +262,4 @@ def test_all_posts_that_wait_are_deleted_with_one_opening_of_the_target(
     may_open.set()
     until(lambda: not any(each.exists() for each in posts), seconds=60, what=lambda: "the deletion of all posts")
     janitor.close()
-    assert len(openings) == 1
+    assert (len(openings), len(requests)) == (1, 1)

@@ -40,7 +40,7 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal.outbox import Post, read_posts
+from prefect_tune.core.journal.outbox import POSTS_AT_ONCE, Post, read_posts
 from prefect_tune.core.journal_events import Owner, Reported, Started
 from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, answer, read_answer, take_back
@@ -463,5 +463,5 @@ def _read_new_posts(
         except (JournalCorrupt, UnknownVersion) as unreadable:
             attempt.damage = unreadable
         attempt.read += len(posts)
-        attempt.unread_since = None
+        attempt.unread_since = time.monotonic() if len(posts) == POSTS_AT_ONCE else None  # there may be more of them
     return posts

@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import assert_never
 
 from prefect_tune.attempt.attempt import CurveReader, next_start
@@ -25,7 +27,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, clonable_checkpoint, clone_for, is_live
-from prefect_tune.core.journal.outbox import ClosedOutbox, close_outbox, read_posts
+from prefect_tune.core.journal.outbox import POSTS_AT_ONCE, ClosedOutbox, Post, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
     AttemptEvent,
     Cause,
@@ -59,6 +61,7 @@ from prefect_tune.journal_access import JournalWriter, begin_run_clock, new_writ
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions, FailureHandler
 from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
@@ -452,8 +455,7 @@ class Driver:
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
         errored = {each.trial for each in self._state.trials.values() if each.phase is Phase.ERRORED}
-        for trial in self._unended():
-            self._receive_posts(trial)  # a trial that ended unnoticed may have to be extended too
+        self._receive_posts(list(self._unended().values()))  # a trial that ended unnoticed may have to be extended too
         self._requeue()
         for trial in self._unended():
             if self._limits.options.reruns_errored == "only" and trial not in errored:
@@ -462,17 +464,36 @@ class Driver:
         # So that an attempt found again gets a stop as an answer, and is not finished.
         self._pending_entry.write(may_wait=True)
 
-    def _receive_posts(self, name: str) -> None:
-        """Receive what the trial's attempt has posted since the last search read its outbox."""
-        trial, folder = self._state.trial(name), self._state.trial_key(name)
-        if (outbox := trial.outbox) is not None:
+    def _receive_posts(self, trials: Sequence[Trial]) -> None:
+        """Receive what attempts have posted since the last search read their outboxes: a part of each at a time.
+
+        They may have posted for days, more than can be read before a deadline; so each part is journaled.
+        """
+
+        def read_part(trial: Trial, context: Context) -> Sequence[Post] | None:
+            """Return the next posts of a trial from its open outbox, which is its last; None if one cannot be read."""
+            folder, outbox = self._state.trial_key(trial.trial), trial.outbox_count
+            read = partial(read_posts, trial=folder, outbox=outbox, after=trial.post)
             try:
-                posts = on_target(self._target, lambda store: read_posts(store, folder, outbox, trial.post), _TIMEOUT)
+                return context.run(on_target, self._target, read, _TIMEOUT)
             except (JournalCorrupt, UnknownVersion):
-                self._close_outbox(name)
-                return
-            for number, post in enumerate(posts, trial.post + 1):
-                self._receive_post(name, number, post.events)
+                return None
+
+        while trials := [trial for trial in trials if trial.outbox is not None]:
+            with transfer_pool() as transfers:
+                parts = list(transfers(lambda call: read_part(*call), [(each, copy_context()) for each in trials]))
+            unread: list[str] = []
+            for trial, posts in zip(trials, parts, strict=True):
+                if posts is None:
+                    self._close_outbox(trial.trial)
+                    continue
+                for number, post in enumerate(posts, trial.post + 1):
+                    self._receive_post(trial.trial, number, post.events)
+                if len(posts) == POSTS_AT_ONCE:
+                    unread.append(trial.trial)
+            if unread:
+                self._pending_entry.write(may_wait=False)
+            trials = [self._state.trial(name) for name in unread]
 
     def _unended(self) -> Mapping[str, Trial]:
         """The trials that continue, without those that the scheduler holds paused."""

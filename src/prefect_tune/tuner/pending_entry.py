@@ -59,9 +59,10 @@ class Janitor:
         if self._posts.empty():
             return
         with self._target.open(timeout=READ_TIMEOUT) as store:  # without retries: maintenance finds what is left
+            posts: list[tuple[TrialKey, int, int]] = []
             while not self._posts.empty():
-                key, outbox, number = self._posts.get()
-                delete_posts(store, key, outbox, number, number)
+                posts.append(self._posts.get())
+            delete_posts(store, posts)
 
     def delete_checkpoints(self, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired in `trial`."""

@@ -316,7 +316,7 @@ MUTANTS: Mapping[str, Mutant] = {
         {
             Search.receive: {
                 "events: list[Event] = []": "events = []; "
-                "delete_posts(self.store, key, outbox, 2, trial.post + len(posts))"
+                "delete_posts(self.store, [(key, outbox, n) for n in range(2, trial.post + len(posts) + 1)])"
             }
         },
     ),

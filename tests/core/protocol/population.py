@@ -293,7 +293,8 @@ class Search:
         if not events:
             return []
         self.append(*events)
-        retried(lambda: delete_posts(self.store, key, outbox, trial.post + 1, trial.post + len(posts)))
+        received = [(key, outbox, number) for number, _ in enumerate(posts, trial.post + 1)]
+        retried(lambda: delete_posts(self.store, received))
         refs = {ref.sequence: ref for ref in trial.checkpoints}
         refs |= {e.checkpoint.sequence: e.checkpoint for post in posts for e in post.events if isinstance(e, Committed)}
         now = self.trial(name)

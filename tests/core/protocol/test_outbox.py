@@ -91,7 +91,7 @@ class World:
                 posts = read_posts(store, TRIAL, 1, received)
             events = events_of(posts, received, closes=closes)
             state = _repeated(lambda: append(store, state, events, stamp(f"{name}-in")))
-            delete_posts(store, TRIAL, 1, received + 1, state.trial("t").post)
+            delete_posts(store, [(TRIAL, 1, number) for number in range(received + 1, state.trial("t").post + 1)])
 
     def require_kept(self) -> Experiment:
         """Check, after a last owner has closed the outbox, that each acknowledged post is journaled once, in order."""
@@ -274,3 +274,17 @@ def test_the_posts_before_a_damaged_one_are_received_and_the_attempt_is_fenced_o
     with pytest.raises(Superseded, match="the owner has ended this attempt"):
         write_post(world.store, TRIAL, 1, 5, Post(write_id="w", at="now", events=(reported(5),)))
     assert close_outbox(world.store, TRIAL, 1, 0, "another", stamp("other")) == closed
+
+
+def test_what_was_posted_for_days_after_a_damaged_post_is_not_read_to_end_an_outbox() -> None:
+    world = World()
+    world.attempt(world.store, 300)
+    world.store.objects[TRIAL.outbox_path(1, 3)] = b"damaged"
+    before = world.store.operations["read"]
+    closed = close_outbox(world.store, TRIAL, 1, 0, "the owner", stamp("end"))
+    assert (len(closed.posts), closed.damage != "") == (2, True)
+    assert world.store.operations["read"] - before < 9
+    assert close_outbox(world.store, TRIAL, 1, 0, "another", stamp("other")) == closed
+    assert TRIAL.outbox_path(1, 302) not in world.store.objects, "a second end would let the first one be deleted"
+    with pytest.raises(Superseded, match="the owner has ended this attempt"):
+        write_post(world.store, TRIAL, 1, 301, Post(write_id="w", at="now", events=(reported(301),)))

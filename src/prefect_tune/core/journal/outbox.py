@@ -20,7 +20,7 @@ Never: a post deleted before the entry that holds its events is durable; an outb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -37,6 +37,8 @@ from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_o
 from prefect_tune.core.values import Stamp
 
 _RACES = 16
+POSTS_AT_ONCE = 200
+"""How many posts are read at once: some seconds on an object store, long before the deadline of any reader."""
 
 
 class Post(Document):
@@ -87,9 +89,16 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 
 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
-    """Return the posts after number `after`, up to the first free number or the end. Raises as `read_post`."""
+    """Return the posts after number `after`, up to the first free number or the end, `POSTS_AT_ONCE` at most.
+
+    If it returns that many, there may be more: an attempt that outlives its search may have posted for days. Raises as
+    `read_post`.
+    """
     posts: list[Post] = []
-    while (post := read_post(store, trial, outbox, after + len(posts) + 1)) is not None and not post.closed_by:
+    while len(posts) < POSTS_AT_ONCE:
+        post = read_post(store, trial, outbox, after + len(posts) + 1)
+        if post is None or post.closed_by:
+            break
         posts.append(post)
     return posts
 
@@ -113,13 +122,16 @@ def close_outbox(
         StoreUnavailable: posts were added 16 times meanwhile, or the target cannot be reached.
     """
     end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
+    folder = trial.outbox_path(outbox, 1).rpartition("/")[0]
     posts: list[Post] = []
     damage, number, races = "", after + 1, 0
     while races < _RACES:
         try:
             post = read_post(store, trial, outbox, number)
         except (JournalCorrupt, UnknownVersion) as unreadable:
-            damage, number = damage or str(unreadable), number + 1
+            damage = damage or str(unreadable)
+            # What was posted after it does not count: only the last one is looked at, which may be the end.
+            number = max(number + 1, *(number_in(folder, listed.path) or 0 for listed in store.list(folder)))
             continue
         if post is not None and not post.closed_by:
             posts += [] if damage else [post]
@@ -133,9 +145,9 @@ def close_outbox(
     raise StoreUnavailable(f"{trial.folder}: posts were added {_RACES} times while the outbox was closed; try again")
 
 
-def delete_posts(store: ObjectStore, trial: TrialKey, outbox: int, first: int, last: int) -> None:
-    """Delete the posts from number `first` to `last`, whose events the journal has, but never post 1."""
-    store.delete([trial.outbox_path(outbox, number) for number in range(max(2, first), last + 1)])
+def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]]) -> None:
+    """Delete posts (trial, outbox, number) whose events the journal has, but never the first one of an outbox."""
+    store.delete([trial.outbox_path(outbox, number) for trial, outbox, number in posts if number > 1])
 
 
 def received_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[Listed]:
