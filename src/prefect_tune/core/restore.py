@@ -243,9 +243,7 @@ def _find_save(
     damaged: list[Quarantined] = []
     folder = experiment.trial_key(trial.trial)
     keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-    unsettled = [
-        key for key in keys if key and key.sequence >= trial.settled_from and is_acceptable(trial, key.sequence)
-    ]
+    unsettled = [key for key in keys if key and is_acceptable(trial, key.sequence)]
     for key in sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True):
         if damaged and damaged[-1].sequence == key.sequence:
             continue  # the journal names checkpoints by sequence, and this one is quarantined already

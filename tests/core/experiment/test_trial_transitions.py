@@ -227,6 +227,7 @@ def test_no_step_is_counted_twice(step: int) -> None:
         pytest.param(6, {}, id="older than a live one"),
         pytest.param(8, {"quarantined": (8,)}, id="quarantined"),
         pytest.param(8, {"collected_up_to": 9}, id="begun before the last retirement"),
+        pytest.param(8, {"settled_from": 9}, id="of an earlier attempt"),
     ],
 )
 def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:

@@ -355,10 +355,10 @@ def is_acceptable(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
     Not if it began before the last retirement: blobs that it reused may have been deleted since. Not if its
-    sequence is at most that of a checkpoint in the journal: the trial has continued without it.
+    sequence is that of an earlier checkpoint in the journal, or of an earlier attempt: the trial went on without it.
     """
     known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
-    return sequence > known and sequence >= trial.collected_up_to
+    return sequence > known and sequence >= max(trial.settled_from, trial.collected_up_to)
 
 
 # ------------------------------------------------------------------------------------------------------- transitions
@@ -647,7 +647,7 @@ def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
         raise IllegalTransition(
             f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}, "
             f"which is not after its checkpoints {[each.sequence for each in trial.checkpoints]}, those quarantined "
-            f"{list(trial.quarantined)} and the last retirement ({trial.collected_up_to})"
+            f"{list(trial.quarantined)}, retirements ({trial.collected_up_to}), earlier attempts ({trial.settled_from})"
         )
     # The supervisor of the save may not know of the last limits.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
