@@ -509,7 +509,7 @@ class ArtifactMirror:
         Only what this mirror has sent or received is deleted. Left out are excluded files and empty folders, files that
         vanish before they are read, and what the result names: links that lead out of the directory or to folders,
         entries that are neither a file nor a folder or cannot be read, names that not every target takes, and
-        `NEVER_ARTIFACTS`.
+        `NEVER_ARTIFACTS`. What the result names stays on the target as it was, and so does what is below it.
 
         Raises:
             InvalidInput: the directory does not exist.
@@ -521,7 +521,7 @@ class ArtifactMirror:
         settled_ns = time.time_ns() - _TICK_NS
         local = dict(_scan(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
-        if deleted := sorted(mirrored.keys() - local.keys()):
+        if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_left_out(path, left_out)):
             store.delete([_key(folder, path) for path in deleted])  # before a file takes the name of a folder
             for path in deleted:
                 del mirrored[path]
@@ -589,6 +589,12 @@ class ArtifactMirror:
         if local.is_dir():
             raise InvalidInput(f"{local}: expected a local file, found a folder: remove it")
         return local
+
+
+def _is_left_out(path: str, left_out: Mapping[str, str]) -> bool:
+    """Whether a file, one of its folders or the whole directory is left out: then it may still be there."""
+    names = path.split("/")
+    return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
 
 def _key(folder: str, path: str) -> str:

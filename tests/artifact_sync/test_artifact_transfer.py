@@ -240,6 +240,27 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
     assert fetched(bucket, tmp_path) == {**FILES, "new": b"new"}
 
 
+@pytest.mark.parametrize("unreadable", ["plots", ""], ids=["a folder", "the directory"])
+def test_files_of_a_folder_that_cannot_be_listed_stay_on_the_target(
+    unreadable: str, bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, original = ArtifactMirror(local), os.scandir
+    mirror.send(bucket, REMOTE, ())
+
+    def scandir_unless_broken(path: Path) -> Any:
+        if Path(path) == local / unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "scandir", scandir_unless_broken)
+        assert mirror.send(bucket, REMOTE, ()) == {unreadable: "it cannot be read: Input/output error"}
+    assert fetched(bucket, tmp_path) == FILES
+    shutil.rmtree(local / "plots")
+    mirror.send(bucket, REMOTE, ())
+    assert fetched(bucket, tmp_path) == files_in(local)
+
+
 def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
