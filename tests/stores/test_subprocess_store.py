@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -103,6 +104,20 @@ def test_a_child_that_dies_is_unavailable_and_the_next_call_has_a_new_one(tmp_pa
         with pytest.raises(StoreUnavailable, match="exit code -9"):
             store.put("die", b"")
         assert store.read("pid") != first
+
+
+def test_a_machine_without_another_process_is_unavailable_and_the_next_call_has_a_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with _moody(tmp_path, children_max=1) as store:
+        with monkeypatch.context() as full:
+            full.setattr(subprocess, "Popen", refuse)
+            with pytest.raises(StoreUnavailable, match="create of 'a': its child process cannot be started"):
+                store.create("a", b"1")
+        store.create("a", b"1")
 
 
 @pytest.mark.parametrize(("name", "survives"), [("die", False), ("then-die", True)])

@@ -132,7 +132,10 @@ class IsolatedStore:
                 if self._is_closed:
                     raise StoreUnavailable(f"{operation}: the store was closed")
                 is_new = not self._idle
-                child = _Child(self._deadline) if is_new else self._idle.pop()
+                try:
+                    child = _Child(self._deadline) if is_new else self._idle.pop()
+                except OSError as error:  # this machine has no more processes, files or memory
+                    raise StoreUnavailable(f"{operation}: its child process cannot be started: {error}") from error
                 if is_new:
                     self._children = [*(each for each in self._children if each.is_alive), child]
             if is_new:
