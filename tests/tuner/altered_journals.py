@@ -10,6 +10,7 @@ from typing import Any
 from prefect_tune.core.journal.journal import decode_entry
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    Cloned,
     Decided,
     Entry,
     Event,
@@ -72,6 +73,9 @@ def _changes(event: Event, trials: Sequence[str], running: set[str]) -> Iterator
             yield "end", {"reason": _alter_reason(event.reason)}
             others = [other for other in FinishKind if other is not kind]
             yield from (("kind of end", {"kind": other}) for other in others)
+        case Cloned(config=config, source=source):
+            yield "configuration of a clone", {"config": {**(config or {}), "lr": 7.0}}
+            yield "source of a clone", {"source": next(each for each in trials if each not in (event.trial, source))}
         case StopAsked(request=None):
             yield event.type, {"reason": _alter_reason(event.reason)}
         case _:

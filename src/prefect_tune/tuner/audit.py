@@ -28,6 +28,7 @@ from prefect_tune.core.journal_events import (
     Adopted,
     Answered,
     AttemptEnded,
+    Cloned,
     Configured,
     Decided,
     Deletion,
@@ -376,6 +377,8 @@ class _Derivation:
                 return self._reported(policy, trial, event, plan)
             case Resumed() if trial is not None:
                 return self._resumed(policy, trial, event, plan)
+            case Cloned() if trial is not None:
+                return _clone_of(trial, event)
             case Finished() if trial is not None and trial.phase is not Phase.RUNNING:
                 return self._finished(before, policy, trial, plan)
             case Started() | AttemptEnded() | Paused() | Finished() | GaveUp():
@@ -496,6 +499,20 @@ def _comparable_json(event: Event) -> Mapping[str, object]:
         if isinstance(holder, dict) and isinstance(holder.get("reason"), str):
             holder["reason"] = ""
     return fields
+
+
+def _clone_of(trial: Trial, event: Cloned) -> _Finding:
+    """Return the clone that carries out the exploit of a trial: of the decided source, or of itself if that has none.
+
+    A person may have a trial go back to a checkpoint of its own, with its own configuration.
+    """
+    if event.source == trial.trial and event.config is None:
+        return None
+    if (exploit := trial.exploits) is None:
+        return _Expected((), "no clone: the trial is to exploit no other")
+    source = trial.trial if event.source == trial.trial else exploit.source
+    changes = {"source": source, "config": exploit.config, "reason": exploit.reason}
+    return _Expected([event.model_copy(update=changes)])
 
 
 def _conclude_proposals(policy: SearchPolicy, plan: _AuditPlan) -> None:
