@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from zipfile import ZipFile
 
 import boto3
 import pytest
@@ -57,7 +56,7 @@ NOT_RUN = {
     "pip install '.[server]'": "installed here; tests/test_packaging.py installs what is built",
     "pip install 'prefect-tune[server]'": "not released yet; tests/test_packaging.py installs what is built",
     'dask worker tcp://scheduler:8786 --nthreads 4 --resources "GPU=4" --preload prefect_tune.tasks': (
-        "needs a Dask scheduler on a machine of that name; tests/test_recipes.py lets Dask parse it"
+        "needs a Dask scheduler on a machine of that name; tools/repository_checks.py lets Dask parse it"
     ),
 }
 """The lines of Bash that are left out when a page is run, and why."""
@@ -72,21 +71,21 @@ TESTED_ELSEWHERE = {
     (README, "text"): "below",
     (OWN_FLOWS, "text"): "below",
     (DRILL, "text"): "below",
-    (DEPLOYMENTS, "toml"): "below",
     (DEPLOYMENTS, "json"): "tests/deploy/test_deployment_parameters.py",
     (INTEGRATIONS, "python"): "of the examples, which tests/integrations runs",
     (MANY_PROCESSES, "python"): "of the examples, which tests/integrations runs",
     (TESTING, "python"): "below",
     (TRUST, "text"): "tests/flows/searching/test_trust.py",
-    (OBJECT_STORES, "json"): "tests/test_recipes.py",
-    (KUBERNETES, "yaml"): "tests/test_recipes.py",
-    (RECIPES / "spot-instances.md", "python"): "tests/test_recipes.py",
-    (RECIPES / "spot-instances.md", "yaml"): "tests/test_recipes.py",
-    (RECIPES / "dask.md", "python"): "tests/test_recipes.py",
-    (RECIPES / "ray.md", "python"): "tests/test_recipes.py",
+    (OBJECT_STORES, "json"): "tools/repository_checks.py",
+    (KUBERNETES, "yaml"): "tools/repository_checks.py",
+    (RECIPES / "spot-instances.md", "python"): "tools/repository_checks.py",
+    (RECIPES / "spot-instances.md", "yaml"): "tools/repository_checks.py",
+    (RECIPES / "dask.md", "python"): "below",
+    (RECIPES / "ray.md", "python"): "below",
 }
 UNTESTED = {
     (START, "text"): "what a command prints",
+    (DEPLOYMENTS, "toml"): "a project of setuptools",
     (MANY_PROCESSES, "text"): "two drawings, and what a command prints",
     (SCHEDULERS, "text"): "three lines for PyTorch, which the lock does not hold",
     (FROM_RAY_TUNE, "text"): "code for Ray Tune, which the lock does not hold",
@@ -250,6 +249,25 @@ CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_recipe_for_dask_works_as_a_script_that_its_processes_import_again(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(the_block(RECIPES / "dask.md", "python").code)
+    done = run_blocks([Block("bash", "python script.py")], tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_the_recipe_for_ray_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
+    code = [block for block in blocks_of(RECIPES / "ray.md") if block.language == "python"]
+    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
 def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     for block in blocks_of(TESTING):
         (tmp_path / str(block.file)).write_text(block.code)
@@ -258,18 +276,6 @@ def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "Starting a Prefect server" not in done.stdout + done.stderr
-
-
-@pytest.mark.long
-def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(the_block(DEPLOYMENTS, "toml").code)
-    (tmp_path / "my_project").mkdir()
-    (tmp_path / "my_project" / "train.py").touch()
-    # As `pip install -e .` would, but from what is installed here, and not into it.
-    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "."]
-    subprocess.run([sys.executable, *build], cwd=tmp_path, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert "my_project/train.py" in ZipFile(wheel).namelist()
 
 
 def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_path: Path) -> None:

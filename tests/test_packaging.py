@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from collections.abc import Sequence
 from importlib import import_module
@@ -18,11 +16,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import prefect_tune
+from tools.repository_checks import PYPROJECT, ROOMS, ROOT, module_files
 
-ROOT = Path(__file__).resolve().parent.parent
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-ROOMS = ("src/prefect_tune", "blocks", "tasks", "flows")
 HEAVY = {
     "prefect",
     "pyarrow",
@@ -36,18 +31,6 @@ HEAVY = {
 }
 
 
-def module_files() -> set[PurePosixPath]:
-    """Every file that belongs into an installation, by its path there."""
-    found = set()
-    for room in ROOMS:
-        package = PurePosixPath("prefect_tune") / PurePosixPath(room).relative_to(
-            "src/prefect_tune" if room.startswith("src") else "."
-        )
-        paths = [*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("py.typed")]
-        found |= {package / path.relative_to(ROOT / room).as_posix() for path in paths}
-    return found
-
-
 def python(code: str, *, cwd: Path, **environment: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -58,21 +41,6 @@ def python(code: str, *, cwd: Path, **environment: str) -> str:
         text=True,
         timeout=60,
     ).stdout
-
-
-def test_every_folder_with_modules_is_a_listed_package() -> None:
-    packages = {str(path.parent).replace("/", ".") for path in module_files()}
-    assert packages == set(SETUPTOOLS["packages"])
-
-
-@pytest.mark.long
-def test_the_rooms_are_found_from_any_directory_and_a_users_own_do_not_shadow_them(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "flows").mkdir()
-    (tmp_path / "flows" / "__init__.py").write_text("raise ImportError('the bare name was imported')")
-    code = "import prefect_tune.blocks, prefect_tune.flows; print(prefect_tune.flows.__file__)"
-    assert Path(python(code, cwd=tmp_path).strip()).parent.name == "flows"
 
 
 def test_the_entry_points_lead_somewhere() -> None:
@@ -114,12 +82,6 @@ def test_every_public_name_is_there(name: str) -> None:
     assert getattr(prefect_tune, name) is not None
 
 
-def test_every_error_is_a_public_name() -> None:
-    errors = import_module("prefect_tune.core.errors")
-    raised = {name for name, each in vars(errors).items() if isinstance(each, type)}
-    assert raised <= set(prefect_tune.__all__)
-
-
 def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
     with pytest.raises(AttributeError, match="Chekpoint"):
         prefect_tune.Chekpoint  # noqa: B018  reading it is the test
@@ -130,20 +92,6 @@ def test_the_flow_is_public_and_its_module_keeps_its_dotted_path() -> None:
     module = import_module("prefect_tune.flows.durable_trainable")
     assert import_module("prefect_tune.flows").durable_trainable is module
     assert module.durable_trainable is flow
-
-
-@pytest.mark.parametrize("lock", ["demo.txt", "dev.txt"])
-def test_a_lock_names_exact_versions_and_hashes_and_no_address(lock: str) -> None:
-    requirement = re.compile(r"[a-z0-9.-]+==\S+( ; [^\\]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
-    assert requirement.sub("", (ROOT / "requirements" / lock).read_text()) == ""
-
-
-def test_the_lock_of_the_demo_is_part_of_the_lock_of_the_tests() -> None:
-    demo, dev = (
-        set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
-        for name in ("demo.txt", "dev.txt")
-    )
-    assert demo <= dev
 
 
 @pytest.fixture(scope="module")
@@ -204,44 +152,3 @@ def test_a_plain_installation_is_whole_and_does_not_need_the_repository(distribu
     code = "import prefect_tune.flows as f, prefect_tune.core.errors as e; print(f.__file__, e.__file__)"
     for path in python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split():
         assert Path(path).is_relative_to(tmp_path / "site")
-
-
-def test_no_module_has_the_name_of_something_public() -> None:
-    """Importing it would put the module in the place of the name."""
-    import prefect_tune as pt
-
-    folder = Path(pt.__file__).parent
-    modules = {each.stem for each in folder.iterdir() if each.suffix == ".py" or each.is_dir()}
-    assert not modules & set(pt.__all__)
-
-
-# What an extra's package brings itself, and the names of packages that are not those of their modules.
-_BROUGHT = {"keras": {"numpy"}, "lightning": {"torch"}, "scikit-learn": {"numpy"}}
-_MODULES = {"scikit-learn": "sklearn", "mlflow-skinny": "mlflow"}
-_MISSING = re.compile(r"""missing\(error, "(\w+)"((?:, "\w+")*)\)""")
-_REQUIRED = re.compile(r"""require_package\("(\w+)", "(\w+)\"""")
-
-
-def _brings(extra: str) -> set[str]:
-    """The modules that an extra installs, as far as `pyproject.toml` and `_BROUGHT` say."""
-    found: set[str] = set()
-    for requirement in PYPROJECT["project"]["optional-dependencies"][extra]:
-        name = re.split(r"[\[<>=]", requirement)[0]
-        if name == "prefect-tune":
-            found.update(*(_brings(each) for each in requirement.partition("[")[2].rstrip("]").split(",")))
-        else:
-            found |= {_MODULES.get(name, name), *_BROUGHT.get(name, ())}
-    return found
-
-
-def test_an_error_of_a_missing_package_names_an_extra_that_brings_it() -> None:
-    source = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-    asked = [(extra, re.findall(r"\w+", modules) or [extra]) for extra, modules in _MISSING.findall(source)]
-    asked += [(extra, [module]) for module, extra in _REQUIRED.findall(source)]
-    asked += [(name.removeprefix("prefect-"), [name]) for name in re.findall(r'NamedBlocks\("([\w-]+)"', source)]
-    assert len(asked) == 8 + 3 + 3
-    assert {extra: set(modules) - _brings(extra) for extra, modules in asked if set(modules) - _brings(extra)} == {}
-    written = {each for names in re.findall(r"prefect-tune\[([a-z,]+)\]", source) for each in names.split(",")}
-    assert written - PYPROJECT["project"]["optional-dependencies"].keys() == set()
-    # What no extra brings may be named alone.
-    assert set(re.findall(r"pip install ([a-z][\w-]*)", source)) == {"scipy"}

@@ -1,7 +1,7 @@
 """Check what the pages of the documentation say of the code: names, options, files, examples, tests.
 
 Prints one line per claim that is not true; exits with 1 if there is one. What a page's code does is tested by
-`tests/test_docs.py`.
+`tests/test_docs.py`. In the same process run the checks of `tools/repository_checks.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from prefect_tune.deploy.automations import shipped
 from prefect_tune.registry import BUILT_IN
 from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.pages import PAGES, ROOT, blocks_of
+from tools import repository_checks
 from tools.docs_site import public_names
 
 DOCS = ROOT / "docs"
@@ -191,7 +192,7 @@ def _tests_in(path: Path) -> frozenset[str]:
 
 def main() -> int:
     """Return the exit code."""
-    checks = (names_on_pages, complete_lists, schedulers, shown_code, docstrings, parity)
+    checks = (names_on_pages, complete_lists, schedulers, shown_code, docstrings, parity, *repository_checks.CHECKS)
     complaints = [complaint for check in checks for complaint in check()]
     print(*complaints, sep="\n", end="\n" if complaints else "")
     print(f"pages: {len(PAGES)} pages; {len(complaints)} claims that are not true")

@@ -124,16 +124,6 @@ def test_a_saved_sync_config_keeps_its_target() -> None:
     assert target_reference(loaded.upload_dir) == "s3-target/within"
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_a_sync_config_can_be_saved_with_a_target_that_is_not() -> None:
-    config = SyncConfig(upload_dir=S3.model_copy())
-    save(config, "inline")
-    loaded = load(SyncConfig, "inline")
-    assert isinstance(loaded.upload_dir, S3Target)
-    assert list(loaded.upload_dir.secret_values()) == [SECRET]
-
-
 @pytest.mark.usefixtures("prefect_server")
 def test_a_slug_is_resolved_within_a_running_event_loop_too() -> None:
     @prefect.flow
@@ -158,36 +148,6 @@ def test_a_saved_block_of_another_age_says_what_does_not_fit() -> None:
         client.update_block_document(client.read_block_document_by_name("aged", "local-target").id, changed)
     with pytest.raises(InvalidInput, match=r"the saved block is not valid.*no field 'folder'"):
         resolve_target("local-target/aged")
-
-
-@pytest.mark.long
-def test_a_server_that_does_not_answer_is_no_missing_block() -> None:
-    code = (
-        "from prefect_tune.blocks import resolve_target\n"
-        "from prefect_tune.core.errors import StoreUnavailable\n"
-        "try: resolve_target('s3-target/prod')\n"
-        "except StoreUnavailable as error: print('unavailable:', error)\n"
-    )
-    environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_CLIENT_MAX_RETRIES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(
-        "unavailable: 's3-target/prod': the Prefect server at http://127.0.0.1:9/api, which"
-    ), done.stderr
-
-
-@pytest.mark.long
-def test_the_command_registers_every_block_with_a_remote_server(prefect_server: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_tune.blocks"],
-        env={**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"Successfully registered {len(KINDS)} blocks" in done.stdout
-    for kind in KINDS:
-        assert kind.get_block_type_name() in done.stdout
 
 
 @pytest.mark.long

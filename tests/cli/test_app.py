@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.main import get_command
 
 import prefect_tune as pt
@@ -22,7 +21,6 @@ from prefect_tune.drills.plan import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.pages import ROOT
 from tests.fakes.searches.experiments import write_search
-from tests.fakes.servers.refusing_server import refusing
 from tests.long_cases import long_after
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -149,11 +147,6 @@ def test_a_target_that_works_is_checked_in_one_line(run: Run, tmp_path: Path) ->
     assert done.out.count("\n") == 1
 
 
-def test_what_a_check_found_is_told_as_json(run: Run, tmp_path: Path) -> None:
-    found = json.loads(run("blocks", "check", tmp_path / "target", "--json").out)
-    assert (found["ok"], found["conditional_create"]) == (True, True)
-
-
 def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
     import httpx
 
@@ -168,24 +161,6 @@ def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str
     ]
     there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
     assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
-
-
-def test_that_the_server_refuses_the_blocks_is_not_said_to_be_silence(run: Run, prefect_server: str) -> None:
-    refusal = refusing(prefect_server, "/block_types", 403, b'{"detail": "not in your role"}')
-    with refusal as url, temporary_settings({PREFECT_API_URL: url}):
-        done = run("blocks", "register")
-    assert (done.code, done.err) == (
-        1,
-        f"prefect-tune: blocks: the Prefect server at {url} refused: not in your role\n",
-    )
-
-
-def test_without_a_server_no_block_is_registered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        done = run("blocks", "register")
-    assert done.code
-    assert done.err.startswith("prefect-tune: blocks: no Prefect server is set up to store them: ")
 
 
 @dataclass

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from base64 import b64decode
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +106,6 @@ def prints(config: dict[str, Any]) -> None:
             raise ValueError("hostile")
 
 
-class BreaksInSetup(pt.Trainable):
-    def setup(self, config: dict[str, Any]) -> None:
-        print("opening the data")
-        raise OSError(f"no data for {config['how']}")
-
-    def step(self) -> dict[str, float]:
-        return {"loss": 1.0}
-
-
 def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_each_attempt(
     tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,94 +144,21 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
         assert (refused.code, problem in refused.err) == (2, True)
 
 
-@pytest.mark.long
-def test_the_output_of_ranks_has_their_names_and_a_single_training_needs_no_name_of_a_trial(
-    tmp_path: Path, run: Run
-) -> None:
-    target = str(tmp_path / "target")
-    pt.durable_trainable(prints, {"how": "work"}, target=target, experiment="t", processes_per_trial=2)
-    printed = run("logs", target, "t").out
-    assert "rank 0:\nline 11 of work\n" in printed
-    assert "rank 1:\nline 11 of work\n" in printed
-
-
-@pytest.mark.long
-def test_each_attempt_of_a_class_that_fails_in_its_setup_has_its_output(tmp_path: Path, run: Run) -> None:
-    target = str(tmp_path / "target")
-    space = {"how": pt.grid_search(["a"])}
-    saves_nothing = pt.Cadence(every_seconds=None, at_end=False)
-    policy = pt.FailurePolicy(max_failures=1)
-    with pytest.raises(pt.SearchFailed, match="no data for a"):
-        pt.tune(
-            BreaksInSetup,
-            space,
-            target=target,
-            experiment="e",
-            metric="loss",
-            checkpoint=saves_nothing,
-            failures=policy,
-        )
-    printed = run("logs", target, "e", "0").out
-    for attempt in (1, 2):
-        assert printed.count(f"attempt {attempt}: OSError: no data for a\n") == 1
-    assert printed.count("OSError: no data for a\nlast output:\nopening the data\n") == 2
-    assert "last output:\nopening the data\n" in run("show", target, "e", "--trial", "0").out
-
-
 # `show --trial` of population based training: what a trial went on from, and how its configuration changed.
 
 
-class _Descent(pt.Trainable):
-    """Minimizes a parabola at the configured rate."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.x, self.rate = 10.0, config["rate"]
-
-    def step(self) -> Mapping[str, Any]:
-        self.x -= self.rate * (self.x - 3)
-        return {"loss": (self.x - 3) ** 2, "rate": self.rate}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "x").write_text(repr(self.x))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.x = float(Path(checkpoint_dir, "x").read_text())
-
-
-@pytest.fixture
-def searched(tmp_path: Path) -> pt.Results:
-    with without_server():
-        return pt.tune(
-            _Descent,
-            {"rate": pt.uniform(0.01, 0.5), "name": "same"},
-            target=str(tmp_path),
-            experiment="pbt",
-            metric="loss",
-            mode="min",
-            num_samples=4,
-            max_concurrent_trials=1,
-            stop={"step": 12},
-            scheduler=pt.PBT(4, {"rate": pt.uniform(0.01, 0.5)}),
-            isolation="thread",
-        )
-
-
-@pytest.mark.long
-def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(
-    searched: pt.Results, run: Run, tmp_path: Path
-) -> None:
-    changed = [each for each in searched.trials.values() if each.cloned is not None]
+def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(run: Run, tmp_path: Path) -> None:
+    searching = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=1)
+    state = searching.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": [1.0, 2.0]}))
+    changed = [each for each in state.trials.values() if each.cloned is not None]
     assert changed
     for trial in changed:
-        shown = json.loads(run("show", tmp_path, "pbt", "--trial", trial.trial, "--json").out)
-        last = shown["exploited"][-1]
-        rates = {report.metrics["rate"] for report in searched.curve(trial.trial) if report.step > last["step"]}
-        assert last["changed"].keys() == {"rate"}
-        assert {last["changed"]["rate"][1]} == rates == {trial.config["rate"]}
+        shown = json.loads(run("show", tmp_path, "e", "--trial", trial.trial, "--json").out)["exploited"]
+        last = shown[-1]
         assert last["source"] != trial.trial
-        words = run("show", tmp_path, "pbt", "--trial", trial.trial).out
-        assert words.count(" of trial ") == len(shown["exploited"])
-        assert f"step {last['step']} of trial {last['source']}: rate " in words
+        assert (last["changed"].keys(), last["changed"]["x"][1]) == ({"x"}, trial.config["x"])
+        words = run("show", tmp_path, "e", "--trial", trial.trial).out
+        assert words.count(" of trial ") == len(shown)
 
 
 # What people see of a trial's ranks: in the log, in `show --trial`, in the report and in the cost.

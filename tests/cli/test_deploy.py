@@ -64,21 +64,6 @@ def read(client: SyncPrefectClient, name: str) -> DeploymentResponse:
 # ------------------------------------------------------------------------------------------------------ deploying
 
 
-@pytest.mark.long
-def test_all_is_deployed_and_done_again_it_ends_the_same(run: Run, client: SyncPrefectClient) -> None:
-    first = run("deploy", *TO, "--prefix", "twice-")
-    assert (first.code, first.err) == (0, "")
-    before = {offer.name: read(client, f"{offer.name}/twice-{offer.name}") for offer in OFFERS}
-    again = json.loads(run("deploy", *TO, "--prefix", "twice-", "--json").out)
-    assert {each["outcome"] for each in again["deployments"]} == {"updated"}
-    for name, deployment in before.items():
-        now = read(client, f"{name}/twice-{name}")
-        assert now.model_dump(exclude={"updated"}) == deployment.model_dump(exclude={"updated"})
-        assert (now.tags, now.work_pool_name, now.pull_steps) == ([TAG], POOL, [])
-        assert f"created  {name}/twice-{name}" in first.out
-        assert str(now.id) in first.out  # in the link
-
-
 def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed(
     run: Run, client: SyncPrefectClient
 ) -> None:
@@ -200,13 +185,10 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
         ((*TO, "--image", "me:1"), "of type 'process' has no job variable 'image'"),
         ((*TO, "--cron", "0 2 * * *"), "need one FLOW and --name NAME"),
         ((*TO, "--name", "x", "--cron", "at two"), "schedule 'at two'"),
-        ((*TO, "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"), "Mars"),
         ((*TO, "--name", "x", "--param", "sampels=3"), "no parameter 'sampels'"),
         ((*TO, "--name", "x", "--param", 'advanced={"sede": 3}'), r"no parameter 'sede': did you mean 'seed'?"),
-        ((*TO, "--name", "x", "--param", "advanced=seed"), "advanced: expected an object with parameters"),
         ((*TO, "--name", "x", "--params", "[1]"), "--params: expected a JSON object"),
         ((*TO, "--name", "x", "--cron", "0 2 * * *"), "'trainable' is a required property"),
-        *(((*TO, "--name", "x", "--every-seconds", each), "expected more than 0") for each in ("0", "nan", "inf")),
         ((*TO, "--name", "x", "--param", "target=s3-target/gone"), "no block 's3-target/gone' is saved"),
     ],
 )
@@ -220,11 +202,3 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(
     for name in ("not-tune", "not-x"):
         with pytest.raises(ObjectNotFound):
             read(client, f"tune/{name}")
-
-
-def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        assert "the Prefect server at http://127.0.0.1:9/api did not answer" in run("deploy", *TO).err
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
-        assert "no Prefect server is set up" in run("deploy", *TO).err

@@ -18,7 +18,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.cli.search import parameters_from, space_from
 from prefect_tune.core.errors import InvalidInput
-from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
+from tests.fakes.command_line import PROGRAM, Done, Run
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
@@ -128,18 +128,6 @@ def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[s
     assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_help_of_run_begins_with_the_common_options_and_fits(run: Run, columns: int) -> None:
-    lines = run("run", "--help", columns=columns).out.splitlines()
-    panels = [line.split()[1] for line in lines if line.startswith("╭")]
-    assert panels == ["Arguments", "Options", "Checkpoints", "More", "If", "Where"]
-    ends = [number for number, line in enumerate(lines) if line.startswith("╰")]
-    common = "\n".join(lines[ends[0] : ends[1]])
-    assert all(flag in common for flag in ("--set", "--metric", "--num-samples", "--scheduler", "--stop"))
-    assert ends[1] < 40
-    assert len(lines) <= 91
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
@@ -205,27 +193,19 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
             ["--set", "lr=loguniform(0.1,1e-4)"],
             "lr: loguniform(0.1, 0.0001): expected low < high, found low=0.1 and high=0.0001; did you mean loguniform(",
         ),
-        (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': expected loguniform(...) in"),
         (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
         (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
-        (["--set", 'n=choice("a,b",c)'], "in the brackets expected JSON"),
-        (["--set", "n=choice('a')"], "in the brackets expected JSON"),
         (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': expected 'a' to be an object"),
         (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
-        (["--stop", '{"step": "many"}'], "stop"),
         (["--stop", "MaxFailures=5"], 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
         (["--resource", "gpu=all"], "resources_per_trial.gpu: Input should be a valid number"),
-        (["--time-budget-seconds", "inf"], "time_budget_seconds: Input should be a finite number, found inf"),
         (["--num-samples", 3, "--samples-per-run", 2], "num_samples=3 is the total, samples_per_run=2 is what"),
         (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--space", "README.md"], "--space README.md: not valid JSON: "),
         (["--set", "a..b=1"], "--set 'a..b=1': expected name=value"),
-        (["--experiment", "a/b"], "name 'a/b': expected 1 to 128 letters"),
-        (["--target", "s4://b"], "'s4://b': unknown scheme 's4'"),
         (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
         (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
-        (["--job-variable", "cpu=1"], "trial_job_variables: they require trials='deployment'"),
     ],
 )
 def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
@@ -240,21 +220,6 @@ def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "resume"])
-def test_a_module_that_is_missing_ends_with_2_before_a_server_is_asked(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
-    options = {
-        "run": ["my_trian:Net", "--target", tmp_path, "--experiment", "e"],
-        "resume": [tmp_path, "e", "--trainable", "my_trian:Net"],
-    }
-    done = run(command, *options[command])
-    assert (done.code, done.out) == (2, "")
-    assert "trainable 'my_trian:Net': there is no module 'my_trian'" in done.err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
     settings = ["a=choices", "b=uniformly", 'c="choice(1"', "d=choice(adam,sgd)", 'e=choice("a,b","c")', "f=[a-z]+"]
     assert space_from(None, settings) == {
@@ -265,19 +230,6 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
         "e": {"choice": ["a,b", "c"]},
         "f": "[a-z]+",
     }
-
-
-@pytest.mark.long
-def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "torn.yaml").write_text("{a: ")
-    (tmp_path / "deep.yaml").write_text(f"a: {'[' * 5000}")
-    (tmp_path / "deep.json").write_text('{"a": ' * 100_000)
-    messages = {"list.yaml": "expected an object", "torn.yaml": "not valid YAML: ", "deep.yaml": "not valid YAML: "}
-    for name, message in {**messages, "deep.json": "not valid JSON: "}.items():
-        done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--space", tmp_path / name)
-        assert (done.code, done.err.count("\n")) == (2, 1)
-        assert message in done.err
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -295,17 +247,6 @@ def test_what_cannot_be_resumed_is_one_error(run: Run, tmp_path: Path, arguments
     done = run("resume", tmp_path, *arguments)
     assert done.code == (1 if arguments == ["frist"] else 2)
     assert message.format(target=tmp_path.as_uri()) in done.err
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
-@pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
-def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:
-    done = run_in_process(*command, tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{free_port()}/api")
-    assert (done.code, done.out) == (2, "")
-    assert "Traceback" not in done.err
-    last = done.err.splitlines()[-1]
-    assert last.startswith("prefect-tune: no Prefect server answers at PREFECT_API_URL=http://127.0.0.1:")
 
 
 # `prefect-tune stop` where no process runs the search: its messages, and its exit code.

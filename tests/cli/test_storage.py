@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -240,10 +239,6 @@ VERBS: Sequence[Sequence[str]] = (
 )
 
 
-def test_there_are_five_kinds_of_experiments_of_a_development_version() -> None:
-    assert NAMES == ["asha", "fork", "own", "pbt", "training"]
-
-
 @pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_that_names_one_refuses_it_in_one_sentence(run: Run, tmp_path: Path, name: str) -> None:
@@ -346,10 +341,6 @@ def is_gone(experiment: Path) -> bool:
     return [str(each) for each in files_in(experiment)] == ["generations/0000000002.json"]
 
 
-def train(_config: object) -> None:
-    pt.report({"loss": 1.0})
-
-
 class _Terminal(io.StringIO):
     """A terminal on which a person has typed an answer."""
 
@@ -442,29 +433,6 @@ def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_pat
         side_by_side=map,
     )
     assert run("delete", tmp_path / "target", "later", "--yes").code == 0
-
-
-@pytest.mark.usefixtures("no_prefect_server")
-def test_a_search_is_refused_while_it_trains_and_before_and_deleted_when_it_has_ended(tmp_path: Path) -> None:
-    refused: list[str] = []
-    target = str(tmp_path / "target")
-
-    def proposes(config: object) -> object:
-        """Wait, while the first trial is proposed, until a deletion would be refused."""
-        until = time.monotonic() + 300
-        while Path(target, "e", "1", "journal").exists() and not refused and time.monotonic() < until:
-            if list(Path(target, "e", "1").glob("live/*")):
-                with pytest.raises(pt.InvalidInput, match="its process was alive as of ") as error:
-                    pt.delete_experiment("e", target=target)
-                refused.append(str(error.value))
-            time.sleep(0.1)
-        return config is None
-
-    space = {"x": pt.sample_from(proposes)}
-    rarely = pt.SyncConfig(live_period_seconds=600)  # not stale before half an hour, however slow the machine
-    pt.tune(train, space, target=target, experiment="e", num_samples=1, isolation="thread", sync=rarely)
-    assert len(refused) == 1
-    assert pt.delete_experiment("e", target=target).object_count > 0
 
 
 @pytest.mark.parametrize("runs", [True, False])

@@ -14,7 +14,6 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from inspect import unwrap
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -35,13 +34,11 @@ from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import (
     Drill,
-    DrillProgress,
     Track,
     cells_of,
     drill_in_terminal,
     last_output,
     legend_of,
-    print_report,
     require_importable,
     run_drill,
 )
@@ -436,53 +433,6 @@ def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> N
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
-
-
-def test_each_line_of_the_report_is_one_line() -> None:
-    lines = ["first " * 40, "  second " * 40]
-    console = Console(file=StringIO(), width=40)
-    print_report(cast(pt.DrillReport, SimpleNamespace(is_exact=False, lines=lambda: iter(lines))), console)
-    assert len(cast(StringIO, console.file).getvalue().splitlines()) == 2
-
-
-def test_what_a_drill_does_now_is_a_line_at_once_or_the_last_line_of_the_picture() -> None:
-    shown = {}
-    for is_terminal in (False, True):
-        console = Console(file=StringIO(), width=100, force_terminal=is_terminal, color_system=None)
-        progress = DrillProgress(console)
-        progress.begin("importing my.module:Net: usually 1 to 15 s")
-        at_once = cast(StringIO, console.file).getvalue()
-        assert ("importing my.module:Net: usually 1 to 15 s\n" in at_once) is not is_terminal
-        console.print(progress.render())
-        progress.tracks.append(lambda: Track("undisturbed", 4, step=2))
-        progress.begin("run 1, undisturbed: 4 steps")
-        console.print(progress.render())
-        progress.end()
-        console.print(progress.render())
-        shown[is_terminal] = cast(StringIO, console.file).getvalue()
-    assert "importing my.module:Net: usually 1 to 15 s (0 s so far)" in shown[True]
-    assert shown[True].count("run 1, undisturbed: 4 steps (0 s so far)") == 1
-    assert shown[False].count("run 1, undisturbed: 4 steps\n") == 1
-    assert "so far" not in shown[False]
-
-
-@pytest.mark.parametrize(
-    ("with_seconds", "kills", "said"),
-    [
-        (None, (), "12 steps, usually 5 to 30 s besides the training"),
-        (14.2, ((4, "upload"), (7, "trial")),
-         "12 steps again, which took 14 s in run 1; a kill after step 4, 7 usually adds 1 to 15 s each"),
-        (14.2, (), "12 steps again, which took 14 s in run 1; it shows what differs without a kill"),
-    ],
-)  # fmt: skip
-def test_what_is_expected_of_a_run_is_said_by_the_first_one(
-    with_seconds: float | None, kills: tuple[tuple[int, probe.Victim], ...], said: str, tmp_path: Path
-) -> None:
-    target = pt.LocalTarget(path=str(tmp_path / "target"))
-    with target.open(timeout=timedelta(seconds=60)) as store:
-        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ)
-    drill.first_run_seconds = with_seconds
-    assert drill.expectation_of(kills) == said
 
 
 @pytest.mark.parametrize(

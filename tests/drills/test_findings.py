@@ -24,7 +24,7 @@ from prefect_tune.drills.evidence import (
 from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import require_resumed
-from prefect_tune.drills.values import MISSING, FileDifference
+from prefect_tune.drills.values import FileDifference
 
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
 MANIFEST = Manifest(
@@ -156,32 +156,6 @@ def test_a_training_that_differs_from_itself_proves_nothing(
     assert next(found.lines()).startswith(verdict)
 
 
-def test_files_that_have_other_names_in_each_run_are_to_be_named_alike() -> None:
-    missing = Difference(2, FileDifference("model-0712.pt", "", MISSING))
-    said = next(reported([missing], [missing], [missing.place]).lines())
-    assert said.endswith(
-        "at step 2: `model-0712.pt`, missing. A resume cannot be shown to be exact before they are the "
-        "same: give the files of a checkpoint the same names in each run"
-    )
-
-
-def test_what_is_too_much_to_list_is_counted() -> None:
-    lines = list(reported([at(3, "m.pt", f"w{index}") for index in range(20)]).lines())
-    assert "  … and 11 more" in lines
-
-
-def test_the_values_of_one_list_are_one_line() -> None:
-    values = [at(3 + row, "s.json", f"weights.{row}.{column}") for row in range(2) for column in range(9)]
-    first, _, second, third, *_ = reported([*values, at(4, "s.json", "state.0.mean"), at(4, "l.json", "1.2")]).lines()
-    assert first == (
-        "not exact: first difference at step 3: `s.json`, `weights.0.0`, 2, expected 1; the first of 18 values of "
-        "`weights`"
-    )
-    assert (second, third) == (
-        "  step 4: `s.json`, `state.0.mean`, 2, expected 1", "  step 4: `l.json`, `1.2`, 2, expected 1"
-    )  # fmt: skip
-
-
 def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
     like = [Record(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
             for step in range(1, 5)]  # fmt: skip
@@ -200,28 +174,11 @@ def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_ar
     assert any("look for an iterator" in each for each in reported([unread, at(4, METRICS, "loss")]).lines())
 
 
-def test_the_summary_is_the_verdict_and_the_causes() -> None:
-    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"counter it": str(step)}) for step in range(1, 5)]
-    resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})
-    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
-    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(4, "m.pt", "w")], (), ()))
-    assert found.summary().splitlines() == [
-        "not exact: first difference at step 4: `m.pt`, `w`, 2, expected 1",
-        "  probably not restored: a counter, `it` (0, expected 3), after step 3: save and load it",
-    ]
-
-
 def test_the_report_is_json() -> None:
     found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
     what = {"file": "m.pt", "key": "w", "what": "2, expected 1", "is_of_bytes": False}
     assert found["differences"] == [{"step": 3, "what": what}]
     assert (found["verdict"], found["is_exact"]) == ("not exact", False)
-
-
-def test_a_kill_that_was_not_made_is_said() -> None:
-    found = report_of(PLAN, "drill-0", Runs(run(), run(), None, (), (), ()))
-    assert found.missed_kills == 1
-    assert any("1 kill was not made" in line for line in found.lines())
 
 
 X = DIGESTS[99]

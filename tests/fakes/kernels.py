@@ -15,7 +15,6 @@ from unittest.mock import patch
 import nbformat
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
-from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 from nbformat import NotebookNode
 
@@ -111,7 +110,7 @@ def kernel_in(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
-# The shipped notebook, run by a kernel and exported as a page.
+# The shipped notebook, run by a kernel.
 
 
 def executed(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
@@ -123,9 +122,3 @@ def executed(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) 
 
 def shipped() -> NotebookNode:
     return nbformat.read(Path(__file__).parents[2] / "examples" / "search.ipynb", as_version=4)
-
-
-def exported(notebook: NotebookNode, theme: str) -> str:
-    """Return the page as JupyterLab shows it, in the theme `light` or `dark`."""
-    page, _ = HTMLExporter(template_name="lab", theme=theme).from_notebook_node(notebook)
-    return str(page)

@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -219,9 +218,6 @@ def test_an_unknown_format_and_the_names_of_earlier_classes_are_refused() -> Non
         _ = pt.JSONLogger
 
 
-# Loggers for third-party tools: their files and servers are read back with the tools' own formats.
-
-
 # ---------------------------------------------------------------------------------------------- TensorBoard
 
 
@@ -381,15 +377,6 @@ def test_all_that_is_delivered_again_changes_no_mlflow_run(mlflow_uri: str) -> N
             assert [step for step, _ in points(mlflow_uri, run.info.run_id, metric)] == [1, 2]
 
 
-@pytest.mark.long
-def test_the_trials_of_a_new_experiment_of_the_same_name_have_runs_of_their_own(mlflow_uri: str) -> None:
-    for generation in (1, 2):
-        logger = mlflow_logger(mlflow_uri, replace(SEARCH, generation=generation))
-        started(logger)
-        report(logger, generation)
-    assert sorted(points(mlflow_uri, run.info.run_id) for run in runs(mlflow_uri)) == [[(1, 1.0)], [(2, 0.5)]]
-
-
 def test_a_trial_that_ends_before_a_lost_step_is_compared_by_its_last_metrics(mlflow_uri: str) -> None:
     logger = mlflow_logger(mlflow_uri)
     started(logger)
@@ -456,16 +443,6 @@ def test_an_experiment_that_a_person_deletes_is_named(mlflow_uri: str) -> None:
     MlflowClient(mlflow_uri).delete_experiment(experiment.experiment_id)
     with pytest.raises(pt.InvalidInput, match="the experiment 'e' was deleted in MLflow; restore it"):
         mlflow_logger(mlflow_uri)
-
-
-@pytest.mark.long
-def test_a_nan_that_is_delivered_again_is_logged_once(mlflow_uri: str) -> None:
-    for _ in range(2):
-        logger = mlflow_logger(mlflow_uri)
-        started(logger)
-        report(logger, 1, other=float("nan"))
-    (run,) = runs(mlflow_uri)
-    assert [step for step, _ in points(mlflow_uri, run.info.run_id, "other")] == [1]
 
 
 def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_path: Path) -> None:

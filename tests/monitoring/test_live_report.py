@@ -42,11 +42,10 @@ from prefect_tune.monitoring.search_observer import ObserverGroup, SearchRecorde
 from prefect_tune.reporting.page import page_of
 from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.progress_view import SearchEstimate
-from tests.fakes.searches.journal_builder import JournalBuilder, asha
+from tests.fakes.searches.journal_builder import JournalBuilder
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until
 from tests.trainables.counting import Patient
-from tests.trainables.digits_table import DigitsTable
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")
@@ -194,17 +193,6 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     assert artifacts("progress-watched")[0].data == 100.0
 
 
-@pytest.mark.long
-def test_one_training_has_the_same_report(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "alone", "isolation": "thread"}
-    for steps in (4, 6):
-        pt.durable_trainable(DigitsTable, {"row": 1}, stop={"step": steps}, **options)
-    assert "**completed at step 6" in page("report-alone")
-    assert "2 attempts" in page("report-alone")
-    assert "## Runs" in page("report-alone")
-    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, completed"
-
-
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
     recorder = SearchRecorder(search.state)
@@ -245,15 +233,6 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     assert "could not be" not in caplog.text + page("report-hurried")
     assert "0 of 3 trials done · 1 running" in page("report-hurried")
     assert [key[:19] for key in left_by("hurried")] == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
-
-
-def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
-    search = asha(5)
-    recorder = SearchRecorder(search.state)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("rates", None, 2), LOG)
-    seen.publisher.close(PATIENCE)
-    assert "· 5 of 5 trials done" in page("report-rates")
-    assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"
 
 
 # --------------------------------------------------------------------------------------- the artifact publisher
@@ -399,17 +378,6 @@ def test_what_is_no_longer_rendered_is_deleted_and_another_task_run_gets_one_of_
 def test_a_key_tells_apart_names_that_look_alike() -> None:
     assert artifact_key("report", "rates-2") == "report-rates-2"
     assert len({artifact_key("report", name) for name in ("a.b", "a_b", "A.b", "a-b")}) == 4
-
-
-@pytest.mark.long
-def test_a_history_that_is_too_long_to_be_read_is_said_to_be_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searched(tmp_path, "long")
-    monkeypatch.setattr(live_report, "_MAX_HISTORY", 2)
-    pt.resume("long", target=str(tmp_path / "target"), num_samples=5)
-    assert "are of this run only" in page("report-long")
-    assert "5 of 5 trials done" in page("report-long")
 
 
 def test_a_run_is_linked_to_as_narrowly_as_it_is_known() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pty
-import re
 import subprocess
 import sys
 import threading
@@ -142,17 +141,15 @@ print("best", results.best.trial, flush=True)
 """
 
 
-def searching(
-    server: str, folder: Path, code: str = _SEARCH, *, with_log: bool = False
-) -> tuple[subprocess.Popen[bytes], int]:
-    """A process that searches in a pseudo terminal, to which its log goes too if asked, and that one's other end."""
+def searching(server: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that searches in a pseudo terminal, and that one's other end."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
+        [sys.executable, "-c", _SEARCH, str(folder)],
         env={**os.environ, "PREFECT_API_URL": server, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
         stdin=subprocess.DEVNULL,
         stdout=slave,
-        stderr=slave if with_log else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         cwd=Path(__file__).parents[2],
     )
     os.close(slave)
@@ -283,24 +280,6 @@ def test_the_log_has_a_line_for_what_happens_to_a_trial(case: str, caplog: pytes
     assert caplog.records[-1].levelname == levels.get(case, "INFO")
 
 
-def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
-    search = LoggedSearch()
-    for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
-        reason = make_reason("rank-promoted", metric="loss", value=loss, step=2, rank=rank, ranked=3, quota=1)
-        search.goes(
-            TrialAdded(trial=trial, config={}, of_search=True),
-            Started(trial=trial, attempt=1, from_step=0),
-            Reported(trial=trial, report=StepReport(step=2, metrics={"loss": loss})),
-            Committed(trial=trial, checkpoint=CheckpointRef(step=2, sequence=4)),
-            Paused(trial=trial, reason=reason),
-        )
-    assert [each for each in caplog.messages if "paused" in each] == [
-        "trial 00001 paused at step 2, loss 0.5 (best so far): rank 1 of 3, the best is promoted",
-        ("trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): rank 2 of 3, the best is promoted"),
-        "trial 00003 paused at step 2, loss 0.25 (best so far): rank 1 of 3, the best is promoted",
-    ]
-
-
 def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
@@ -386,13 +365,6 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
     ]
 
 
-def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config={}, of_search=True))
-    search.log.lost(search.state.trial(T), "KilledWorker: tcp://10.0.0.7")
-    assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
-
-
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines that a live table does not hide, although they are no warnings."""
     return [record.message for record in caplog.records if hasattr(record, "is_notice")]
@@ -409,47 +381,6 @@ def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     assert notices(caplog) == ["trial 00003 resumes from step 2 (attempt 2)"]
     search.goes(Paused(trial=T, reason="rung 2"), Resumed(trial=T), started(3, SAVED))
     assert len(notices(caplog)) == 1, "what a scheduler pauses and resumes is in the table"
-
-
-_AGAIN = """
-import sys, prefect_tune as pt
-from tests.trainables.digits_table import DigitsTable
-options = {"target": sys.argv[1], "experiment": "digits", "metric": "error", "stop": {"step": 2}}
-space = {"row": pt.grid_search([1, 2])}
-pt.tune(DigitsTable, space, num_samples=1, **options)
-print("first ends", flush=True)
-pt.tune(DigitsTable, space, num_samples=1, **options)
-print("second ends", flush=True)
-pt.resume("digits", target=sys.argv[1], fork="copy", num_samples=1)
-print("fork ends", flush=True)
-options |= {"experiment": "third", "stop": [pt.TrialBudget(1), {"step": 2}]}
-pt.tune(DigitsTable, space, num_samples=1, **options)
-print("third ends", flush=True)
-pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 2})
-pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 2})
-pt.durable_trainable(DigitsTable, {"row": 1}, target=sys.argv[1], experiment="one", stop={"step": 4})
-"""
-
-
-@pytest.mark.long
-def test_what_a_person_must_know_is_in_the_terminal_when_the_tables_are_gone(
-    prefect_server: str, tmp_path: Path
-) -> None:
-    process, master = searching(prefect_server, tmp_path, _AGAIN, with_log=True)
-    shown = re.sub(r"\s+", " ", _all_of(master))
-    assert process.wait(120) == 0
-    first, _, rest = shown.partition("first ends")
-    second, _, rest = rest.partition("second ends")
-    forked, _, rest = rest.partition("fork ends")
-    third, _, rest = rest.partition("third ends")
-    finished = "experiment 'digits' was finished already, and this run trained nothing"
-    assert finished not in first
-    assert "no more trials" not in first
-    assert finished in second
-    assert "copy: a fork of " in forked
-    assert "no more trials: " in third
-    assert "finished already, at step 2" in rest
-    assert "resumes from step 2, after 1 attempt" in rest
 
 
 def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,17 +132,6 @@ def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
     assert kernel.run(search(f"{isolation}-2", more=more, trainable=name) + said).streams == "{'loss': 2.5}\n"
 
 
-@pytest.mark.long
-def test_a_finished_search_says_that_a_changed_class_has_nothing_to_train(kernel: Kernel) -> None:
-    kernel.run(NET)
-    kernel.run(search("finished"))
-    kernel.run(NET.replace("self.x - 3) ** 2", "self.x - 2) ** 2"))
-    again = kernel.run(search("finished"))
-    kernel.run(NET)
-    assert "nothing to train: every trial had ended before" in again.html
-    assert "this run trained nothing with the new code; to train with it, raise num_samples" in again.streams
-
-
 def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
     code = "pt.durable_trainable(Net, {'rate': 0.1}, target='./runs', experiment='single', stop={'step': 3})"
     shown = kernel.run(code)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,7 +18,7 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
+from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.reasons import make_reason
@@ -29,7 +27,6 @@ from prefect_tune.core.shown_text import Html
 from prefect_tune.notebook import (
     CellOutput,
     Ending,
-    can_show_output,
     live_output,
     progress_html,
     quiet_console,
@@ -153,14 +150,6 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
     assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
 
 
-def test_the_cost_is_a_sentence() -> None:
-    seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 3.0, Category.IDLE: 1.0}
-    attempt = AttemptCost("a", 1, NOON, seconds, None)
-    cost = ExperimentCost([RunCost(NOON, 4.0, 1)], [attempt], seconds)
-    html = results_html(asha(5).state, LOSS, "s3://bucket/runs", lambda _trials, _metrics: {}, lambda: cost)
-    assert "75 % of 4 s of 1 slot was training; the only loss: idle 25 %" in html
-
-
 def test_a_cell_shows_the_table_of_a_terminal_and_how_the_search_ended() -> None:
     running = progress_html(state(), Ending.RUNNING, "")
     assert "running for 3 min 20 s" in running
@@ -195,13 +184,6 @@ def test_a_checkpoint_that_is_gone_says_so_instead_of_raising(tmp_path: Path) ->
     html = pt.Checkpoint(f"file://{tmp_path}/runs/e/1/trials/t/checkpoints/0000000001-0000000001")._repr_html_()
     assert "CheckpointNotFound" in html
     assert "with checkpoint.as_directory()" in html
-
-
-@pytest.mark.long
-def test_only_a_kernel_has_cells_and_nothing_imports_ipython() -> None:
-    assert not can_show_output({})
-    code = "import sys, prefect_tune as pt; pt.tune; assert not {'IPython', 'ipykernel'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Cell(CellOutput):

@@ -187,28 +187,6 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-@pytest.mark.long
-def test_a_server_that_is_down_is_one_error_with_what_to_do(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}/api"
-    code = """
-from prefect_tune.prefect_api import flow_with_server
-flow_with_server._RESTART_SECONDS = 0.5
-import prefect_tune as pt
-pt.tune(print, {"x": 1.0}, target="runs", metric="loss")
-"""
-    environment = {**os.environ, "PREFECT_API_URL": url}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"prefect_tune.core.errors.InvalidInput: no Prefect server answers at PREFECT_API_URL={url}")
-    assert "Connection refused" in last
-    assert "prefect server start" in last
-    assert "prefect config unset PREFECT_API_URL" in last
-    assert "waiting up to" in done.stderr
-    assert "/prefect/" not in done.stderr  # no line of Prefect's engine
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("url", ["http://nowhere.invalid/api"])
 def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)

@@ -14,11 +14,10 @@ from prefect_tune.core.journal_events import (
     Finished,
     FinishKind,
     Paused,
-    Requeued,
     Resumed,
     Started,
 )
-from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.schedulers.base import Pause
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.reporting.facts import DRAWN, ReportInput
 from prefect_tune.reporting.svg import (
@@ -111,19 +110,6 @@ def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted
     assert history.others == tuple(f"m{number:02}" for number in range(12))
     assert history.metric_count == 21
     assert (len(history.curves["0"]["m00"]), history.curves["0"]["m00"][-1]) <= (24, (199, 199.0))
-
-
-@pytest.mark.parametrize("last", [1, 2, 3, 11, 27, 1000, 10**6])
-def test_a_step_is_a_whole_number_on_its_axis(last: int) -> None:
-    search = JournalBuilder()
-    search.adds("0", {"x": 0})
-    search.starts("0")
-    for step in sorted({1, last}):
-        search.trains("0", step, {"loss": 1.0 / step})
-    svg = learning_curves(search.report_input())
-    ticks = re.findall(r'text-anchor="middle">([^<]*)<', svg or "")
-    assert ticks
-    assert all(each.replace(",", "").isdecimal() for each in ticks)
 
 
 SPACE = {
@@ -323,17 +309,3 @@ def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_say
         *("completed", "pruned", "interrupted", "errored", "running", "paused")
     ]
     assert marks(svg, "swatch") == 6
-
-
-def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
-    search = JournalBuilder()
-    search.adds("0", {"x": 1})
-    search.starts("0")
-    search.trains("0", 1, {"loss": 1.0})
-    search.saves("0")
-    search.record(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
-    search.starts("0")
-    search.trains("0", 2, {"loss": 0.5})
-    search.decides("0", Stop(reason="rung"))
-    search.record(Finished(trial="0", reason="rung", kind=FinishKind.PRUNED))
-    assert ends(timeline(search.report_input())) == [("0", "1", "completed"), ("0", "2", "pruned")]

@@ -15,10 +15,6 @@ from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentC
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal_events import (
     Cause,
-    CheckpointRef,
-    Committed,
-    Configured,
-    Finished,
     GaveUp,
     StopAsked,
 )
@@ -114,21 +110,6 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
     assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
 
 
-def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
-    search = JournalBuilder()
-    for night in ("first", "second", "third"):
-        if night != "first":
-            search.opens(night, after=86_000)
-        search.record(Configured(settings=search.settings, extensions={night: 2}))
-        for index in range(1 if night == "second" else 2):  # one trial was left to the third run
-            search.adds(f"{night}-{index}", {"x": index})
-            search.starts(f"{night}-{index}")
-    runs = [row.split(" | ") for row in runs_of(markdown(search.report_input())).splitlines() if "|" in row]
-    assert (runs[0][0], runs[0][-2:]) == ("| owner", ["trials added", "attempts |"])
-    assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
-    assert "The same in every row: samples requested +2." in markdown(search.report_input())
-
-
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
     search = JournalBuilder()
     for index in range(30):
@@ -152,24 +133,6 @@ def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
     assert (totals.committed_bytes, totals.sent_bytes) == (60_000_000, 10_500_000)
     assert totals.saved_bytes == 49_500_000
     assert totals.upload_seconds == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "steps", "at_least", "said"),
-    [
-        (0.0, 0, False, "no training was lost"),
-        (0.0, 0, True, "no training is known to have been lost"),
-        (0.0, 3, False, "3 steps trained again so far"),
-        (1.2, 0, True, "1.2 s after the last checkpoints; no step is known to have been trained again so far"),
-        (1.2, 3, True, "1.2 s after the last checkpoints; at least 3 steps trained again so far"),
-    ],
-)
-def test_what_was_lost_and_what_was_trained_again_are_one_statement(
-    seconds: float, steps: int, at_least: bool, said: str
-) -> None:
-    totals = single(60, kills=(23, 41)).report_input().totals
-    changed = replace(totals, lost_seconds=seconds, wasted_steps=steps, wasted_at_least=at_least)
-    assert cost_rows(changed)["lost"] == said
 
 
 def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
@@ -286,18 +249,6 @@ def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> 
     assert {"Timeline", "Trials", "Cost"} <= set(headings(page))
 
 
-def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
-    search = JournalBuilder()
-    search.adds("0", {"x": 1})
-    search.starts("0")
-    search.trains("0", 1, {"loss": 1.0})
-    new = CheckpointRef(step=1, sequence=search.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
-    search.record(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
-    cost = markdown(search.report_input()).partition("## Cost")[2]
-    assert "1 committed, 4.77 MiB in all" in cost
-    assert "sent" not in cost
-
-
 def test_a_run_that_was_ended_before_its_time_says_why() -> None:
     search = JournalBuilder()
     assert "ended early" not in markdown(search.report_input())
@@ -328,19 +279,6 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
     assert not pictograms.search(page), "a font may lack these characters"
 
 
-def test_what_each_row_would_repeat_is_said_once_above_the_table_unless_there_is_one_row() -> None:
-    search = JournalBuilder()
-    for index in range(3):
-        search.adds(str(index), {"x": index})
-        search.starts(str(index))
-        search.trains(str(index), 12_345, {"loss": index / 7})
-        search.record(Finished(trial=str(index), reason="enough"))
-        trials = markdown(search.report_input()).partition("## Trials")[2].partition("##")[0]
-        columns = "loss | x" if index else "status | step | loss | x | trained | checkpoint"
-        assert f"| trial | {columns} |" in trials
-    assert "The same in every row: status completed, step 12,345, trained 3 h 25 min." in trials
-
-
 def test_the_page_says_how_long_it_took_and_names_each_constant_once() -> None:
     search = JournalBuilder(settings={"metric": "loss", "code": "7638", "only_in_code": ["stop"]})
     for trial, rate in enumerate((0.1, 0.2)):
@@ -353,42 +291,3 @@ def test_the_page_says_how_long_it_took_and_names_each_constant_once() -> None:
     assert "| width" not in page
     assert r"| **code\_fingerprint** | 7638 |" in page
     assert r'| **not\_stored** | `["stop"]` |' in page
-
-
-def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
-    search = JournalBuilder(settings={"metric": ["loss", "step"], "mode": "min"})
-    for name in ("0", "1"):
-        search.adds(name, {"status": name, "loss": name, "lr": name})
-        search.starts(name)
-        search.trains(name, 1, {"loss": float(name), "step": int(name) + 7})
-    page = markdown(search.report_input())
-    assert "| trial | Pareto front | loss | metrics/step | config/status | config/loss | lr |" in page
-
-
-def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
-    search = JournalBuilder(
-        settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}}
-    )
-    page = page_of(search.report_input())
-    settings = as_markdown(page).partition("## Settings")[2]
-    assert "<details" not in as_markdown(page) + as_html(page)
-    assert '| **space** | `{"x": [1, 2]}` |' in settings
-    assert {"seed", "stop"}.isdisjoint(re.findall(r"\*\*(\w+)\*\*", settings)), "default settings are not listed"
-
-
-def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_time_it_is() -> None:
-    search = JournalBuilder()
-    for name in ("0", "1"):
-        search.adds(name, {"x": int(name)})
-        search.starts(name)
-        search.trains(name, 1, {"loss": 0.5})
-    search.trains("1", 59, {"loss": 0.25})
-    page = markdown(replace(search.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
-    assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
-    assert "The same in every row: status running, host gpu-1." in page
-    assert "| trial | step | loss |" in page
-    row = next(line for line in page.splitlines() if line.startswith("| [1]"))
-    assert [cell.strip() for cell in row.split("|")][2:4] == ["59", "0.25"]
-    over = markdown(asha(4).report_input())
-    assert "**as of**" not in over
-    assert "| host" not in over

@@ -332,18 +332,6 @@ def test_where_all_errored_the_first_error_is_said() -> None:
     assert why(broken, trial()) == "nothing was reported"
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [("0.5", "text, not as a number: '0.5'"), ([0.5], "a list, not as a number: [0.5]")],
-)
-def test_a_value_in_place_of_a_number_is_named_by_its_kind(value: object, said: str) -> None:
-    assert why(trial({"size": 1, "loss": value})) == f"trial 00000 reported 'loss' as {said}"
-
-
-def test_a_metric_that_has_metrics_within_is_said_to_be_a_dict() -> None:
-    assert why(trial({"loss": {"train": 1}})) == "trial 00000 reported 'loss' as a dict, not as a number: {'train': 1}"
-
-
 def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
     said = (
@@ -384,12 +372,6 @@ def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Pat
         assert "none of its 2 trials has reported loss: their reports have ['size']" in no_best(
             tmp_path / "d", scope=scope
         )
-
-
-def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -> None:
-    write_search(tmp_path / "target", "e", {"00000": 0.5})
-    with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: their reports have \['loss'\]"):
-        pt.load_results(tmp_path / "target", "e", metric="los").best_trial()
 
 
 def test_a_nested_metric_is_named_as_it_is_written_and_the_similar_one_is_suggested() -> None:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import StepDone, TrialEnded
 from prefect_tune.core.values import StepReport
 from tests.fakes.outcomes import require_failure
-from tests.flows.training import experiment_at
 from tests.runtime.test_training import _trained
 
 Config = Mapping[str, Any]
@@ -100,21 +98,3 @@ def test_a_trial_whose_folders_are_not_utf8_trains_and_saves(tmp_path: Path) -> 
     done = next(each for each in _trained(folder, trains) if isinstance(each, StepDone))
     assert done.checkpoint is not None
     assert Path(done.checkpoint).is_relative_to(folder)
-
-
-@pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.timeout(900)
-def test_the_failure_of_a_training_is_in_its_journal_and_it_goes_on(tmp_path: Path) -> None:
-    target, marker = LocalTarget(path=tmp_path / "target"), tmp_path / "mended"
-
-    def trains(_: Config) -> None:
-        if not marker.exists():
-            raise ValueError(f"\0{HALF}")
-
-    common: dict[str, Any] = {"target": target, "experiment": "e", "isolation": "process"}
-    with pytest.raises(pt.TrialFailed, match=r"ValueError: \\x00\\udcff"):
-        pt.durable_trainable(trains, {}, **common)
-    (trial,) = experiment_at(target, "e").trials.values()
-    assert r"ValueError: \x00\udcff" in trial.reason
-    marker.touch()
-    pt.durable_trainable(trains, {}, **common)

@@ -247,14 +247,6 @@ def test_the_sentence_says_the_share_of_training_and_the_largest_losses() -> Non
     )
 
 
-def test_the_sentence_of_runs_with_different_slots_says_the_time_of_all_slots() -> None:
-    runs = RunCost(BEGAN, 3600, 2), RunCost(BEGAN, 3600, 1)
-    assert cost_sentence(cost(*runs, training=5400, idle=5400)) == (
-        "50 % of 3 h of all slots was training; the only loss: idle 50 %"
-    )
-    assert cost_sentence(cost(RunCost(BEGAN, 60, None), training=60)) == "100 % of 1 min of all slots was training"
-
-
 def test_nothing_is_said_before_a_slot_was_held() -> None:
     assert cost_sentence(ExperimentCost([], [], dict.fromkeys(Category, 0.0))) == ""
 
@@ -269,17 +261,6 @@ def test_the_tables_have_what_took_time_and_what_was_used() -> None:
     assert text_of(attempts_table([attempt(1, training=2.5)])).split() == (
         ["attempt", "in", "all", "training", "largest", "losses", "1", "2.5", "s", "2.5", "s"]
     )
-
-
-def test_one_sample_says_nothing_of_the_processors() -> None:
-    once = USE.model_copy(update={"cpu_seconds": None})
-    (_, row) = text_of(attempts_table([attempt(2, once, training=0.6)])).splitlines()
-    assert row.split()[:6] == ["2", "0.6", "s", "0.6", "s", "-"]
-
-
-def test_short_times_are_shown_to_the_hundredth_of_a_second() -> None:
-    table = text_of(cost_table(cost(training=9.87, start=0.006, saving=0.0049, lost=0.25)))
-    assert [row.split()[-4] for row in table.splitlines()[1:]] == ["9.9", "0.25", "0.01"]
 
 
 def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not_measured() -> None:

@@ -264,26 +264,10 @@ def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
     assert sum(" completed " in text for text in lines[6:]) == 5
 
 
-def test_without_a_metric_there_is_no_best_one() -> None:
-    lines = drawn(state(outlook=SearchEstimate("first")))
-    assert not any(text.startswith("best") for text in lines)
-    assert "loss" in lines[4].split()
-
-
-def test_many_rungs_are_cut_in_their_middle() -> None:
-    (rungs,) = [text for text in drawn(state(rungs=dict.fromkeys(range(1, 30), 9)), 200) if "rungs" in text]
-    assert rungs.count("at step") == 8
-    assert "9 at step 4, …, 9 at step 26" in rungs
-
-
 def test_in_a_log_it_is_one_line() -> None:
     assert line(state()) == (
         "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
-
-
-def test_what_is_over_takes_no_more_time() -> None:
-    assert "left" not in line(state(running=0))
 
 
 def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
@@ -315,10 +299,6 @@ def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart()
     names, rows, _ = cells_of(trials, ["status", "loss"], 200)
     assert names == ["trial", "status", "step", "metrics/status", "loss", "config/loss"]
     assert rows[0] == ["a", "pending", "0", "7", "0.5", "a"]
-
-
-def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
-    assert "; 2 without loss in the last report; best: " in line(state(lacking_count=2))
 
 
 def training(**changes: object) -> ProgressState:

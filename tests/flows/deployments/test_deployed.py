@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 from prefect import Flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import PrefectHTTPStatusError
@@ -23,9 +23,8 @@ from prefect.states import Pending
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
-from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
+from prefect_tune.deploy.deployment_specs import named, of_one_experiment
 from prefect_tune.deploy.deployments import Pool, deploy
-from prefect_tune.parameters.forms import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 
@@ -41,11 +40,9 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def deployed(
-    flow: str, name: str, parameters: Mapping[str, Any], schedules: Sequence[DeploymentSchedule] | None = None
-) -> str:
+def deployed(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
     """Make a deployment for one experiment; return its full name."""
-    (made,) = deploy([of_one_experiment(named([flow])[0], name, parameters, schedules)], Pool(name=POOL))
+    (made,) = deploy([of_one_experiment(named([flow])[0], name, parameters, None)], Pool(name=POOL))
     return made.name
 
 
@@ -62,78 +59,6 @@ def ended(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]
     found: Any = run_flow(flow, flow_run=client.read_flow_run(flow_run.id), return_type="state")
     state: State[Any] = found
     return state
-
-
-def search_at(target: LocalTarget, **more: object) -> Mapping[str, Any]:
-    """The flat parameters of a search of two samples."""
-    needed = {"trainable": TRAINABLE, "space": {"row": {"randint": [0, 160]}}, "target": target.uri}
-    return {**needed, "metric": "error", "stop": {"step": 2}, "samples_per_run": 2, "isolation": "thread", **more}
-
-
-@pytest.mark.long
-def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelled(
-    client: SyncPrefectClient, local_target: LocalTarget
-) -> None:
-    parameters = search_at(local_target, max_concurrent_trials=1)
-    name = deployed("tune", "extends", parameters, [DeploymentSchedule("0 2 * * *")])
-    runs = [begun(client, name) for _ in range(3)]
-    for number, each in enumerate(runs, 1):
-        assert ended(client, name, each).is_completed()
-        assert len(experiment_at(local_target, "extends").trials) == 2 * number
-    state = experiment_at(local_target, "extends")
-    assert state.extensions == {str(each.id): 2 for each in runs}
-
-    going, late = begun(client, name), begun(client, name)
-    assert client.set_flow_run_state(going.id, Pending()).state.is_pending()  # a worker has taken it
-    refused = client.set_flow_run_state(late.id, Pending()).state
-    assert refused.is_cancelled()
-    assert refused.message == "Deployment concurrency limit reached."
-    assert experiment_at(local_target, "extends").number == state.number
-
-
-@pytest.mark.long
-def test_a_relative_target_fails_the_run_before_anything_is_written(
-    client: SyncPrefectClient, local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker deletes the working directory of a run at its end, with all checkpoints in it."""
-    (there := tmp_path / "the working directory of a run").mkdir()
-    monkeypatch.chdir(there)
-    name = deployed("tune", "relative", search_at(local_target))
-    of_an_earlier_form = DeploymentUpdate(enforce_parameter_schema=False)
-    client.update_deployment(client.read_deployment_by_name(name).id, of_an_earlier_form)
-    state = ended(client, name, begun(client, name, target="./runs"))
-    assert state.is_failed()
-    assert "found a relative path" in str(state.message)
-    assert not [*there.iterdir()]
-
-
-# ---------------------------------------------------------------------------------------------------------- groups
-
-
-def as_deployed_by_an_earlier_release(client: SyncPrefectClient, name: str, parameters: Mapping[str, Any]) -> None:
-    """Give a deployment the entrypoint, the form and the parameters without groups."""
-    flat = DeploymentUpdate(
-        entrypoint="prefect_tune.flows.tune.tune",
-        parameters=dict(parameters),
-        parameter_openapi_schema=form_of(pt.tune),
-    )
-    client.update_deployment(client.read_deployment_by_name(name).id, flat)
-
-
-@pytest.mark.long
-def test_a_deployment_of_an_earlier_release_and_its_runs_take_flat_parameters(
-    client: SyncPrefectClient, local_target: LocalTarget
-) -> None:
-    flat = search_at(local_target, experiment="earlier")
-    name = deployed("tune", "earlier", {})
-    as_deployed_by_an_earlier_release(client, name, flat)
-    assert ended(client, name, begun(client, name)).is_completed()
-    waiting = begun(client, name, samples_per_run=3)
-
-    assert deployed("tune", "earlier", flat) == name  # this release deploys it again, before that run begins
-    assert client.read_deployment_by_name(name).entrypoint == "prefect_tune.flows.deployed.tune"
-    assert ended(client, name, waiting).is_completed()
-    assert len(experiment_at(local_target, "earlier").trials) == 5
 
 
 # -------------------------------------------------------------------------------------------------------- secrets
@@ -187,20 +112,6 @@ def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) ->
     flow_run = begun(client, name, target=target)
     assert flow_run.parameters["target"] == target
     assert ended(client, name, flow_run).is_completed()
-    assert SECRET not in everything(client)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("vault")
-def test_a_block_that_is_spelled_out_is_refused_by_every_way_in(client: SyncPrefectClient) -> None:
-    fields = {"bucket": "durable", "access_key_id": "id", "secret_access_key": SECRET}
-    with pytest.raises(pt.InvalidInput, match="found a block's fields, whose credentials would be readable") as refused:
-        deployed("tune", "told", {"target": fields})
-    assert SECRET not in str(refused.value)
-    deploy(wanted(named(["tune"]), suffix="-told"), Pool(name=POOL))
-    for parameters in ({"target": fields}, {"target": "s3-target/vault", "sync": {"upload_dir": fields}}):
-        with pytest.raises(PrefectHTTPStatusError, match="409"):
-            begun(client, "tune/tune-told", trainable=TRAINABLE, **parameters)
     assert SECRET not in everything(client)
 
 

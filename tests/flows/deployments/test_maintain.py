@@ -35,7 +35,6 @@ from tests.core.small_search import SmallSearch, own_state
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_experiment
 from tests.flows.driver import until
-from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import flip, own_blobs, trial_at
 from tests.long_cases import long_after
 from tests.trainables.counting import Counting
@@ -255,19 +254,6 @@ def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked:
 
 
 # ------------------------------------------------------------------------------------- beside running searches
-
-
-@pytest.mark.long
-def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_aside_loudly(trouble: Trouble) -> None:
-    trouble.trainable = "tests.trainables.numpy_mlp:NumpyMlp"
-    trouble.run(steps=15)
-    flip(own_blobs(trouble.target, "troubled", 15)[0])
-    with pytest.raises(pt.DamageFound):
-        maintain(trouble.target, verify="all")
-    trouble.run(steps=20)
-    assert trouble.acts("loaded") == [10]
-    assert "step 15 was quarantined; the trial resumes from step 10" in trouble.loudly()
-    assert maintain(trouble.target, verify="all").damaged == []
 
 
 class Slow(Counting):

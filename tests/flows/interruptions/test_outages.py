@@ -14,7 +14,6 @@ from uuid import uuid4
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from pydantic import SecretStr
 
 import prefect_tune as pt
 from prefect_tune import storage_retries
@@ -29,10 +28,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import publish_checkpoint
-from prefect_tune.tasks.experiments import write_stamped_entry
-from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
-from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Drivers, until
@@ -158,45 +154,6 @@ def _about() -> About:
     return About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
 
 
-class _Pretender:
-    """Answers "200" to every second blob and stores nothing; records the stored blobs when a manifest comes."""
-
-    def __init__(self, sink: S3Sink) -> None:
-        self._sink = sink
-        self._blobs = 0
-        self.pretended: set[str] = set()
-
-    def __call__(self, request: SinkRequest) -> Fault | None:
-        if request.method != "PUT" or "/blobs/" not in request.path:
-            return None
-        self._blobs += 1
-        if self._blobs % 2:
-            self.pretended.add(request.path)
-            return Fault.PRETEND
-        return None
-
-
-@pytest.mark.long
-def test_a_server_that_acknowledges_writes_it_drops_costs_only_time(drivers: Drivers, tmp_path: Path) -> None:
-    with S3Sink() as sink:
-        sink.fault = pretender = _Pretender(sink)
-        target = S3Target(
-            bucket="bucket",
-            prefix="lied-to",
-            region="us-east-1",
-            endpoint_url=sink.endpoint,
-            allow_http=True,
-            access_key_id="test",
-            secret_access_key=SecretStr("test"),
-        )
-        training = _training_on_s3(drivers, target, tmp_path)
-        driver = training.start()
-        training.require_identical_end(driver.wait(seconds=120))
-        assert len(pretender.pretended) >= 4
-        assert "client reported success" in driver.log
-        assert len(trial_at(target, _HUNG).checkpoints) == _STEPS // 5
-
-
 # Credentials that expire during trials: no trial fails, and the next run resumes what had to stop.
 
 
@@ -310,22 +267,6 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
     assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert results.errors == {}
     assert all(each.attempt >= 2 for each in results.trials.values()), "each resumes from its last commit"
-
-
-@pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.long
-def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
-    profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
-    for task in (publish_checkpoint, run_attempt, write_stamped_entry):
-        monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
-    with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:
-        with pytest.raises(StoreRefused, match="expired"):
-            trained(server, profile)
-        server.accept("KEY2")
-        result = trained(server, profile)
-    assert (result.status, result.step) == (Status.COMPLETED, 5)
 
 
 # The Prefect API goes away: training continues, commits stay valid, and the flow completes once the API is back.

@@ -12,19 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
 import prefect_tune as pt
-from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.core.experiment.trial_transitions import Phase, Status
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Started
 from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.flows.conftest import POOL, s3_at
+from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
@@ -169,15 +168,6 @@ def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Pree
     preempted.require_continued(from_step=preempted.committed())
 
 
-@pytest.mark.long
-def test_ctrl_c_saves_and_ends_resumable(preempted: _Preempted) -> None:
-    driver = preempted.start()
-    preempted.until_at("trained", 7)
-    assert _ended_by(driver, signal.SIGINT, within=25)["error"] == "KeyboardInterrupt"
-    assert preempted.committed() == max(preempted.acts("trained"))
-    preempted.require_continued(from_step=preempted.committed())
-
-
 def test_a_second_ctrl_c_does_not_wait_for_a_slow_save(preempted: _Preempted) -> None:
     preempted.config |= {"save_seconds": 60.0, "slow_from_step": 8}
     driver = preempted.start()
@@ -198,18 +188,6 @@ from tests.trainables.counting import Fragile
 
 space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
 pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)
-"""
-
-SLOW_SCRIPT = """
-import sys, time
-import prefect_tune as pt
-
-def train(config):
-    pt.report({"loss": 1.0})
-    print("trains on", flush=True)
-    time.sleep(3600)
-
-pt.tune(train, {}, target=sys.argv[1], experiment="e", metric="loss", num_samples=2, grace_period_seconds=3600)
 """
 
 
@@ -245,29 +223,6 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
     assert last.endswith("; run it again under the same experiment name, to resume")
     assert "Crash" not in said
     assert "Finished in state Interrupted(" in said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server: str, tmp_path: Path) -> None:
-    script, said = tmp_path / "slow.py", tmp_path / "said"
-    script.write_text(SLOW_SCRIPT)
-    with said.open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "runs")],
-            env={**os.environ, "PREFECT_API_URL": prefect_server},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    until(lambda: said.read_text().count("trains on") == 2, seconds=150, what=said.read_text)
-    process.send_signal(signal.SIGINT)
-    until(lambda: "asked to stop" in said.read_text(), seconds=60, what=said.read_text)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == -signal.SIGINT
-    text = said.read_text()
-    assert text.splitlines()[-1].endswith("to resume")
-    state = experiment_at(pt.LocalTarget(path=str(tmp_path / "runs")), "e")
-    assert [each.status for each in state.trials.values()] == [Status.INTERRUPTED] * 2
 
 
 def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
@@ -343,8 +298,6 @@ def _require_saved(target: pt.LocalTarget, *names: str) -> None:
             ("running", _TERM, -_TERM, ["Crashed"]),
             ("waiting", _TERM, -_TERM, ["Crashed", "Crashed"]),
             ("waiting", _INT, -_INT, ["Interrupted", "Interrupted"]),
-            ("submitting", _INT, -_INT, ["Crashed", "Interrupted"]),
-            ("awaiting", _INT, -_INT, ["Crashed", "Interrupted"]),
             ("awaiting", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
         ],
     ),
@@ -413,24 +366,7 @@ def test_a_cancelled_run_saves_although_its_worker_was_killed(
     assert Ui(client).state(run).is_cancelled(), log.read_text()
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.long
-@pytest.mark.usefixtures("worker")
-@pytest.mark.parametrize("program", ["awaiting", "submitting"])
-def test_a_run_that_its_worker_cancels_saves_in_another_thread(
-    program: str, client: SyncPrefectClient, tmp_path: Path
-) -> None:
-    target = pt.LocalTarget(path=str(tmp_path / "runs"))
-    run = _run_of_deployment(client, program, target, POOL)
-    _until_training(target, tmp_path / "worker.log", "e")
-    Ui(client).cancel(run)
-    assert Ui(client).until_final(run).is_cancelled(), Ui(client).log(run)
-    _require_saved(target, "e")
-
-
-def _run_of_deployment(
-    client: SyncPrefectClient, program: str, target: pt.LocalTarget, work_pool_name: str | None = None
-) -> UUID:
+def _run_of_deployment(client: SyncPrefectClient, program: str, target: pt.LocalTarget) -> UUID:
     entrypoint, parameters = f"{_FLOWS.name}:{program}", dict[str, Any](target=target.path)
     if program == "tune":
         entrypoint = "prefect_tune.flows.tune.tune"
@@ -444,31 +380,6 @@ def _run_of_deployment(
             "checkpoint": {"every_steps": 4000, "every_seconds": None},
         }
     flow = client.create_flow_from_name(program)
-    deployment = client.create_deployment(
-        flow, f"{program}-threads", entrypoint=entrypoint, path=str(_FLOWS.parent), work_pool_name=work_pool_name
-    )
+    name = f"{program}-threads"
+    deployment = client.create_deployment(flow, name, entrypoint=entrypoint, path=str(_FLOWS.parent))
     return client.create_flow_run_from_deployment(deployment, parameters=parameters).id
-
-
-# SIGTERM while all trials wait for a slot of a concurrency limit.
-
-
-@pytest.mark.long
-def test_a_search_whose_trials_wait_ends_and_no_trial_has_lost_an_attempt(
-    drivers: Drivers, local_target: LocalTarget
-) -> None:
-    tag = f"big-{uuid4().hex}"
-    with get_client(sync_client=True) as client:
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=f"tag:{tag}", limit=0))
-    options = {"metric": "loss", "num_samples": 2, "trial_tags": [tag], "grace_period_seconds": 5}
-    driver = drivers.start(
-        "tests.trainables.moody:Moody", {}, target=local_target, experiment="e", flow="tune", **options
-    )
-    until(lambda: driver.log.count("the trial waits") == 2, seconds=120, what=lambda: driver.log[-3000:])
-    driver.signal(signal.SIGTERM)
-    driver.wait(seconds=60)
-    driver.require_no_leftovers()
-    assert driver.process.exitcode == -signal.SIGTERM
-    assert [(each.phase, each.attempt) for each in experiment_at(local_target, "e").trials.values()] == [
-        (Phase.PENDING, 0)
-    ] * 2

@@ -134,37 +134,6 @@ def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
     assert of_trials[0] in sources
 
 
-@pytest.mark.long
-def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_already(
-    prefect_server: str, target: LocalTarget
-) -> None:
-    def train(steps: int, **config: Any) -> None:
-        stop, often = {"step": steps}, pt.Cadence(every_steps=1)
-        pt.durable_trainable(Moody, config, target=target, experiment="alone", stop=stop, checkpoint=often)
-
-    train(1)
-    train(1)
-    train(2)
-    newest = max(Path(target.path, "alone").rglob("*/manifest.json"))
-    newest.chmod(0o644)
-    newest.write_bytes(b"{}")
-    train(3)
-    events = Feed(prefect_server, f"{target.uri}/alone").until(finished(3))
-    assert names(events) == {
-        "experiment.started": 3,
-        "started": 3,
-        "requeued": 2,
-        "quarantined": 1,
-        "committed": 4,
-        MADE: 4,
-        "finished": 3,
-        "experiment.ended": 3,
-    }
-    (corrupt,) = [each for each in events if each["event"] == "prefect-tune.quarantined"]
-    assert (corrupt["resource"]["prefect-tune.kills"], corrupt["payload"]["trial"]) == ("false", "trial")
-    assert any(each["prefect.resource.role"] == "flow" for each in corrupt["related"])
-
-
 def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalTarget) -> None:
     with pytest.raises(TrialFailed):
         pt.durable_trainable(Moody, {"fails": "raise"}, target=target, experiment="fails", stop={"step": 3})

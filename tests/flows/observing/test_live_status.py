@@ -6,7 +6,6 @@ import json
 import socket
 import sys
 from contextlib import redirect_stdout
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -114,34 +113,3 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
 def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
     found = shown(target)
     return [(each["wasted_steps"], each["wasted_at_least"]) for each in found.get("trials", [found])]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("period", [1, None])
-def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is_what_a_kill_costs(
-    period: float | None, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
-) -> None:
-    start = partial(
-        drivers.start,
-        _PATIENT,
-        {"until": str(tmp_path / "go")},
-        target=local_target,
-        experiment="e",
-        stop={"step": 4},
-        sync=SyncConfig(live_period_seconds=period),
-    )
-    driver = start()
-
-    def has_begun() -> bool:
-        found = shown(local_target)
-        return found.get("status") == "running" and (period is None or found["step"] == 2)
-
-    until(has_begun, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
-    assert shown(local_target)["host"] == (socket.gethostname() if period else None)
-    if period is None:
-        assert "the last journal entry; running trials may be further" in looked("show", local_target.path, "e")
-    driver.kill_everything()
-    (tmp_path / "go").touch()
-    again = start().wait()
-    assert (again["step"], again["wasted_steps"]) == (4, 0 if period is None else 2)
-    assert _wasted(local_target) == [(again["wasted_steps"], True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +48,6 @@ def test_a_retry_of_the_flow_run_is_a_new_owner_and_continues(place: dict[str, A
     assert (state.term, state.trial("trial").attempt, state.trial("trial").step) == (2, 2, 3)
     assert state.owner is not None
     assert state.owner.attempt == 2
-
-
-def test_a_run_that_another_run_has_superseded_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
-    refused: list[BaseException] = []
-
-    @flow
-    def second() -> None:
-        pt.save_checkpoint(directory(tmp_path, 2), step=2, **place)
-
-    @flow
-    def first() -> None:
-        pt.save_checkpoint(directory(tmp_path, 1), step=1, **place)
-        other = threading.Thread(target=second)  # a thread has a new context: a flow run beside this one
-        other.start()
-        other.join()
-        with pytest.raises(pt.Superseded) as found:
-            pt.save_checkpoint(directory(tmp_path, 3), step=3, **place)
-        refused.append(found.value)
-
-    first()
-    state = state_at(place)
-    assert str(state.owner) in str(refused[0])
-    assert (state.term, [each.step for each in state.trial("trial").checkpoints]) == (2, [1, 2])
 
 
 def test_tasks_can_be_mapped_submitted_and_have_their_results_stored(place: dict[str, Any], tmp_path: Path) -> None:

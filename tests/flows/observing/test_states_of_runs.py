@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,14 +18,10 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.callbacks import Callback
 from prefect_tune.cli import main
-from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results import Results
 from tests.flows.driver import Drivers, Flow, until
-from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.counting import Fragile
 from tests.trainables.witness import acts_of
@@ -255,39 +250,6 @@ def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_tak
     runs = {vars(each).get("flow_run_id") for each in caplog.records if f"experiment '{NAME}'" in each.getMessage()}
     assert runs == {each.flow_run for each in owners}
     assert {each.task_run for each in owners} == {None}
-
-
-# Behaviour that only a whole flow shows: how the end of an attempt reaches the journal, the budget and the UI.
-
-
-def _shown_in_the_ui(experiment: str) -> str:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-
-    only = ArtifactFilter(key=ArtifactFilterKey(any_=[f"report-{experiment}"]))
-    with get_client(sync_client=True) as client:
-        newest = max(client.read_artifacts(artifact_filter=only, limit=200), key=lambda each: str(each.created))
-    return next(line for line in str(newest.data).splitlines() if line.startswith("**"))
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_ui_shows_the_trial_errored(
-    tmp_path: Path,
-) -> None:
-    def links_to_nothing(_config: Mapping[str, object]) -> None:
-        directory = Path(tempfile.mkdtemp())
-        (directory / "latest").symlink_to("what-is-not-there")
-        pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
-
-    trouble = Trouble(tmp_path)
-    trouble.trainable = links_to_nothing
-    with pytest.raises(TrialFailed, match=r"max_failures=1.*a link to"):
-        trouble.run(failures=FailurePolicy(max_failures=1))
-    found = trouble.trial
-    assert (found.status, found.attempt, found.user_failures) == (Status.ERRORED, 2, 2)
-    assert found.machine_failures == 0
-    assert "errored" in _shown_in_the_ui("troubled")
 
 
 # What a trainable logs by Prefect's means is in the log of its run, although its process has no flow run.

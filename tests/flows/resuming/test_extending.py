@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from prefect import flow, task
-from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -175,28 +174,6 @@ def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp
 
 class _Dies(Exception):
     """The error of a flow run before a Retry."""
-
-
-def _is_first_try() -> bool:
-    return (flow_run.run_count or 1) == 1
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_adds_nothing(
-    local_target: LocalTarget,
-) -> None:
-    counts: list[int] = []
-
-    @flow(retries=1)
-    def nightly() -> None:
-        counts.extend(len(search(local_target, samples_per_run=1).trials) for _ in range(2))
-        if _is_first_try():
-            raise _Dies
-
-    nightly()
-    assert counts == [1, 2, 2, 2]
-    assert list(experiment_at(local_target, "nightly").extensions.values()) == [1, 1]
 
 
 @pytest.mark.usefixtures("no_prefect_server")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import live_keys
-from prefect_tune.core.journal_events import Configured, Decided
+from prefect_tune.core.journal_events import Configured
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.journal_access import new_write_id
-from prefect_tune.maintenance import delete_experiment
 from prefect_tune.parameters.argument_checks import code_of
 from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import files_in
@@ -27,7 +24,7 @@ from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import entries_at, experiment_at, statuses
 from tests.long_cases import long_after
 from tests.trainables.digits_table import EPOCHS, ROWS, DigitsTable
-from tests.trainables.moody import Moody, train
+from tests.trainables.moody import Moody, silent, train
 
 pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.timeout(400)]
 
@@ -67,35 +64,6 @@ def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
 
 
 # ------------------------------------------------------------------------------------------------------- fork
-
-
-def entry_of_a_stop(target: LocalTarget) -> int:
-    """Return the number of the first journal entry that decides to stop a trial; no trial has stopped at it."""
-    return next(
-        entry.number
-        for entry in entries_at(target, "old")
-        if any(isinstance(event, Decided) and isinstance(event.decision, Stop) for event in entry.events)
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "search",
-    [
-        pytest.param({"RandomSearch": {"num_samples": 6}}, id="random", marks=pytest.mark.deep),
-        pytest.param(TPE, id="optuna"),
-    ],
-)
-def test_a_fork_with_nothing_changed_ends_as_its_origin_did(search: Any, local_target: LocalTarget) -> None:
-    old = searched(local_target, search=search, scheduler=ASHA, stop={"step": 9}, num_samples=6)
-    before = objects(local_target, "old/1/journal")
-    number = entry_of_a_stop(local_target)
-    assert len(experiment_at(local_target, "old").trials) > 2
-    new = pt.resume("old", target=local_target, fork="new", at=number)
-    assert table(new.experiment) == table(old.experiment)
-    assert new.experiment.origin is not None
-    assert (new.experiment.origin.experiment, new.experiment.origin.number) == ("old", number)
-    assert objects(local_target, "old/1/journal") == before
 
 
 @pytest.mark.deep
@@ -278,78 +246,20 @@ def test_points_to_evaluate_come_first(local_target: LocalTarget) -> None:
 
 # ----------------------------------------------------------------------------------------------- changed code
 
-_TRAINABLE = """
-def train(config):
-    return {"error": %s}
-"""
 
-
-def changing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """A module whose source changes."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(value: str) -> str:
-        (tmp_path / "changing_trainable.py").write_text(_TRAINABLE % value)
-        return "changing_trainable:train"
-
-    return write
-
-
-@pytest.mark.long
-def test_changed_code_is_said_once_or_refused(
-    local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def warned() -> int:
-        messages = [each.message for each in caplog.records if each.levelname == "WARNING"]
-        return sum("source of the trainable has changed" in message for message in messages)
-
-    written = changing(tmp_path, monkeypatch)
-    common: dict[str, Any] = {"stop": None, "isolation": "process", "num_samples": 1}
-    searched(local_target, trainable=written("1.0"), **common)
-    before = objects(local_target, "old")
-    with pytest.raises(pt.InvalidInput, match=r"the source of the trainable has changed .* on_code_change='refuse'"):
-        searched(local_target, trainable=written("2.0"), on_code_change="refuse", **common)
-    assert objects(local_target, "old") == before
-    assert warned() == 0
-    common["num_samples"] = 2
-    searched(local_target, trainable="changing_trainable:train", **common)
-    assert warned() == 1
-    searched(local_target, trainable="changing_trainable:train", on_code_change="refuse", **common)
-    assert warned() == 1
+def test_a_changed_trainable_is_refused_where_that_is_asked(local_target: LocalTarget) -> None:
+    options: dict[str, Any] = {"space": {"x": 1.0}, "metric": "loss", "stop": None, "on_code_change": "refuse"}
+    searched(local_target, num_samples=1, trainable=train, **options)
+    before = objects(local_target)
+    with pytest.raises(pt.InvalidInput, match=r"the trainable has changed .* on_code_change='refuse'"):
+        searched(local_target, num_samples=2, trainable=silent, **options)
+    assert objects(local_target) == before
 
 
 def test_the_source_is_the_same_by_name_and_by_object() -> None:
     assert code_of(Moody) == code_of("tests.trainables.moody:Moody") != ""
     assert code_of(train) == code_of("tests.trainables.moody:train") != code_of(Moody)
     assert code_of("tests.trainables.moody:nothing") == code_of(len) == ""
-
-
-# ------------------------------------------------------------------------------------------------- two at once
-
-
-DEVELOPMENT = Path(__file__).parents[2] / "data" / "development_layout"
-
-
-@pytest.mark.long
-def test_an_experiment_of_a_development_version_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    target = LocalTarget(path=str(tmp_path / "target"))
-    shutil.copytree(DEVELOPMENT, tmp_path / "target")
-    before = objects(target, "")
-    said = "was written by a development version of prefect-tune, before its first release, and is not read"
-    acts: list[Callable[[], object]] = [
-        lambda: pt.durable_trainable(train, {"x": 1}, target=target, experiment="training"),
-        lambda: pt.tune(train, {"x": 1}, target=target, experiment="asha", metric="loss", mode="min"),
-        lambda: pt.resume("pbt", target=target),
-        lambda: pt.resume("asha", target=target, fork="other"),
-        lambda: pt.load_results(target, "fork"),
-        lambda: delete_experiment("own", target=target),
-    ]
-    for act in acts:
-        with pytest.raises((pt.ResumeFailed, pt.UnknownVersion), match=said):
-            act()
-    left = objects(target, "")
-    assert {path: left[path] for path in before} == before
-    assert all(path.startswith(".") for path in left.keys() - before.keys())
 
 
 # A run whose parameters do not fit the experiment is refused; a running owner is not disturbed.
@@ -376,19 +286,6 @@ def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
     assert objects(local_target) == before
 
 
-@pytest.mark.long
-def test_a_search_is_no_training_and_a_training_is_no_search(local_target: LocalTarget) -> None:
-    searched(local_target, num_samples=1)
-    pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="one", stop={"step": 2})
-    before = objects(local_target)
-    with pytest.raises(pt.InvalidInput, match=r"'old' at .* is a search"):
-        pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="old", stop={"step": 2})
-    with pytest.raises(pt.InvalidInput, match="'one' is a single training, not a search"):
-        searched(local_target, experiment="one", metric=None)
-    assert objects(local_target) == before
-    assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
-
-
 class Diary(pt.Callback):
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -396,19 +293,6 @@ class Diary(pt.Callback):
     def on_trial_complete(self, trial: Any, finished: Any) -> None:
         assert finished
         self.ended.append(trial.trial)
-
-
-@pytest.mark.long
-def test_it_goes_on_without_callbacks_that_no_journal_holds_and_says_so(
-    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    searched(local_target, num_samples=1, callbacks=[Diary()])
-    with caplog.at_level(logging.WARNING):
-        assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
-    assert "the callbacks were objects" in caplog.text
-    diary = Diary()
-    pt.resume("old", target=local_target, num_samples=3, callbacks=[diary])
-    assert diary.ended[-1] == "00002"
 
 
 def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarget) -> None:

@@ -66,6 +66,12 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: Tria
     require_same_training(known(code="0123"), spec, {})
 
 
+def test_a_search_is_no_training(spec: TrialSpec) -> None:
+    search = known(**name_of(train)).model_copy(update={"settings": {"metric": "loss"}})
+    with pytest.raises(InvalidInput, match="is a search"):
+        require_same_training(search, spec, {})
+
+
 # ---------------------------------------------------------------------------------------- complete trials
 
 

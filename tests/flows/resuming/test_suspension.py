@@ -152,28 +152,6 @@ def test_the_answer_to_one_of_many_forms_is_the_answer_that_was_given(left_run: 
     assert left_run.last_form() == found
 
 
-@pytest.mark.long
-def test_a_form_is_not_answered_by_whatever_starts_the_run_again(left_run: LeftRun) -> None:
-    assert left_run.last_form() is None
-    left_run.retry()
-    left_run.ask(_GoOn)
-    left_run.resume()
-    left_run.ask(_GoOn)
-    left_run.retry()
-    found = left_run.last_form()
-    assert found is not None
-    assert found.answer is None
-
-
-@pytest.mark.long
-def test_a_form_that_is_left_as_it_is_was_answered_with_nothing(left_run: LeftRun) -> None:
-    left_run.ask(_GoOn)
-    left_run.resume()
-    found = left_run.last_form()
-    assert found is not None
-    assert found.answer == {}
-
-
 # *other checkpoint*: a training goes back once to an intact checkpoint, or asks again.
 
 

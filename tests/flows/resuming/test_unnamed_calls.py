@@ -59,27 +59,7 @@ def test_the_first_call_has_the_id_of_the_run_and_all_calls_have_experiments_of_
     assert len(names_below(tmp_path)) == 4
 
 
-@pytest.mark.long
-def test_calls_on_two_targets_have_two_names(tmp_path: Path) -> None:
-    @flow
-    def two() -> set[str]:
-        return {search(tmp_path / each).experiment.name for each in ("a", "b")}
-
-    assert len(two()) == 2
-
-
-def _mapped(call: Callable[..., Any], data: list[int]) -> list[pt.Results]:
-    return [each.result() for each in call.map(data)]  # type: ignore[attr-defined]  # it is a task
-
-
-def _in_loop(call: Callable[..., pt.Results], data: list[int]) -> list[pt.Results]:
-    return [call(each) for each in data]
-
-
-@pytest.mark.parametrize("how", [_mapped, pytest.param(_in_loop, marks=pytest.mark.long)])
-def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(
-    how: Callable[[Callable[..., Any], list[int]], list[pt.Results]], tmp_path: Path
-) -> None:
+def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(tmp_path: Path) -> None:
     tries: list[dict[float, str]] = []
 
     @task
@@ -89,7 +69,8 @@ def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(
     @flow(retries=1)
     def several() -> None:
         order = [1, 2, 3] if not tries else [3, 1, 2]  # as threads may run them
-        tries.append({loss_of(each): each.experiment.name for each in how(searching, order)})
+        found = [each.result() for each in searching.map(order)]
+        tries.append({loss_of(each): each.experiment.name for each in found})
         if len(tries) == 1:
             raise ConnectionError
 
@@ -97,29 +78,6 @@ def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(
     assert tries[0] == tries[1]
     assert set(tries[0]) == {1, 2, 3}
     assert len(names_below(tmp_path)) == 3
-
-
-@pytest.mark.long
-def test_a_call_of_which_the_first_is_not_repeated_is_found_again(tmp_path: Path) -> None:
-    names: list[str] = []
-
-    @task(persist_result=True)
-    def searching(data: int) -> float:
-        results = search(tmp_path, data)
-        names.append(results.experiment.name)
-        return loss_of(results)
-
-    @flow(retries=1)
-    def several() -> tuple[float, float]:
-        first = searching(1)
-        if len(names) == 1:
-            searching.with_options(persist_result=False)(2)
-            raise ConnectionError
-        return first, searching.with_options(persist_result=False)(2)
-
-    assert several() == (1, 2)
-    assert names[1] == names[2] != names[0]
-    assert len(names_below(tmp_path)) == 2
 
 
 @pytest.mark.long
@@ -155,29 +113,6 @@ def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> N
     assert names[0] == names[1]
 
 
-@pytest.mark.long
-def test_subflows_have_experiments_of_their_own_which_a_retry_finds(tmp_path: Path) -> None:
-    tries: list[list[str]] = []
-
-    @flow
-    def one(data: int) -> str:
-        return search(tmp_path, data).experiment.name
-
-    @task
-    def calling(data: int) -> str:
-        return one(data)
-
-    @flow(retries=1)
-    def several() -> None:
-        tries.append([*(one(data) for data in (1, 2)), *(each.result() for each in calling.map([3, 4]))])
-        if len(tries) == 1:
-            raise ConnectionError
-
-    several()
-    assert tries[0] == tries[1]
-    assert len(set(tries[0])) == 4
-
-
 _is_running, _may_end = threading.Event(), threading.Event()
 
 
@@ -206,39 +141,23 @@ def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tm
     assert names_below(tmp_path) == {results.experiment.name}
 
 
-def _search_of_data(folder: Path, data: Any, space: Mapping[str, Any]) -> pt.Results:
+def _search_of_data(folder: Path, data: str) -> pt.Results:
+    """Search with a trainable that has the data in its closure."""
+
     def training(config: Mapping[str, Any]) -> None:
-        pt.report({"loss": 0.0, "data": str(data), "space": str(sorted(config))})
+        pt.report({"loss": 0.0, "data": data, "space": str(sorted(config))})
 
     options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "isolation": "thread"}
-    return pt.tune(training, space, target=str(folder), **options)
+    return pt.tune(training, {"rate": pt.uniform(0, 1)}, target=str(folder), **options)
 
 
-def _in_closure(folder: Path, data: str) -> pt.Results:
-    return _search_of_data(folder, data, {"rate": pt.uniform(0, 1)})
-
-
-def _in_list(folder: Path, data: str) -> pt.Results:
-    return _search_of_data(folder, {"files": [Path("files") / data]}, {})
-
-
-def _in_space(folder: Path, data: str) -> pt.Results:
-    return _search_of_data(folder, "", {data: pt.uniform(0, 1)})
-
-
-@pytest.mark.parametrize(
-    "call",
-    [_in_closure, pytest.param(_in_list, marks=pytest.mark.long), pytest.param(_in_space, marks=pytest.mark.long)],
-)
-def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(
-    call: Callable[[Path, str], pt.Results], tmp_path: Path
-) -> None:
+def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(tmp_path: Path) -> None:
     tries: list[dict[str, str]] = []
 
     @flow(retries=1)
     def several() -> None:
         order = ["small", "large"] if not tries else ["new", "large", "small"]
-        tries.append({data: call(tmp_path, data).experiment.name for data in order})
+        tries.append({data: _search_of_data(tmp_path, data).experiment.name for data in order})
         if len(tries) == 1:
             raise ConnectionError
 

@@ -10,15 +10,13 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, StoreUnavailable, TrialFailed
+from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, TrialFailed
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.flows.durable_trainable import durable_trainable
-from tests.fakes.servers.processes import free_port
 from tests.long_cases import long_after
 from tests.trainables import faulty
 
 Arguments = dict[str, Any]
-_HERE = faulty.__name__
 
 
 def _holds_a_generator() -> Callable[[dict[str, object]], None]:
@@ -36,14 +34,6 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("unknown scheme", lambda: {"target": "floppy://a/b"}, InvalidInput, ("floppy",)),
     ("experiment that escapes", lambda: {"experiment": "../other"}, InvalidInput, ("../other", "letters")),
     ("function in the config", lambda: {"config": {"f": print}}, InvalidInput, ("config.f", "builtin")),
-    ("NaN in the config", lambda: {"config": {"lr": float("nan")}}, InvalidInput, ("config.lr", "nan")),
-    (
-        "number for a name in the config",
-        lambda: {"config": {"a": {1: 2}}},
-        InvalidInput,
-        ("config.a", "text for a key"),
-    ),
-    ("no trainable", lambda: {"trainable": None}, InvalidInput, ("trainable None", "pt.Trainable")),
     ("class without step", lambda: {"trainable": faulty.NoStep}, InvalidInput, ("NoStep", "`step`")),
     ("trainable without step", lambda: {"trainable": faulty.Stepless}, InvalidInput, ("Stepless", "no `step`")),
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
@@ -51,14 +41,10 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("function of two", lambda: {"trainable": faulty.of_two}, InvalidInput, ("of_two(_config: ", "_data: ")),
     ("setup without a config", lambda: {"trainable": faulty.NoConfig}, InvalidInput, ("setup(self, config)",)),
     ("stop without metrics", lambda: {"stop": lambda: True}, InvalidInput, ("stop", "one argument", "<lambda>()")),
-    ("web address", lambda: {"target": "https://host.example/runs"}, InvalidInput, ("https", "s3://bucket/prefix")),
     ("limit that is text", lambda: {"stop": {"step": "ten"}}, InvalidInput, ("'step'", "'ten'")),
-    ("stop that is a number", lambda: {"stop": 10}, InvalidInput, ("stop=10", "{'step': 100}")),
     ("save every 0 steps", lambda: {"checkpoint": Cadence(every_steps=0)}, ValueError, ("every_steps",)),
     ("misspelt cadence", lambda: {"checkpoint": {"evry_steps": 5}}, InvalidInput, ("evry_steps",)),
-    ("unknown mode", lambda: {"retention": {"best": 1, "metric": "a", "mode": "avg"}}, InvalidInput, ("mode",)),
     ("misspelt sync", lambda: {"sync": {"sync_preiod_seconds": 1}}, InvalidInput, ("sync_preiod_seconds",)),
-    ("unknown isolation", lambda: {"isolation": "docker"}, InvalidInput, ("isolation",)),
     ("negative grace", lambda: {"grace_period_seconds": -1}, InvalidInput, ("grace_period_seconds", "-1")),
 ]
 
@@ -68,7 +54,7 @@ def _rows(table: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize(("arguments", "error", "names"), long_after(12, _rows(BEFORE_ANYTHING)))
+@pytest.mark.parametrize(("arguments", "error", "names"), long_after(8, _rows(BEFORE_ANYTHING)))
 def test_bad_input_gives_one_clear_error_before_anything_is_touched(
     arguments: Callable[[], Arguments], error: type[Exception], names: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -87,18 +73,6 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(StoreRefused, match="target"):
         _train(tmp_path / "target", tmp_path / "trained")
     assert (tmp_path / "target").read_text() == "mine"
-    assert not (tmp_path / "trained").exists()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("no_prefect_server")
-def test_a_target_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefect_tune.tasks import experiments
-
-    monkeypatch.setattr(experiments.check_target, "retries", 0)
-    target = S3Target(bucket="bucket", endpoint_url=f"http://127.0.0.1:{free_port()}", allow_http=True, anonymous=True)
-    with pytest.raises(StoreUnavailable, match="s3://bucket"):
-        _train(target, tmp_path / "trained")
     assert not (tmp_path / "trained").exists()
 
 
@@ -149,15 +123,6 @@ def test_a_journal_that_cannot_be_read_is_never_started_over(tmp_path: Path) -> 
     entry.write_bytes(entry.read_bytes()[:-9])
     with pytest.raises(ResumeFailed, match="Nothing was started"):
         _train(tmp_path / "target", tmp_path / "second")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("prefect_server")
-def test_a_deployment_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    target, missing = str(tmp_path / "target"), "train-trial/nobodys"
-    with pytest.raises(InvalidInput, match=f"there is no deployment '{missing}'"):
-        pt.tune(f"{_HERE}:fine", {}, target=target, trials="deployment", trial_deployment=missing)
-    assert not (tmp_path / "target").exists()
 
 
 def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble
 from tests.long_cases import long_after
 from tests.trainables.witness import acts_of
@@ -31,16 +25,6 @@ def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: T
     assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 20, 3)
     assert trouble.acts("loaded") == ([] if place == "setup" else [5, 5])
     assert "the user's own trouble" in trouble.loudly()
-
-
-@pytest.mark.long
-def test_a_failure_in_load_checkpoint_is_the_users(trouble: Trouble) -> None:
-    trouble.config |= {"fails": "raise", "place": "load", "at": 10, "times": 1}
-    trouble.run(steps=10)
-    with pytest.raises(TrialFailed, match="the user's own trouble"):
-        trouble.run(steps=20)
-    assert trouble.run(steps=20).step == 20
-    assert trouble.acts("loaded") == [10, 10]
 
 
 def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit(trouble: Trouble) -> None:
@@ -60,26 +44,6 @@ def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Troubl
     assert (trouble.trial.step, trouble.trial.metrics["count"]) == (7, 7)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("way", "said", "logged"),
-    [
-        ("segfault", "SIGSEGV", "_segfault"),  # where it happened
-        ("exit", "SystemExit: 3", ""),
-        ("leave", "exited with code 0", ""),
-    ],
-)
-def test_a_trainable_that_ends_its_own_process_has_failed_by_itself(
-    trouble: Trouble, way: str, said: str, logged: str
-) -> None:
-    trouble.config |= {"fails": way, "at": 7, "times": 1}
-    with pytest.raises(TrialFailed, match=said):
-        trouble.run()
-    assert logged in trouble.loudly()
-    assert trouble.run().step == 20
-    assert trouble.acts("loaded") == [5]
-
-
 def test_a_killed_trial_is_the_machines_failure_and_has_a_budget_of_its_own(trouble: Trouble) -> None:
     trouble.config |= {"fails": "kill", "at": 7, "times": 2}
     result = trouble.run(failures=FailurePolicy(max_failures=0, max_machine_failures=2))
@@ -95,30 +59,6 @@ def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) 
     assert (result.step, result.attempts) == (20, 2)
     assert trouble.acts("loaded") == [5]
     assert "presumed hung" in trouble.loudly()
-
-
-class _SlowStore(PosixStore):
-    def put(self, path: str, data: Buffer) -> None:
-        time.sleep(5)
-        super().put(path, data)
-
-
-class SlowTarget(LocalTarget):
-    """A slow local target."""
-
-    _block_type_slug = "slow-target"
-
-    @contextmanager
-    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        with super().open(timeout=timeout):
-            yield _SlowStore(Path(self.path))
-
-
-@pytest.mark.long
-def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Trouble) -> None:
-    trouble.target = SlowTarget(path=trouble.target.path)
-    result = trouble.run(steps=5, silence_timeout_seconds=4)
-    assert (result.step, result.attempts) == (5, 1)
 
 
 # ---------------------------------------------------------------------------------------------- side effects

@@ -171,18 +171,6 @@ def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow:
     assert results.experiment.stop_requests == ("unreadable-1", "w")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "trial", "said"),
-    [("gone", None, "there is no experiment 'gone'"), ("e", "00009", "there is no trial '00009' among its 2")],
-)
-def test_what_cannot_be_stopped_is_not_asked_for(name: str, trial: str | None, said: str, slow: Slow) -> None:
-    slow.search(step_seconds=0, stop={"step": 1})
-    with pytest.raises(pt.InvalidInput, match=said):
-        stop(name, target=slow.target, trial=trial)
-    assert not (Path(slow.target.path) / name / "1" / "requests").exists()
-
-
 def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTarget) -> None:
     pt.durable_trainable(Moody, {}, target=target, experiment="one", stop={"step": 1})
     with pytest.raises(pt.InvalidInput, match="is not a search: cancel its flow run"):

@@ -57,28 +57,6 @@ def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: C
     assert (further.step, further.attempts, further.wasted_steps) == (6, 2, 0)
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("caller")
-def test_a_failed_attempt_raises_and_the_next_call_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    config = {"fails_at": 3, "broken": str(tmp_path / "broken")}
-    Path(config["broken"]).touch()
-    with pytest.raises(pt.TrialFailed, match=r"trial 'trial' of experiment 'e' at .*: ValueError: broken on purpose"):
-        run(tmp_path, config)
-    Path(config["broken"]).unlink()
-    done = run(tmp_path, config)
-    assert (done.status, done.step, done.attempts, done.wasted_steps) == (Status.COMPLETED, 4, 2, 0)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("caller")
-def test_another_configuration_or_trainable_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, {"rate": 0.5})
-    with pytest.raises(pt.InvalidInput, match=r"expected its config \{'rate': 0\.5\}, found \{'rate': 0\.25\}"):
-        run(tmp_path, {"rate": 0.25})
-    with pytest.raises(pt.InvalidInput, match="is for a search of many trials"):
-        run(tmp_path, {"rate": 0.5}, stop=pt.MaxFailures(2))
-
-
 @pytest.mark.usefixtures("caller")
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_a_misspelt_trainable_is_refused_before_there_is_an_experiment(tmp_path: Path, isolation: str) -> None:
