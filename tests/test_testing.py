@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from prefect import flow
 from prefect.settings import get_current_settings
 
 import prefect_tune as pt
@@ -78,14 +77,6 @@ def test_errors_are_those_of_a_run(tune_folder: str) -> None:
         pt.tune(train, {}, target=tune_folder, experimnt="typo")
     with pytest.raises(pt.SearchFailed, match="no data"):
         pt.tune(fails, {"x": 1.0}, target=tune_folder, isolation="thread")
-
-
-def test_a_flow_of_ones_own_runs_by_its_function(tune_folder: str) -> None:
-    @flow
-    def own() -> pt.Results:
-        return pt.tune(train, {"x": 1.0}, target=tune_folder, metric="loss", isolation="thread")
-
-    assert own.fn().best.metrics == {"loss": 3.0}
 
 
 def test_the_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

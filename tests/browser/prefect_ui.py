@@ -66,10 +66,6 @@ class Ui:
         self.page.evaluate("scrollTo(0, 0)")
         self._take(name, whole=not self.page.get_by_role("dialog").count())
 
-    def picture_of_the_window(self, name: str) -> None:
-        """Take a picture in both themes of the part of the page that is in the window."""
-        self._take(name, whole=False)
-
     def _take(self, name: str, *, whole: bool) -> None:
         self.pictures.mkdir(parents=True, exist_ok=True)
         for theme in ("dark", "light"):

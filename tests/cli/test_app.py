@@ -116,13 +116,6 @@ def test_every_command_that_takes_a_module_is_among_those_tested_with_one_in_the
     assert takers == {command.split()[0] for command, _ in NAMED_MODULES}
 
 
-@pytest.mark.long
-def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
-    done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("# digits\n")
-
-
 def test_the_version_is_that_of_the_package(run: Run) -> None:
     assert run("--version").out == f"prefect-tune {pt.__version__}\n"
 

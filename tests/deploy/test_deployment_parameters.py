@@ -290,20 +290,6 @@ def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration
     assert request_from(sent["orders"]) == orders
 
 
-def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
-    fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
-    validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
-
-
-def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -> None:
-    said = {name: each["description"] for name, each in RESUME["properties"].items()}
-    assert said["trainable"].startswith("package.module:Name; required")
-    assert said["fork"].startswith("Name of a new experiment: continue")
-    sections = TUNE["definitions"]
-    assert sections["FailurePolicy"]["description"].endswith("by the kind of failure.")
-    assert all("Args:" not in each.get("description", "") for each in sections.values())
-
-
 @pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
 def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
     said = kind.__doc__ or ""
@@ -314,12 +300,6 @@ def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) 
 
 
 TUNE_OFFER = named(["tune"])[0]
-
-
-def test_every_deployment_has_the_name_of_its_flow_and_a_dotted_entrypoint() -> None:
-    for offer in OFFERS:
-        assert offer.entrypoint == f"{offer.module}.{offer.name.replace('-', '_')}"
-        assert ":" not in offer.entrypoint
 
 
 def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
@@ -386,11 +366,6 @@ def test_prefects_own_command_makes_the_same_fields_of_the_flow() -> None:
     assert list(parameter_schema(TUNE_FLOW.with_options(name="mine")).properties) == list(FORM["properties"])
 
 
-def test_options_apply_to_a_call_too() -> None:
-    assert TUNE_FLOW.with_options(retries=3).flat.retries == 3
-    assert TUNE_FLOW.flat.retries == 0
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -419,11 +394,6 @@ def test_what_is_wrong_is_refused_in_the_group_and_beside_it(wrong: Mapping[str,
     for parameters in (wrong, {"advanced": wrong}):
         with pytest.raises(ValidationError):
             validate({**NEEDED, **parameters}, FORM, raise_on_error=True)
-
-
-def test_a_misspelt_parameter_in_the_group_is_refused() -> None:
-    with pytest.raises(ValidationError, match="'sede' was unexpected"):
-        validate({**NEEDED, "advanced": {"sede": 3}}, FORM, raise_on_error=True)
 
 
 def test_stored_parameters_are_grouped_as_the_form_shows_them() -> None:

@@ -38,7 +38,6 @@ from prefect_tune.drills.run_drill import (
     cells_of,
     drill_in_terminal,
     last_output,
-    legend_of,
     require_importable,
     run_drill,
 )
@@ -301,14 +300,6 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
     assert [step for step, _ in kills_of(12, 3, (7, 3), 0)] == [3, 7]
 
 
-def test_kills_are_drawn_after_the_first_save_if_there_are_enough_steps() -> None:
-    for seed in range(50):
-        assert min(kills_of(12, 3, (), seed, first_save=3))[0] > 3
-        assert [step for step, _ in kills_of(6, 3, (), seed, first_save=2)] == [3, 4, 5]
-    assert len(kills_of(6, 4, (), 0, first_save=2)) == 4
-    assert [step for step, _ in kills_of(12, 3, (1,), 0, first_save=3)] == [1]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -448,10 +439,3 @@ def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> N
 )
 def test_a_track_shows_each_step_in_its_place(track: Track, picture: str) -> None:
     assert cells_of(track, 12).plain == picture
-
-
-def test_the_legend_explains_the_marks_that_the_picture_has() -> None:
-    track = Track("begun", 12, step=5, committed={3}, kills=[4])
-    assert legend_of([track]) == "[green]●[/] committed   [bold red]✗[/] SIGKILL"
-    resumed = Track("resumed", 12, resumes=[3])
-    assert legend_of([track, resumed]).endswith("   [bold yellow]↻[/] resumed after this step")

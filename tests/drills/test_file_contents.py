@@ -8,13 +8,11 @@ import datetime as dt
 import gzip
 import io
 import json
-import lzma
 import pickle
 import struct
 import uuid
 import warnings
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,9 +129,7 @@ BF16_ONES, F32_ONES = struct.pack("<H", 0x3F80) * 4, struct.pack("<f", 1.0) * 4
 UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     # several values one after another, and what follows the last one
     "a second array": ("w.npy", npy(ONES, ONES), npy(ONES, ONES * 2)),
-    "a third array": ("w.npy", npy(ONES, ONES, ONES), npy(ONES, ONES, -ONES)),
     "an array that is missing": ("w.npy", npy(ONES, ONES), npy(ONES)),
-    "bytes after an array": ("w.npy", npy(ONES) + b"state 1", npy(ONES) + b"state 2"),
     "a second array in a member": (
         "w.npz", zipped([("w.npy", npy(ONES, ONES))]), zipped([("w.npy", npy(ONES, -ONES))]),
     ),
@@ -145,20 +141,13 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
         zipped([("w", b"2"), ("w", b"3")]),
     ),
     "a second pickle": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps(1) + pickle.dumps(3)),
-    "two pickles, and one of a list": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps([1, 2])),
     "bytes after a pickle": ("m.pkl", pickle.dumps(1) + b"\x00\x01", pickle.dumps(1) + b"\x00\x02"),
     "a second line of JSON": ("l.jsonl", b'{"a": 1}\n{"a": 2}\n', b'{"a": 1}\n{"a": 3}\n'),
     "two documents, and one list": ("l.json", b"1 2", b"[1, 2]"),
-    "an empty file, and an empty list": ("l.json", b" ", b"[]"),
     "a second member of gzip": (
         "m.pkl.gz", gzipped(pickle.dumps(1)) + gzipped(pickle.dumps(2)), gzipped(pickle.dumps(1)) * 2,
     ),
-    "a second stream of zlib": (
-        "m.pkl", zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(2)),
-        zlib.compress(pickle.dumps(1)) + zlib.compress(pickle.dumps(3)),
-    ),
     "a second stream of bzip2": ("x.bz2", bz2.compress(b"1") + bz2.compress(b"2"), bz2.compress(b"1") * 2),
-    "a second stream of xz": ("x.xz", lzma.compress(b"1") + lzma.compress(b"2"), lzma.compress(b"1") * 2),
     "bytes after a table": ("t.parquet", parquet({"x": [1]}), parquet({"x": [1]}) + parquet({"x": [2]})),
     "bytes after tensors": (
         "w.safetensors",
@@ -167,12 +156,10 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     ),
     # paths that are written alike
     "dots in JSON": ("s.json", b'{"a.b": 1, "a": {"b": 2}}', b'{"a.b": 2, "a": {"b": 1}}'),
-    "one dot in JSON": ("s.json", b'{"a.b": 1}', b'{"a": {"b": 1}}'),
     "a list and an object": ("s.json", b'{"a": [1]}', b'{"a": {"0": 1}}'),
     "an empty list and an empty object": ("s.json", b'{"a": []}', b'{"a": {}}'),
     "a key twice": ("s.json", b'{"a": 1, "a": 3}', b'{"a": 2, "a": 3}'),
     "an empty key": ("s.json", b'{"": 1}', b"1"),
-    "an empty key within": ("s.json", b'{"a": {"": 1}}', b'{"a.": 1}'),
     "a quoted key": ("s.json", json.dumps({"'a.b'": 1}).encode(), b'{"a.b": 1}'),
     "the text of None": ("s.json", b'{"a": "None"}', b'{"a": null}'),
     "the key None": ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({"None": 1})),
@@ -180,17 +167,11 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     "a truth and a number": ("m.pkl", pickle.dumps({True: 1}), pickle.dumps({1: 1})),
     "a number and a float": ("m.pkl", pickle.dumps({1.0: 1}), pickle.dumps({1: 1})),
     "bytes and text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"a": 1})),
-    "bytes and their text": ("m.pkl", pickle.dumps({b"a": 1}), pickle.dumps({"b'a'": 1})),
-    "a tuple and its text": ("m.pkl", pickle.dumps({("a", 1): 1}), pickle.dumps({"('a', 1)": 1})),
     "tuples of other types": ("m.pkl", pickle.dumps({(1,): 1}), pickle.dumps({(True,): 1})),
     "a list and a tuple": ("m.pkl", pickle.dumps([1]), pickle.dumps((1,))),
     "a set and a list": ("m.pkl", pickle.dumps({1}), pickle.dumps([1])),
-    "sets of other types": ("m.pkl", pickle.dumps({1, 2}), pickle.dumps({1.0, 2})),
     "a dictionary and an ordered one": ("m.pkl", pickle.dumps(OrderedDict(a=1)), pickle.dumps({"a": 1})),
     "slashes in an archive": ("w.npz", npz(**{"a/b": ONES, "a.b": -ONES}), npz(**{"a/b": -ONES, "a.b": ONES})),
-    "dots in safetensors": (
-        "w.safetensors", safetensors({"a.b": ("F32", F32_ONES)}), safetensors({"'a.b'": ("F32", F32_ONES)}),
-    ),
     "keys of skops": (
         "e.skops", skops('{"content": {"1": {"content": "2"}, "1": {"content": "3"}}}'),
         skops('{"content": {"1": {"content": "3"}, "1": {"content": "2"}}}'),
@@ -223,9 +204,6 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     "bfloat16 and float32": (
         "w.safetensors", safetensors({"w": ("F32", F32_ONES)}), safetensors({"w": ("BF16", BF16_ONES)}),
     ),
-    "two types of 8 bits": (
-        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E5M2", b"\x01")}),
-    ),
     "the bits of a float of 8 bits": (
         "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E4M3", b"\x81")}),
     ),
@@ -236,14 +214,12 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     "a number of NumPy, and one of Python": ("m.pkl", pickle.dumps(np.float64(1)), pickle.dumps(1.0)),
     # values that are equal, and not the same
     "minus zero in JSON": ("s.json", b'{"a": 0.0}', b'{"a": -0.0}'),
-    "minus zero in a list": ("s.json", b"[[0.0]]", b"[[-0.0]]"),
     "minus zero in a pickle": ("m.pkl", pickle.dumps([0.0]), pickle.dumps([-0.0])),
     "minus zero in a complex": ("m.pkl", pickle.dumps({"a": complex(0, 0.0)}), pickle.dumps({"a": complex(0, -0.0)})),
     "minus zero in a nested column": (
         "t.parquet", parquet({"x": [[0.0], None]}), parquet({"x": [[-0.0], None]}),
     ),
     "another NaN": ("w.npy", npy(np.frombuffer(NAN)), npy(np.array([np.nan]))),
-    "another NaN in a pickle": ("m.pkl", pickle.dumps(struct.unpack("<d", NAN)[0]), pickle.dumps(float("nan"))),
     "a number and a float in JSON": ("s.json", b'{"a": 1}', b'{"a": 1.0}'),
     "a number and a truth in JSON": ("s.json", b'{"a": 1}', b'{"a": true}'),
     "the order of keys in JSON": ("s.json", b'{"x": {"a": 1, "b": 2}}', b'{"x": {"b": 2, "a": 1}}'),
@@ -276,9 +252,6 @@ ALIKE: dict[str, tuple[str, bytes, bytes]] = {
     "the level of compression": ("m.pkl", packed_joblib([ONES], ("gzip", 1)), packed_joblib([ONES], ("gzip", 9))),
     "the ids in skops": ("e.skops", skops_of(140551053593360, ONES), skops_of(140551053590000, ONES)),
     "spaces in JSON": ("s.json", b'{"a":[1,2]}', b'{"a": [1, 2]}\n'),
-    "the order of metadata of safetensors": (
-        "w.safetensors", safetensors({}, {"a": "1", "b": "2"}), safetensors({}, {"b": "2", "a": "1"}),
-    ),
     "the order of a set": ("m.pkl", pickle.dumps({1, 9, 17}), pickle.dumps({17, 9, 1})),
     "the protocol of a pickle": ("m.pkl", pickle.dumps([1, b"2"], 2), pickle.dumps([1, b"2"], 5)),
 }  # fmt: skip
@@ -294,16 +267,11 @@ def test_files_that_differ_only_in_times_and_in_how_they_are_written_are_the_sam
     [
         ("s.json", b'{"layer.weight": [1]}', b'{"layer.weight": [2]}', "`layer.weight.0`, 2, expected 1"),
         ("s.json", b'{"1": 1}', b'{"1": 2}', "`'1'`, 2, expected 1"),
-        ("s.json", b'{"a": []}', b'{"a": {}}', "`a`, dict, expected list"),
         ("s.json", b'{"a": {"b": 1}}', b'{"a": {}}', "`a.b`, missing"),
         ("s.json", b'{"a": 1, "b": 2}', b'{"b": 2, "a": 1}', "keys in another order: number 1 is `b`, expected `a`"),
-        ("s.json", b"{", b"[", "'[', expected '{'"),
         ("w.npy", npy(near(0)), npy(near(-0.0)), "1 of 32 values, max |Δ| 0"),
         ("w.npy", npy(near(0)), npy(near(np.nan)), "1 of 32 values, max |Δ| nan"),
-        ("w.npy", npy(np.zeros(0)), npy(np.zeros(0, np.float32)), "float32 (0,), expected float64 (0,)"),
         ("w.npy", npy(near(0)), npy(near(0).astype(float)), "float64 (4, 8), expected float32 (4, 8)"),
-        ("w.npy", npy(np.array([True, False])), npy(np.array([True, True])), "1 of 2 values, max |Δ| 1"),
-        ("w.npy", npy(ONES, ONES), npy(ONES, -ONES), "`1`, 4 of 4 values, max |Δ| 2"),
         ("w.npy", npy(ONES) + b"1", npy(ONES) + b"2", "bytes differ (145 bytes)"),
         ("w.npz", npz(w=near(0), b=ONES), npz(w=near(2e-9), b=ONES), "`w`, 1 of 32 values, max |Δ| 2e-09"),
         ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({None: 2}), "`[None]`, 2, expected 1"),
@@ -315,7 +283,6 @@ def test_files_that_differ_only_in_times_and_in_how_they_are_written_are_the_sam
         ("w.safetensors",
          safetensors({"w": ("BF16", BF16_ONES)}), safetensors({"w": ("BF16", b"\x80\x40" + BF16_ONES[2:])}),
          "`w`, 1 of 4 values, max |Δ| 3"),
-        ("m.gz", gzipped(pickle.dumps({"w": 1})), gzipped(pickle.dumps({"w": 2})), "`w`, 2, expected 1"),
         ("m.keras", zipped([("weights", b"12\xff")]), zipped([("weights", b"1\xff")]),
          "`weights`, bytes differ (2, expected 3)"),
         ("c.zip", zipped([("meta.json", b'{"saved": "1"}')]), zipped([("meta.json", b'{"saved": "2"}')]),

@@ -21,7 +21,7 @@ from prefect_tune.drills.evidence import (
     MeasuredSave,
     Record,
 )
-from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
+from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import require_resumed
 from prefect_tune.drills.values import FileDifference
@@ -295,15 +295,6 @@ def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str 
     assert str(found) == said
 
 
-def test_a_local_variable_is_of_the_next_step() -> None:
-    like = undisturbed({"state velocity": "#", "value loss": "#"})
-    (local,) = forgotten_in(like, resumed_at(4, like, {"state velocity": X}, is_restored=False))
-    assert str(local) == "a local variable, `velocity`, after step 3: save and load it"
-    killed = replace(resumed_at(4, like, LOSS, is_restored=False), metrics={4: {"loss": 9.5}})
-    (held,) = forgotten_in(like, killed)
-    assert str(held).endswith(" after step 3: save and load it if the next step reads it")
-
-
 def test_what_does_not_change_at_each_step_is_evidence() -> None:
     like = run_of(*(record(step, {"scaler s.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
     (found,) = forgotten_in(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
@@ -331,19 +322,6 @@ def test_what_differs_without_a_kill_is_evidence_only_if_it_does_so_later() -> N
     killed = resumed_at(3, like, {"rng random": X, "rng other": X})
     first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
     assert [each.name for each in forgotten_in(like, run_of(*first, killed.records[-1]))] == ["other"]
-
-
-def test_a_training_that_is_not_deterministic_is_said_by_what_training_changes() -> None:
-    seconds, weight = at(1, METRICS, "seconds"), at(3, "m.pt", "w")
-    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"counter it": str(step)}) for step in range(1, 5)]
-    killed = replace(run(), records=[*like[:3], Record(3, 2, True, 3.5, 0.5, 0.0, {"counter it": "0"})])
-    runs = Runs(replace(run(), records=like), killed, None, [seconds, weight], [seconds, weight], [weight.place])
-    said = list(report_of(PLAN, "drill-0", runs).lines())
-    assert said[0].startswith(
-        "not deterministic: two runs differ without a kill, at step 3: `m.pt`, `w`, 2, expected 1. "
-    )
-    assert said[1] == "  differs without a kill too: step 1: metric `seconds`: 2, expected 1"
-    assert not any("no effect" in each for each in said)
 
 
 def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
@@ -464,15 +442,3 @@ def test_no_other_interval_is_better_by_more_than_a_thousandth(save: float, mean
     found = slowdown(best_interval(save, mean), save, mean)
     best = min(slowdown(1.05**power, save, mean) for power in range(-50, 300))
     assert found <= best * 1.001
-
-
-def test_a_save_that_takes_as_long_as_two_failures_are_apart_is_made_once_in_between() -> None:
-    assert best_interval(200.0, 100.0) == 100.0
-    assert best_interval(1000.0, 100.0) == 100.0
-
-
-def test_what_is_lost_is_least_at_the_best_interval() -> None:
-    best = best_interval(10.0, 36_000.0)
-    lost = [lost_share(best * factor, 10.0, 30.0, 36_000.0) for factor in (0.5, 1.0, 2.0)]
-    assert min(lost) == lost[1]
-    assert 0 < lost[1] < 0.03

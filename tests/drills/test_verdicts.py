@@ -86,19 +86,3 @@ def test_ranks_that_save_everything_are_exact_whichever_is_killed(
     assert found.is_exact, list(found.lines())
     assert [(each.victim, each.resumed_from > 0) for each in found.kills][:2] == [("rank", True), ("trial", True)]
     assert found.compared_files >= 2 * 3, "the files of both ranks"
-
-
-def test_what_another_rank_has_forgotten_is_a_difference_in_its_file(prefect_server: str, tmp_path: Path) -> None:
-    found = drilled("OwnGenerators", {"forgets": 1}, prefect_server, tmp_path, ((3, "rank"),), steps=6, processes=2)
-    assert not found.is_exact
-    assert "`rank-1.json`" in "\n".join(found.lines()), list(found.lines())
-
-
-def test_ranks_that_a_launcher_in_the_trial_has_started_are_killed_and_compared(
-    prefect_server: str, tmp_path: Path
-) -> None:
-    name, kills = "tests.trainables.grouped:runs_programs", ((3, "trial"), (5, "search"))
-    found = drilled(name, {}, prefect_server, tmp_path, kills, steps=6)
-    assert found.is_exact, list(found.lines())
-    assert [(each.victim, each.resumed_from) for each in found.kills] == [("trial", 2), ("search", 4)]
-    assert found.compared_files >= 2 * 3, "the files of both ranks"

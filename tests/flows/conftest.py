@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,13 +17,14 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
+from tests.fakes.command_line import PROGRAM
 from tests.fakes.searches.left_experiments import require_booked_seconds
+from tests.fakes.servers.moto_server import aws_client
 from tests.fakes.servers.processes import free_port, running
 from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening
 from tests.flows.resuming.left_run import LeftRun
-from tests.flows.ui import Ui
 
 BUCKET = "durable"
 POOL = "tune-test"
@@ -81,7 +82,7 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     log = tmp_path_factory.mktemp("moto") / "log"
     command = [sys.executable, "-m", "tests.fakes.servers.moto_server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, port, log):
-        _make_bucket(port)
+        aws_client(f"http://127.0.0.1:{port}").create_bucket(Bucket=BUCKET)
         yield port
 
 
@@ -105,25 +106,8 @@ def s3_at(port: int, *, request_timeout_seconds: float = 60) -> S3Target:
     )
 
 
-def _make_bucket(port: int) -> None:
-    import boto3
-
-    client = boto3.Session().client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{port}",
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-    )
-    client.create_bucket(Bucket=BUCKET)
-
-
 @pytest.fixture
 def environment(prefect_server: str) -> dict[str, str]:
-    return _environment(prefect_server)
-
-
-def _environment(prefect_server: str) -> dict[str, str]:
     return {
         **os.environ,
         "PREFECT_API_URL": prefect_server,
@@ -135,39 +119,20 @@ def _environment(prefect_server: str) -> dict[str, str]:
 @pytest.fixture
 def deployed(environment: dict[str, str]) -> None:
     """`prefect-tune deploy`, to a pool without a worker."""
-    _deploy(environment)
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+    command = [*PROGRAM, "deploy", "--work-pool", POOL, "--no-automations"]
+    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture
 def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process worker on that pool."""
     del deployed
-    with _working(environment, tmp_path, "--limit", "2") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
-    """A user of the Prefect UI, and a worker for the runs that they start.
-
-    The worker has no limit: one of Prefect 3.8.8 with a limit crashes if a run restarts while its process still ends.
-    """
-    _deploy(environment := _environment(prefect_server))
-    with _working(environment, tmp_path_factory.mktemp("worker")), get_client(sync_client=True) as client:
-        yield Ui(client)
-
-
-def _deploy(environment: dict[str, str]) -> None:
-    with get_client(sync_client=True) as client:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
-    _done(environment, "prefect-tune", "deploy", "--work-pool", POOL, "--no-automations")
-
-
-@contextmanager
-def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, *options]
-    with (folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--limit", "2"]
+    with (tmp_path / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
     yield process
     process.terminate()
     with suppress(subprocess.TimeoutExpired):  # it waits for its runs, however long they take
@@ -176,9 +141,3 @@ def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterat
     for each in [*psutil.Process(process.pid).children(recursive=True), process]:
         each.kill()
     process.wait(60)
-
-
-def _done(environment: dict[str, str], program: str, *arguments: str) -> None:
-    command = [str(Path(sys.executable).parent / program), *arguments]
-    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -377,21 +377,6 @@ def test_all_that_is_delivered_again_changes_no_mlflow_run(mlflow_uri: str) -> N
             assert [step for step, _ in points(mlflow_uri, run.info.run_id, metric)] == [1, 2]
 
 
-def test_a_trial_that_ends_before_a_lost_step_is_compared_by_its_last_metrics(mlflow_uri: str) -> None:
-    logger = mlflow_logger(mlflow_uri)
-    started(logger)
-    for step in (1, 2, 3):
-        report(logger, step)
-    (before,) = runs(mlflow_uri)
-    again = mlflow_logger(mlflow_uri)
-    started(again, from_step=1)
-    report(again, 2, loss=0.75)
-    finished(again, step=2, metrics={"loss": 0.75}, trained_seconds=1.0)
-    (run,) = runs(mlflow_uri)
-    assert run.info.run_id == before.info.run_id
-    assert run.data.metrics["loss"] == 0.75
-
-
 def test_names_that_mlflow_refuses_cost_no_other_value(mlflow_uri: str) -> None:
     logger = mlflow_logger(mlflow_uri)
     logger.on_trial_start(trial(config={"lr@start": 0.1, "width": 3}), Started(trial="00000", attempt=1, from_step=0))

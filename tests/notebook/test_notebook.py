@@ -123,21 +123,6 @@ def test_ten_thousand_trials_are_a_short_table() -> None:
     assert len(html) < 40_000
 
 
-def test_results_are_bounded_too() -> None:
-    search = asha(200)
-    drawn: list[str] = []
-
-    def points(trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
-        drawn.extend(trials)  # type: ignore[arg-type]  # a list of names
-        return {name: {"loss": [(1.0, 2.0), (2.0, 1.0)]} for name in drawn}
-
-    objective = objective_in(search.state.settings)
-    html = results_html(search.state, objective, "s3://bucket/runs", points, lambda: NO_COST)
-    assert len(drawn) == 60
-    assert "and 180 more trials: results.to_pandas()" in html
-    assert len(html) < 60_000
-
-
 def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
     def refuse(_trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
         raise pt.StoreUnavailable("the bucket <b>sleeps</b>")

@@ -177,17 +177,6 @@ def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.Lo
     assert ends_of(caplog.records, RUN_TRIAL) == []
 
 
-def test_at_the_level_debug_nothing_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    @flow
-    def quiet() -> None:
-        with quiet_inner_tasks():
-            ends("Quiet")
-
-    with caplog.at_level(logging.DEBUG, logger="prefect.task_runs"):
-        quiet()
-    assert ends_of(caplog.records, "ends") == ["Finished in state Quiet(type=COMPLETED)"]
-
-
 def test_events_that_a_server_does_not_take_are_one_line_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,12 +164,6 @@ def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) ->
     ]
 
 
-def test_pandas_has_the_same(results: pt.Results) -> None:
-    frame = results.to_pandas()
-    assert list(frame["trial"]) == [A, B, C, BROKEN]
-    assert len(results.to_pandas("reports")) == 9
-
-
 def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
     for rows in ("trials", "reports"):
         (path,) = target.glob(f"e/1/results/{rows}/*.parquet")

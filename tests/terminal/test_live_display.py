@@ -197,16 +197,6 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(
     terminal.read()  # or its thread would never end
 
 
-def test_of_two_at_once_only_the_first_is_shown(terminal: Terminal, broken: list[Exception]) -> None:
-    terminal.read()
-    with (
-        live_display(table, broken.append, terminal.stream),
-        live_display(lambda _width, _height: Text("another"), broken.append, terminal.stream),
-    ):
-        wait_for(lambda: "a table" in terminal.shown)
-    assert "another" not in terminal.shown
-
-
 def test_it_is_drawn_rarely_where_drawing_is_expensive(terminal: Terminal, broken: list[Exception]) -> None:
     drawn: list[float] = []
 

@@ -367,8 +367,3 @@ def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None
     assert "| e | journal | damaged: torn |" in page
     assert "and 25 more" in page
     assert page.startswith("# Dry run")
-
-
-def test_every_parameter_of_the_form_is_described() -> None:
-    properties = maintain.parameters.properties
-    assert [name for name, each in properties.items() if not each.get("description")] == []

@@ -16,6 +16,7 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State, StateType
 
 import prefect_tune as pt
 from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -36,7 +37,6 @@ from tests.flows.training import (
     undisturbed,
     violations,
 )
-from tests.flows.ui import Ui
 from tests.long_cases import long_after
 from tests.trainables.moody import train
 
@@ -271,6 +271,11 @@ def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterat
         process.wait()
 
 
+def _cancel(client: SyncPrefectClient, run: UUID) -> None:
+    """Do as the button *Cancel* does."""
+    client.set_flow_run_state(run, State(type=StateType.CANCELLING, name="Cancelling"), force=True)
+
+
 def _until_training(target: pt.LocalTarget, log: Path, *names: str, count: int = 2) -> None:
     def trains(name: str) -> bool:
         trials = experiment_at(target, name).trials.values()
@@ -343,11 +348,11 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
         _until_training(target, log, "e", count=1 if program == "training" else 2)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
-        Ui(client).cancel(run)
+        _cancel(client, run)
         assert process.wait(120) == 1, log.read_text()
     trials = list(experiment_at(target, "e").trials.values())
     assert [(trial.status, len(trial.checkpoints)) for trial in trials] == [(Status.INTERRUPTED, 1)] * len(trials)
-    assert Ui(client).state(run).is_cancelled()
+    assert client.read_flow_run(run).state_type is StateType.CANCELLED
     assert "prefect.exceptions.CancelledRun: " in log.read_text()
 
 
@@ -360,10 +365,10 @@ def test_a_cancelled_run_saves_although_its_worker_was_killed(
     run = _run_of_deployment(client, program, target)
     with _process("-m", "prefect.engine", str(run), url=prefect_server, log=log, **_NO_WORKER) as process:
         _until_training(target, log, "e")
-        Ui(client).cancel(run)
+        _cancel(client, run)
         assert process.wait(120) == 0, log.read_text()
     _require_saved(target, "e")
-    assert Ui(client).state(run).is_cancelled(), log.read_text()
+    assert client.read_flow_run(run).state_type is StateType.CANCELLED, log.read_text()
 
 
 def _run_of_deployment(client: SyncPrefectClient, program: str, target: pt.LocalTarget) -> UUID:

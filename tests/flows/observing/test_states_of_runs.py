@@ -205,30 +205,6 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
-    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    searched(local_target, [0.1, 0.9, 0.05], scheduler=HALF, seed=1)
-    said = [each.getMessage() for each in caplog.records if each.name.startswith("prefect.")]
-    assert f"experiment 'shown' at {local_target.uri}: new" in said
-    assert any(each.startswith("space: x grid_search([0.1, 0.9, 0.05]), breaks ") for each in said)
-    assert any(each.startswith("scheduler: ASHA(max_t=4") and each.endswith("; loss (min)") for each in said)
-    assert "slots: 1 trial at once on this machine" in said
-    assert "trial 00001 begins: breaks False, x 0.9" in said
-    for start in (
-        "trial 00000 completed at step 4, loss 0.1 (best so far): ",
-        "trial 00001 pruned at step 1, loss 0.9 (best: 0.1, trial 00000): ",
-        "trial 00002 errored at step 1, loss 0.05 (best so far): failure 1 of the trainable (max_fail",
-    ):
-        assert sum(each.startswith(start) for each in said) == 1, said
-    assert sum("Traceback (most recent call last)" in each for each in said) == 1
-    assert sum("ArithmeticError" in each for each in said) == 2
-    assert not [
-        each.message for each in caplog.records if each.name == "prefect.task_runs" and "Finished" in each.message
-    ]
-
-
-@pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("flow_name", ["tune", "durable_trainable"])
 def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_taken_for_that_task(
     flow_name: str, local_target: LocalTarget, caplog: pytest.LogCaptureFixture

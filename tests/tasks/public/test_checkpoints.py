@@ -216,14 +216,6 @@ def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_befo
     assert losses(caller) == {1: 1.0, 2: 0.5, 3: 1 / 3, 5: 9.0}
 
 
-def test_a_trial_goes_back_to_nothing_with_its_only_checkpoint(caller: Caller) -> None:
-    caller.save(1)
-    caller.delete(1)
-    assert (trial_of(caller).step, trial_of(caller).metrics, caller.restore()) == (0, {}, None)
-    caller.save(1, "otherwise")
-    assert losses(caller) == {1: 1.0}
-
-
 def test_a_trial_that_does_not_run_or_keeps_its_newest_checkpoint_stays_where_it_is(caller: Caller) -> None:
     for step in (1, 2, 3):
         caller.save(step)
