@@ -262,21 +262,6 @@ def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
     assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
 
 
-def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
-    shown = json.loads(run("show", target, "digits", "--json").out)
-    assert shown["status"] == "completed"
-    assert shown["reason"] == "had enough"
-    assert shown["step"] == 6
-    assert shown["checkpoints"] == [2, 4, 6]
-    assert shown["config"] == {"rate": 0.5}
-    assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
-    lines = run("show", target, "digits").out.splitlines()
-    assert any(line.split() == ["reason", "had", "enough"] for line in lines)
-    assert any(line.split()[:3] == ["owner", "1:", "a"] for line in lines)
-    assert "term" not in "".join(lines)
-    assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
-
-
 def test_verify_reads_every_live_checkpoint(run: Run, target: Path) -> None:
     done = run("verify", target, "digits")
     assert done.code == 0
@@ -318,11 +303,6 @@ def test_verify_prints_damage_also_if_the_target_fails_later(
 def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:
     assert run("export", target, "digits", tmp_path / "plain", "--plain").code == 0
     assert files_in(tmp_path / "plain") == {"model/weights.bin": b"\x06" * 5_000_000, "state.json": b"6"}
-
-
-def test_export_writes_the_checkpoint_of_a_step(run: Run, target: Path, tmp_path: Path) -> None:
-    assert run("export", target, "digits", "--step", 2, tmp_path / "plain").code == 0
-    assert files_in(tmp_path / "plain")["state.json"] == b"2"
 
 
 def test_export_leaves_a_directory_that_is_in_use_alone(run: Run, target: Path, tmp_path: Path) -> None:
@@ -519,14 +499,6 @@ def test_the_trials_of_results_are_printed_in_the_same_way(
     assert "hidden, for lack of room: parameter_" in repr(trials)
     assert "hidden, for lack of room: parameter_" in trials._repr_html_()
     assert capsys.readouterr().out == ""
-
-
-def test_every_table_of_a_pipe_has_its_rows_on_one_line(wide: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.terminal.formatting.os.environ", {})  # `run` sets COLUMNS
-    listed = run("ls", wide).out.splitlines()
-    assert len(listed) == 2
-    assert listed[1].split()[:2] == ["wide", "search"]
-    assert len(run("checkpoints", wide, "wide").out.splitlines()) == 1
 
 
 def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.storage import print_garbage
 from prefect_tune.core.experiment.summary import config_at
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events import (
@@ -30,7 +29,6 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.operations.trial_gc import Collected, Garbage
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
@@ -190,16 +188,6 @@ def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path
 def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:
     done = run("gc", moods, "moods", "--delete")
     assert (done.code, done.out) == (0, "nothing to collect in 4 trials\n")
-
-
-def test_the_table_of_gc_counts_objects_and_says_why_some_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = Collected("a", checkpoints=(1, 2), orphan_count=3, orphan_bytes=5, answer_count=4, kept="it runs")
-    print_garbage(Garbage([kept, Collected("b", damage="torn"), Collected("c")], 0, ()), deleted=False)
-    header, first, second, _, total = capsys.readouterr().out.splitlines()
-    assert header.split() == ["trial", "checkpoints", "objects", "size"]
-    assert first.split() == ["a", "1,", "2", "9", "5", "B", "it", "runs"]
-    assert (second.split()[0], second.split()[-1]) == ("b", "torn")
-    assert total == "9 objects, 5 B; to delete them: --delete"
 
 
 def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:
@@ -373,14 +361,6 @@ def test_a_script_deletes_with_yes_and_is_told_what_went(target: Path, run: Run)
     assert is_gone(target / "digits")
     assert files_in(target / "kept") == before
     assert "there is no experiment 'digits'" in run("delete", target, "digits", "--yes").err
-
-
-def test_json_says_what_went(target: Path, run: Run) -> None:
-    size_bytes = sum(each.stat().st_size for each in (target / "digits").rglob("*") if each.is_file())
-    done = run("delete", target, "digits", "--yes", "--json")
-    said = json.loads(done.out)
-    assert said.pop("object_count") > 3
-    assert said == {"experiment": "digits", "trial_count": 1, "checkpoint_count": 3, "size_bytes": size_bytes}
 
 
 def test_without_a_terminal_and_without_yes_nothing_is_deleted(target: Path, run: Run) -> None:

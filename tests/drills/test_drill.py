@@ -148,9 +148,6 @@ def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path
         ),
         ("broken:train", "print('prints')\nimport nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import ended its process with 3; "),
-        ("broken:train", "print('x' * 9999, flush=True)\nimport os; os._exit(3)", "last output:\n…x{2000}$"),
-        ("broken:train", "train = 3", "trainable 'broken:train': expected a function of"),
-        ("broken:Net", "class Net(Trainable):\n  def step(self): return {}", "'broken:Net': it has no save_checkpoint"),
         (
             "broken:Net",
             "class Net(Trainable):\n  def step(self): return {}\n  def save_checkpoint(self, d): ...",
@@ -439,3 +436,64 @@ def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> N
 )
 def test_a_track_shows_each_step_in_its_place(track: Track, picture: str) -> None:
     assert cells_of(track, 12).plain == picture
+
+
+# Each attempt of a drill has a working directory of its own, in which it finds what was there before the drill.
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    project = tmp_path / "home" / "project"
+    (project / "package").mkdir(parents=True)
+    (project / ".git").mkdir()
+    (tmp_path / "home" / "data").mkdir()
+    (tmp_path / "drill").mkdir()
+    (project / "weights.json").write_text("old")
+    (project / "package" / "part.txt").write_text("part")
+    (tmp_path / "home" / "data" / "table.csv").write_text("1,2")
+    (project / "link").symlink_to("../data")
+    monkeypatch.setenv("PWD", str(project))
+    monkeypatch.chdir(project)
+    return project
+
+
+def test_what_an_attempt_leaves_in_its_directory_is_not_there_for_the_next_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in (1, 2):
+        monkeypatch.chdir(project)
+        probe.enter_copied_directory(tmp_path / "drill" / f"directory-{attempt}")
+        assert not Path("made").exists()
+        assert Path("weights.json").read_text() == "old"
+        assert Path("package/part.txt").read_text() == "part"
+        assert Path("../data/table.csv").read_text() == Path("link/table.csv").read_text() == "1,2"
+        Path("made").mkdir()
+        Path("weights.json").write_text("new")
+        Path("package/more.txt").write_text("more")
+    assert sorted(path.name for path in project.iterdir()) == [".git", "link", "package", "weights.json"]
+    assert (project / "weights.json").read_text() == "old"
+
+
+def test_the_ranks_of_an_attempt_share_their_directory(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.chdir(project)
+        probe.enter_copied_directory(tmp_path / "drill" / "directory-1")
+        assert Path("of-rank-0").exists() == (rank == 1)
+        Path("of-rank-0").touch()
+
+
+def test_what_is_too_much_to_copy_is_a_link(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_MAX_COPIED_BYTES", 3)
+    probe.enter_copied_directory(tmp_path / "drill" / "directory-1")
+    assert [Path(name).is_symlink() for name in ("weights.json", "package", "package/part.txt", ".git")] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert Path("package/part.txt").resolve() == project / "package" / "part.txt"
+
+
+def test_a_drill_whose_folder_is_in_the_working_directory_does_not_copy_itself(project: Path) -> None:
+    (project / "drills").mkdir()
+    probe.enter_copied_directory(project / "drills" / "directory-1")
+    assert Path("drills").is_symlink()

@@ -24,7 +24,6 @@ from tests.fakes.servers.processes import free_port, running
 from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening
-from tests.flows.resuming.left_run import LeftRun
 
 BUCKET = "durable"
 POOL = "tune-test"
@@ -65,14 +64,6 @@ def trouble(no_prefect_server: None, tmp_path: Path) -> Iterator[Trouble]:
     made = Trouble(tmp_path)
     with listening(made.said):
         yield made
-
-
-@pytest.fixture
-def left_run(prefect_server: str) -> Iterator[LeftRun]:
-    """The run of a deployment, which waits for forms."""
-    assert prefect_server
-    with get_client(sync_client=True) as client:
-        yield LeftRun(client)
 
 
 @pytest.fixture(scope="session")

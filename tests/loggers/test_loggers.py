@@ -386,24 +386,6 @@ def test_names_that_mlflow_refuses_cost_no_other_value(mlflow_uri: str) -> None:
     assert (run.data.metrics["acc_1"], run.data.metrics["loss"]) == (0.5, 1.0)
 
 
-def test_the_parameters_of_a_run_that_was_made_without_them_are_logged_later(
-    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow import MlflowClient
-
-    def fail(*_: object, **_options: object) -> None:
-        raise ConnectionError
-
-    logger = mlflow_logger(mlflow_uri)
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_batch", fail)
-        with pytest.raises(ConnectionError):
-            started(logger)
-    report(logger, 1)
-    (run,) = runs(mlflow_uri)
-    assert run.data.params == {"lr": "0.1", "model/depth": "2"}
-
-
 def test_a_run_that_a_person_deletes_is_replaced(mlflow_uri: str) -> None:
     from mlflow import MlflowClient, MlflowException
 
@@ -417,17 +399,6 @@ def test_a_run_that_a_person_deletes_is_replaced(mlflow_uri: str) -> None:
     (other,) = runs(mlflow_uri)
     assert other.info.run_id != run.info.run_id
     assert points(mlflow_uri, other.info.run_id) == [(2, 0.5)]
-
-
-def test_an_experiment_that_a_person_deletes_is_named(mlflow_uri: str) -> None:
-    from mlflow import MlflowClient
-
-    mlflow_logger(mlflow_uri)
-    experiment = MlflowClient(mlflow_uri).get_experiment_by_name("e")
-    assert experiment is not None
-    MlflowClient(mlflow_uri).delete_experiment(experiment.experiment_id)
-    with pytest.raises(pt.InvalidInput, match="the experiment 'e' was deleted in MLflow; restore it"):
-        mlflow_logger(mlflow_uri)
 
 
 def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_path: Path) -> None:

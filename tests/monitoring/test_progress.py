@@ -28,12 +28,7 @@ from prefect_tune.core.journal_events import (
     Finished,
     FinishKind,
     GaveUp,
-    Launched,
-    Opened,
-    OutboxClosed,
-    Owner,
     Paused,
-    Received,
     Reported,
     Resumed,
     Started,
@@ -247,7 +242,6 @@ LINES: dict[str, tuple[Sequence[Event], str]] = {
         f"pruned {AT}: rung",
     ),
     "asked to stop": ([*TRAINED, STOPPED], f"interrupted {AT}: stopped by me; {SAVED_AT}"),
-    "a pause": ([*TRAINED, PAUSED], f"paused {AT}: rung"),
     "a resume": ([*TRAINED, PAUSED, Resumed(trial=T), started(2, SAVED)], "resumes from step 2 (attempt 2)"),
     "repeated steps": (
         [*TRAINED, STEP_3, VANISHED, started(2, SAVED)],
@@ -257,7 +251,6 @@ LINES: dict[str, tuple[Sequence[Event], str]] = {
         [started(), STEP_1, Committed(trial=T, checkpoint=EARLIER), *TRAINED[1:], COMPLETED],
         f"completed {AT}: step 2 of 2; {SAVED_AT}",
     ),
-    "no checkpoint": ([*TRAINED[:2], ASKED], f"interrupted {AT}: saved, as requested; no checkpoint"),
     "again without one": (
         [*TRAINED[:2], ASKED, started(2)],
         "begins again without a checkpoint (attempt 2; 2 steps trained again)",
@@ -338,20 +331,6 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     assert caplog.messages[-1].endswith("loss 0.5 (best so far): rung 2")
 
 
-def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCaptureFixture) -> None:
-    search = LoggedSearch()
-    owner = Owner(name="a run", host="here", pid=1)
-    search.goes(Opened(experiment="e", generation=1, term=1, owner=owner))
-    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), Launched(trial=T, outbox=1))
-    search.goes(Opened(experiment="e", generation=1, term=2, owner=owner), Received(trial=T, post=1), started())
-    search.goes(OutboxClosed(trial=T), VANISHED, Launched(trial=T, outbox=2), Received(trial=T, post=1), started(2))
-    assert caplog.messages == [
-        "trial 00003 began attempt 1 in an earlier run: lr 0.01, net/layers 2",
-        "trial 00003 crashed in attempt 1: the run that trained it was killed",
-        "trial 00003 begins again without a checkpoint (attempt 2)",
-    ]
-
-
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
     search.goes(TrialAdded(trial=T, config={}, of_search=True), *TRAINED)
@@ -381,7 +360,3 @@ def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     assert notices(caplog) == ["trial 00003 resumes from step 2 (attempt 2)"]
     search.goes(Paused(trial=T, reason="rung 2"), Resumed(trial=T), started(3, SAVED))
     assert len(notices(caplog)) == 1, "what a scheduler pauses and resumes is in the table"
-
-
-def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    assert logged(caplog, *TRAINED, of_search=False)[0] == "the trial begins: lr 0.01, net/layers 2"

@@ -1,4 +1,4 @@
-"""A task that runs at once: what the server stores of it, and what equals an ordinary call."""
+"""A task that runs at once: what the server stores of it, what equals an ordinary call, and the events of assets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 from prefect import flow, tags, task
+from prefect.assets import add_asset_metadata, materialize
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
@@ -18,6 +19,7 @@ from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.prefect_api import task_runs
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of, materialized, referenced
 from prefect_tune.prefect_api.task_runs import RUN_TRIAL, quiet_inner_tasks, run_here, run_to_state
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -189,3 +191,34 @@ def test_events_that_a_server_does_not_take_are_one_line_a_minute(
         service.error("another %s", "error")
     line = "Prefect's EventsWorker could not send an item: its server may be down. Training continues."
     assert [each.getMessage() for each in caplog.records] == [line, line, "another error"]
+
+
+# The events of assets equal those that Prefect emits itself.
+
+
+_METADATA = {"step": 3}
+
+
+def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[PrefectEvent] = []
+
+    def emit(event: str, resource: Any, related: Any = (), payload: Any = None) -> None:
+        emitted.append(PrefectEvent(event, resource, list(related), payload or {}))
+
+    monkeypatch.setattr("prefect.events.emit_event", emit)
+    source = asset_of("s3://bucket/runs/first/best")
+    model = asset_of("s3://bucket/runs/second/best", "second: best model", "The best model.")
+    assert source
+    assert model
+
+    @materialize(model, asset_deps=[source], by="prefect-tune")
+    def train() -> None:
+        add_asset_metadata(model, _METADATA)
+
+    flow(name="trains")(train)()
+    listed = [each for each in emitted if each.event.startswith("prefect.asset.")]
+    assert listed == [_listed(referenced(source)), _listed(materialized(model, [source], _METADATA))]
+
+
+def _listed(event: PrefectEvent) -> PrefectEvent:
+    return PrefectEvent(event.event, event.resource, list(event.related), event.payload)

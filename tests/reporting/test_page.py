@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from dataclasses import replace
@@ -122,10 +121,6 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
     assert "And 20 more." in page
 
 
-def test_before_the_first_trial_there_is_a_page_too() -> None:
-    assert "**0 of 9 trials done**" in markdown(JournalBuilder().report_input(expected=9))
-
-
 def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
     totals = single(60, kills=(23, 41)).report_input().totals
     assert (totals.attempts, totals.attempts_lost, totals.wasted_steps) == (3, 2, 3 + 1)
@@ -205,15 +200,6 @@ def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
     assert not [known for _, known in tags.found if any(name.startswith("on") for name in known)]
 
 
-def test_pictures_have_no_background_and_ask_nobody() -> None:
-    pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", markdown(asha(40).report_input()))
-    drawn = [base64.b64decode(each).decode() for each in pictures]
-    assert len(drawn) == 3
-    for svg in drawn:
-        assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r'fill="(#000|#fff"[^>]*width="100%)', svg)
-
-
 MIN_BOTH = {"metric": ["loss", "ok"], "mode": "min"}
 ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] = {
     "a number with and without a fraction": ({"metric": "loss", "mode": "min"}, [1, 1.0, 2.0], [{"loss": 1.0}]),
@@ -277,17 +263,3 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
     assert "**Best loss: 0.6 (trial pruned) · 3 of 7 trials done · 1 interrupted · 1 errored · 1 running" in page
     pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
     assert not pictograms.search(page), "a font may lack these characters"
-
-
-def test_the_page_says_how_long_it_took_and_names_each_constant_once() -> None:
-    search = JournalBuilder(settings={"metric": "loss", "code": "7638", "only_in_code": ["stop"]})
-    for trial, rate in enumerate((0.1, 0.2)):
-        search.adds(str(trial), {"rate": rate, "width": 32})
-        search.starts(str(trial))
-        search.trains(str(trial), 1, {"loss": rate}, seconds=60)
-    page = markdown(search.report_input())
-    assert "| **elapsed** | 2 min |" in page
-    assert "The same in every trial: width 32." in page
-    assert "| width" not in page
-    assert r"| **code\_fingerprint** | 7638 |" in page
-    assert r'| **not\_stored** | `["stop"]` |' in page

@@ -319,13 +319,6 @@ def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, objec
     return why_none(trials, LOSS, scope, {"00000": curves})
 
 
-def test_where_all_errored_the_first_error_is_said() -> None:
-    broken = trial(error="KeyError: 'learning_rate'\nTraceback")
-    said = "all 2 errored, the first with KeyError: 'learning_rate'; see results.errors"
-    assert why(broken, trial(error="another")) == said
-    assert why(broken, trial()) == "nothing was reported"
-
-
 def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
     said = (
@@ -366,13 +359,6 @@ def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Pat
         assert "none of its 2 trials has reported loss: their reports have ['size']" in no_best(
             tmp_path / "d", scope=scope
         )
-
-
-def test_a_nested_metric_is_named_as_it_is_written_and_the_similar_one_is_suggested() -> None:
-    reports: Mapping[str, object] = {"eval": {"size": 3, "lost": 0.5}}
-    assert (
-        why(trial(reports), scope="avg") == "their reports have ['eval/lost', 'eval/size']; did you mean 'eval/lost'?"
-    )
 
 
 # The cost of a search whose machine's clock was set, or that slept, while it ran.

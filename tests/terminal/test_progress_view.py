@@ -258,22 +258,10 @@ def test_it_fits_every_terminal(width: int, height: int, running: int, others: i
     assert len(lines) < max(height, 8)  # a lower terminal sees the first lines
 
 
-def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
-    lines = drawn(state(running=100, finished=100), height=60)
-    assert sum(" running " in text for text in lines[6:]) == 11
-    assert sum(" completed " in text for text in lines[6:]) == 5
-
-
 def test_in_a_log_it_is_one_line() -> None:
     assert line(state()) == (
         "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
-
-
-def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
-    ending = state(time_left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
-    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best: " in line(ending)
-    assert drawn(ending)[0] == "first  3 min 20 s, ending: the time budget of 1:00:00 is spent  12.3 reports/s"
 
 
 def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_lines() -> None:
@@ -292,13 +280,6 @@ def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]
-
-
-def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
-    trials = [Trial(trial=name, config={"loss": name}, metrics={"status": 7, "loss": 0.5}) for name in "ab"]
-    names, rows, _ = cells_of(trials, ["status", "loss"], 200)
-    assert names == ["trial", "status", "step", "metrics/status", "loss", "config/loss"]
-    assert rows[0] == ["a", "pending", "0", "7", "0.5", "a"]
 
 
 def training(**changes: object) -> ProgressState:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,13 +26,10 @@ from benchmarks.cluster.work import Outcome, Work
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.experiment.trial_transitions import Phase, Status
-from prefect_tune.core.journal.outbox import read_posts
-from prefect_tune.core.journal_events import AttemptEnded, AttemptEvent, Cause, Committed, FinishKind, Reported
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune
 from prefect_tune.testing import without_server
-from prefect_tune.tuner.stop_requests import stop
 from tests.fakes.servers.postgres_server import is_installed, postgres_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.task_runners import dask, ray, worker_of
@@ -244,78 +241,6 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
     assert [(each.status, each.step, each.attempt) for each in trials.values()] == [(Status.COMPLETED, _STEPS, 1)] * 2
     assert before < search.trained() == 2 * _STEPS
     assert search.processes() == 2
-
-
-@pytest.mark.deep
-@pytest.mark.usefixtures("prefect_server", "deployed")
-def test_attempts_that_no_worker_begins_are_not_waited_for_when_the_time_is_up(local_target: LocalTarget) -> None:
-    results = tune(
-        "tests.trainables.digits_table:DigitsTable",
-        {"row": grid_search([3, 5])},
-        target=local_target,
-        experiment=_NAME,
-        num_samples=1,
-        stop={"step": 1},
-        trials="deployment",
-        time_budget_seconds=3,
-    )
-    assert [(each.status, each.attempt) for each in results.trials.values()] == [(Status.PENDING, 0)] * 2
-
-
-# Trials that run as deployments are stopped through their search, and also when no process runs the search.
-
-
-_STOPPED_STEPS = 27
-
-
-def unread_events(target: LocalTarget, name: str) -> Sequence[AttemptEvent]:
-    """Return the events that the trial's attempt has posted and no search has received."""
-    state = experiment_at(target, "e")
-    trial = state.trial(name)
-    assert trial.outbox is not None
-    with target.open(timeout=timedelta(seconds=30)) as store:
-        posts = read_posts(store, state.trial_key(name), trial.outbox, trial.post)
-    return [event for post in posts for event in post.events]
-
-
-@pytest.mark.deep
-@pytest.mark.usefixtures("prefect_server", "worker")
-@pytest.mark.timeout(900)
-def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
-) -> None:
-    witness = tmp_path / "witness"
-    driver = drivers.start(
-        "tests.trainables.digits_table:DigitsTable",
-        {"row": grid_search([3, 5]), "witness": str(witness), "step_seconds": 5},
-        flow="tune",
-        target=local_target,
-        experiment="e",
-        num_samples=1,
-        stop={"step": _STOPPED_STEPS},
-        max_concurrent_trials=2,
-        checkpoint=Cadence(every_steps=1),
-        trials="deployment",
-        trial_tags=["elsewhere"],
-    )
-    until(lambda: len({each.pid for each in acts_of(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
-    stopped = stop("e", target=local_target, trial="00000", wait_seconds=120)
-    kind = stopped.experiment.trial("00000").finish_kind
-    assert (stopped.status, kind) == ("stopped", FinishKind.STOPPED), stopped.message
-    driver.kill()
-    alone = stop("e", target=local_target, wait_seconds=20)
-    assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message
-    until(
-        lambda: any(isinstance(each, AttemptEnded) for each in unread_events(local_target, "00001")),
-        seconds=120,
-        what=lambda: str(unread_events(local_target, "00001")),
-    )
-    *before, ended = unread_events(local_target, "00001")
-    saved = [each.checkpoint.step for each in before if isinstance(each, Committed)]
-    reported = [each.report.step for each in before if isinstance(each, Reported)]
-    assert isinstance(ended, AttemptEnded)
-    assert (ended.cause, saved[-1]) == (Cause.PREEMPTED, reported[-1])
-    assert experiment_at(local_target, "e").trial("00001").phase is not Phase.FINISHED
 
 
 # Trials on several nodes, each a flow run of a process worker: the nodes share the target only.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -100,38 +99,6 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
             "wasted_steps",
             "wasted_at_least",
         }
-
-
-def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
-    runs: Sequence[Events], target: LocalTarget
-) -> None:
-    experiment = f"prefect-tune.experiment.{target.uri}/searched"
-    for each in runs[0]:
-        related = {role["prefect.resource.role"]: role["prefect.resource.id"] for role in each["related"]}
-        assert related["flow-run"].startswith("prefect.flow-run.")
-        if each["event"] in JOURNALED:
-            name = f"{target.uri}/searched/{each['payload']['trial']}"
-            assert each["resource"]["prefect.resource.id"] == f"prefect-tune.trial.{name}"
-            assert related["experiment"] == experiment
-        elif each["event"] in NAMED:
-            assert each["resource"]["prefect.resource.id"] == experiment
-
-
-def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
-    runs: Sequence[Events], target: LocalTarget
-) -> None:
-    made: dict[str, list[Any]] = {}
-    for each in runs[0]:
-        if each["event"] == MADE:
-            made.setdefault(each["resource"]["prefect.resource.id"], []).append(each)
-    folder = f"{target.uri}/searched"
-    of_trials = [f"{folder}/1/trials/{number:05d}/checkpoints" for number in range(3)]
-    assert set(made) == {*of_trials, f"{folder}/best"}
-    assert [each["payload"]["step"] for each in made[of_trials[2]]] == [1, 2]
-    for each in made[of_trials[2]]:
-        assert Path(target.path, each["payload"]["manifest"]).is_file()
-    sources = [each["prefect.resource.id"] for each in made[f"{folder}/best"][0]["related"]]
-    assert of_trials[0] in sources
 
 
 def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalTarget) -> None:

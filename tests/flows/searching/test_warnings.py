@@ -14,9 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Cause, Configured, Decided, Event, GaveUp, TrialAdded
 from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.plan_checks import (
-    CODE_TRAINS,
     KEEPS_CONFIGURATIONS,
-    log_code,
     log_errored,
     log_fewer_samples,
     log_space,
@@ -121,15 +119,6 @@ def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.L
     assert said.startswith(
         "num_samples=2 has no effect: it is the total, which makes 2 trials, and the experiment has 3 "
     )
-
-
-def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    changed = searched(planned())
-    changed = after(changed, [Configured(settings={**changed.settings, "code": "before"})])
-    log_code(changed, planned(), CODE_TRAINS, LOG)
-    (said,) = caplog.messages
-    assert said.startswith("the source of the trainable has changed since experiment 'e' last trained (before -> ")
-    assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
 
 
 def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
