@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import prefect_tune
-from tools.repository_checks import PYPROJECT, ROOMS, ROOT, module_files
+from tests.fakes.pages import ROOT
+from tools.repository_checks import PYPROJECT, ROOMS, module_files
 
 HEAVY = {
     "prefect",

@@ -111,7 +111,7 @@ def _brought_by(extra: str) -> set[str]:
 def deployments() -> Iterator[str]:
     """Yield the deployments that `prefect.yaml`, for Prefect's own command, describes otherwise than ours."""
     there = _shipped_deployments()
-    expected = {
+    expected: dict[str, tuple[object, ...]] = {
         offer.name: (
             offer.entrypoint,
             [TAG],
@@ -120,7 +120,7 @@ def deployments() -> Iterator[str]:
         )
         for offer in OFFERS
     }
-    found = {
+    found: dict[str, tuple[object, ...]] = {
         name: (each["entrypoint"], each["tags"], each["pull"], each.get("concurrency_limit"))
         for name, each in there.items()
     }

@@ -149,7 +149,7 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
 
 def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(run: Run, tmp_path: Path) -> None:
     searching = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=1)
-    state = searching.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": [1.0, 2.0]}))
+    state = searching.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": pt.uniform(0, 1)}))
     changed = [each for each in state.trials.values() if each.cloned is not None]
     assert changed
     for trial in changed:

@@ -228,7 +228,7 @@ VERBS: Sequence[Sequence[str]] = (
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_after(1, NAMES))
 def test_every_command_that_names_one_refuses_it_in_one_sentence(run: Run, tmp_path: Path, name: str) -> None:
     for verb, *more in VERBS:
         found = run(verb, DEVELOPMENT, name, *(str(tmp_path) if each == "DIRECTORY" else each for each in more))

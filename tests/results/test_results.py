@@ -384,7 +384,7 @@ def test_a_clock_that_is_moved_between_two_trials_adds_and_hides_no_second(
 
     monkeypatch.setattr(journal_access, "datetime", MovedClock)
     space = {"loss": pt.grid_search([1.0, 2.0, 3.0]), "moves_clock": str(moved)}
-    options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "max_concurrent_trials": 1}
+    options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "max_concurrent_trials": 1, "isolation": "thread"}
     cost = pt.tune(train, space, target=str(tmp_path / "runs"), experiment="e", **options).cost
     assert moved.exists()
     assert "earlier run" not in caplog.text

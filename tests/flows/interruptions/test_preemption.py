@@ -292,20 +292,18 @@ def _require_saved(target: pt.LocalTarget, *names: str) -> None:
         assert [len(trial.checkpoints) for trial in trials] == [1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("program", "number", "code", "states"),
-    long_after(
-        1,
-        [
-            ("running", _INT, -_INT, ["Interrupted"]),
-            ("submitting", _TERM, -_TERM, ["Crashed", "Crashed"]),
-            ("running", _TERM, -_TERM, ["Crashed"]),
-            ("waiting", _TERM, -_TERM, ["Crashed", "Crashed"]),
-            ("waiting", _INT, -_INT, ["Interrupted", "Interrupted"]),
-            ("awaiting", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
-        ],
-    ),
+    [
+        ("running", _INT, -_INT, ["Interrupted"]),
+        ("submitting", _TERM, -_TERM, ["Crashed", "Crashed"]),
+        ("running", _TERM, -_TERM, ["Crashed"]),
+        ("waiting", _TERM, -_TERM, ["Crashed", "Crashed"]),
+        ("waiting", _INT, -_INT, ["Interrupted", "Interrupted"]),
+        ("awaiting", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
+    ],
 )
 def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
     program: str,
@@ -329,6 +327,7 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
     assert ended == states, log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -127,6 +127,7 @@ _BACK = {"way": "other checkpoint", "checkpoint": 5}
 @pytest.fixture
 def trained(trouble: Trouble) -> Trouble:
     """A training of 15 steps, with checkpoints of steps 5, 10 and 15."""
+    trouble.options["isolation"] = "thread"
     trouble.run(steps=15)
     return trouble
 

@@ -40,7 +40,7 @@ def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit
 def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 8}
     with pytest.raises(TrialFailed):
-        trouble.run()
+        trouble.run(isolation="thread")
     assert (trouble.trial.step, trouble.trial.metrics["count"]) == (7, 7)
 
 
@@ -92,8 +92,8 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
 
 
 def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trouble) -> None:
-    first = trouble.run()
+    first = trouble.run(isolation="thread")
     acts = acts_of(trouble.witness)
-    again = trouble.run()
+    again = trouble.run(isolation="thread")
     assert acts_of(trouble.witness) == acts
     assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)

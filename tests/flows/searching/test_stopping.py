@@ -184,6 +184,7 @@ def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTa
 
 def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {"target": target, "experiment": "e", "metric": "loss", "max_concurrent_trials": 1}
+    common |= {"isolation": "thread"}
     return pt.tune(MOODY, **{**common, **options})
 
 

@@ -59,6 +59,7 @@ def careless(config: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goes_on_if_asked(tmp_path: Path) -> None:
     options: dict[str, Any] = {"space": {"x": pt.uniform(0, 1)}, "stop": None, "max_concurrent_trials": 1}
+    options |= {"isolation": "thread"}
     with pytest.raises(
         pt.SearchFailed, match=r"3 of 3 trials errored, all with: KeyError: 'missing' \(test_tune"
     ) as failed:
@@ -212,7 +213,7 @@ def test_what_a_function_returns_is_its_last_report_and_no_larger_budget_makes_i
     trouble.trainable = "tests.trainables.troublesome:count_and_return"
     trouble.config = {"score": 21}
     for _ in range(2):
-        result = trouble.run(steps=None)
+        result = trouble.run(steps=None, isolation="thread")
         assert (result.status, result.metrics) == (Status.COMPLETED, {"score": 42, "attempt": 1})
         assert result.reason == "the trainable returned"
 
@@ -246,7 +247,7 @@ def _seventh(metrics: Mapping[str, object]) -> bool:
     ),
 )
 def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Trouble, stop: Any, step: int) -> None:
-    result = trouble.run(steps=None, stop=stop)
+    result = trouble.run(steps=None, stop=stop, isolation="thread")
     assert (result.status, result.step) == (Status.COMPLETED, step)
     assert trouble.trial.checkpoints[-1].step == step
 
@@ -254,6 +255,6 @@ def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Tr
 def test_a_trainable_may_say_itself_that_it_is_done(trouble: Trouble) -> None:
     trouble.config["done_at"] = 6
     for _ in range(2):
-        result = trouble.run(steps=None)
+        result = trouble.run(steps=None, isolation="thread")
         assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 6, 1)
     assert trouble.acts("begin") == list(range(1, 7))
