@@ -119,27 +119,6 @@ def test_where_a_server_is_set_up_none_is_started(prefect_server: str, tmp_path:
     assert str(get_current_settings().api.url) == prefect_server
 
 
-ONLY_A_CALL_NEEDS = (
-    "attempt",
-    "core.journal",
-    "core.journal_events",
-    "core.messages",
-    "parameters.search_plan",
-    "results",
-    "tuner",
-)
-
-
-def test_the_import_of_a_flow_imports_nothing_that_only_its_call_needs() -> None:
-    code = "import sys, prefect_tune; prefect_tune.tune; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    ours = {name.removeprefix("prefect_tune.") for name in done.stdout.split() if name.startswith("prefect_tune.")}
-    assert ours & {"flows.tune", "prefect_api.flow_with_server"}
-    assert not ours.intersection(ONLY_A_CALL_NEEDS)
-    assert "prefect.main" not in done.stdout.split()
-    assert len(ours) < 85  # 126 with them
-
-
 def test_a_flow_with_other_options_still_brings_its_server() -> None:
     assert type(pt.tune.with_options(name="other")) is type(pt.tune)
 

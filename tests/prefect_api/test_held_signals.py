@@ -24,6 +24,7 @@ from prefect_tune.attempt import graceful_stop
 from prefect_tune.attempt.graceful_stop import interruptible
 from tests.flows.driver import until
 from tests.flows.forked_programs import in_own_session, preloaded
+from tests.long_cases import long_after
 
 _PERIOD = timedelta(seconds=5)
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -159,8 +160,9 @@ def _program(name: str, log: Path) -> Iterator[BaseProcess]:
         process.join()
 
 
-@pytest.mark.parametrize("number", _SIGNALS)
-@pytest.mark.parametrize("name", _PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "number"), long_after(len(_PROGRAMS) + 2, [(name, number) for number in _SIGNALS for name in _PROGRAMS])
+)
 def test_all_save_and_then_the_main_thread_gets_the_signal(name: str, number: signal.Signals, tmp_path: Path) -> None:
     log, count = tmp_path / "log", _COUNTS.get(name, 1)
     with _program(name, log) as process:
