@@ -60,3 +60,22 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     assert (found.is_whole, len(found.ownerships), found.counts.reports) == (True, 2, 1)
     assert found.curves["a"]["loss"] == [(1.0, 0.5)]
     assert recorder.best == ("a", (0.5,))
+
+
+def test_the_best_after_earlier_runs_has_a_report_that_counts_not_one_that_was_lost() -> None:
+    journal = JournalBuilder()
+    opened = Opened(experiment="rates", generation=1, term=1, owner=journal.state.owner)
+    earlier = [
+        *(TrialAdded(trial=each, config={}) for each in "ab"),
+        *(Started(trial=each, attempt=1, from_step=0) for each in "ab"),
+        Reported(trial="a", report=StepReport(step=1, metrics={"loss": 0.1})),
+        Reported(trial="b", report=StepReport(step=1, metrics={"loss": 0.5})),
+        AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its machine died"),
+        Started(trial="a", attempt=2, from_step=0),
+    ]
+    journal.record(*earlier)
+    recorder = SearchRecorder(journal.state)
+    assert recorder.best == ("b", (0.5,))
+    recorder.await_earlier_entries()
+    recorder.prepend([Entry.model_construct(at=BEGAN.isoformat(), events=(opened, *earlier))])
+    assert recorder.best == ("b", (0.5,))

@@ -238,17 +238,16 @@ class SearchView:
         self._run_began = _EARLIEST
         self._is_whole = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
-        for trial in experiment.trials:
-            self._compare(trial)
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: events of earlier runs no longer count."""
+        """Begin the present owner's run: events of earlier runs no longer count, and what they lost is not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_whole = not (experiment.trials or experiment.extensions)
         if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
             self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
         for trial in experiment.trials.values():
+            self._compare(trial.trial)
             place = self._newest.get(trial.trial)
             if place is not None:
                 self._attempts[place] = replace(self._attempts[place], is_earlier=True)
