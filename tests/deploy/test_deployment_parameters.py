@@ -229,6 +229,13 @@ def test_a_resume_may_change_what_only_fits_the_options_in_the_journal() -> None
         assert given(RESUME, complete=True, experiment="digits", target="/runs", **changed)
 
 
+def test_what_does_not_fit_together_is_refused_for_a_single_training_too() -> None:
+    form = form_of(pt.durable_trainable)
+    assert given(form, complete=True, **GIVEN, processes_per_trial=2)
+    with pytest.raises(pt.InvalidInput, match="processes_per_trial=2: expected isolation='process'"):
+        given(form, **GIVEN, processes_per_trial=2, isolation="thread")
+
+
 def test_all_that_a_form_offers_is_accepted() -> None:
     full: dict[str, Any] = {
         **GIVEN,

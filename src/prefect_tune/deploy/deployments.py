@@ -87,7 +87,7 @@ def checked(
     if isinstance(sync := found.get("sync"), Mapping):
         found["sync"] = _sync(sync, blocks)
     given = {name: value for name, value in found.items() if value is not None}
-    is_resume = "trials" not in schema["properties"]  # whose journal has the other settings
+    is_resume = "fork" in schema["properties"]  # whose journal has the other settings
     if "trusted_packages" in given:
         trusted_here(given["trusted_packages"])
     kind = _DeployedOptions if is_resume else _DeployedPlan
