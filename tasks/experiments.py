@@ -362,14 +362,17 @@ def _log_fork(log: Log, past: Past, made: Fork) -> None:
     line = "%s: a fork of %s, %d trials"
     log.info(line, made.experiment.name, past.origin, len(made.experiment.trials), extra=NOTICE)
     for name, refs in made.lost.items():
-        trial = made.experiment.trial(name)
-        left = trial.checkpoints[-1].step if trial.checkpoints else None
-        then = "" if trial.phase in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
+        then = _start_of(made.experiment.trial(name))
         log.warning("trial %s: the origin has deleted %s since%s", name, _deleted_steps({name: refs}), then)
     for name, trial in past.experiment.trials.items():
-        count = len(trial.quarantined_checkpoints)
-        if count and not trial.checkpoints:
-            log.warning("trial %s: all %d of its checkpoints are quarantined; it resumes from nothing", name, count)
+        if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
+            log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, _start_of(trial))
+
+
+def _start_of(trial: Trial) -> str:
+    """Return what a trial resumes from, to append to a line; empty if it has ended."""
+    newest = f"step {trial.checkpoints[-1].step}" if trial.checkpoints else "nothing"
+    return "" if trial.phase in ENDED else f"; it resumes from {newest}"
 
 
 def _deleted_steps(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:

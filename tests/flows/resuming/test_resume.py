@@ -121,7 +121,7 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
         quarantine(store, state.key, damaged, new_write_id(), side_by_side=map)
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
     assert [each.step for each in new.trials.values()] == [4]
-    said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined; it resumes from nothing"
+    said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
     assert caplog.text.count(said) == 1
 
 
