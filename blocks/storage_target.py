@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -195,6 +196,11 @@ class StorageTarget(StrictBlock, ABC):
     @abstractmethod
     def uri(self) -> str:
         """The location as a URI without secrets, for messages and for `resolve_target`."""
+
+    @property
+    def argument(self) -> str:
+        """What to type for it in a command: `type/name` of a saved block, else the URI, quoted for a shell."""
+        return shlex.quote(f"{self.get_block_type_slug()}/{self.saved_name}" if self.saved_name else self.uri)
 
     @property
     def signing_secret(self) -> bytes | None:

@@ -35,7 +35,7 @@ from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
 from prefect_tune.core.operations.scrub import DailyShare
-from prefect_tune.core.shown_text import plural, shown_size, visible
+from prefect_tune.core.shown_text import plural, shown_size
 from prefect_tune.core.storage.generations import (
     current_journal,
     is_deleted,
@@ -46,6 +46,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
+from prefect_tune.reporting.page import Heading, Table, Text, Verbatim, as_markdown
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.maintenance import (
@@ -186,25 +187,29 @@ def show_report(report: MaintenanceReport) -> None:
 
 def markdown(report: MaintenanceReport) -> str:
     """Return the page, one table: first the damage, then the work done, then the work left."""
-    rows = [("experiment", "what", "result"), ("---", "---", "---")]
+    rows = list[tuple[str, str, str]]()
     for damaged in report.damaged:
         what = "journal" if damaged.trial is None else f"trial {damaged.trial}, step {damaged.step}"
         quarantined = ", quarantined" if damaged.is_quarantined else ""
-        rows.append((damaged.experiment, what, f"damaged{quarantined}: {damaged.damage}"))
+        rows.append((damaged.experiment, what, f"damaged{quarantined}: {_shortened(damaged.damage)}"))
     rows += [(each.experiment, "", each.work) for each in report.experiments]
-    rows += [(each.experiment, each.what, f"not checked: {each.why}") for each in report.not_looked_at]
-
-    def cell(text: str) -> str:
-        """Escape and shorten text from the target: it must not end the cell, or start markup."""
-        line = " ".join(text.split())
-        return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")
-
-    shown = [f"| {' | '.join(map(cell, row))} |" for row in rows[:_SHOWN_ROWS]]
-    more = [f"\nand {len(rows) - _SHOWN_ROWS} more"] if len(rows) > _SHOWN_ROWS else []
-    title = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
+    rows += [(each.experiment, each.what, f"not checked: {_shortened(each.why)}") for each in report.not_looked_at]
     state = "damage" if report.damaged else "no damage found"
-    page = "\n".join([f"# {title}\n\n**{state}**: `{report.target}`\n\n{report.summary}.\n", *shown, *more, ""])
-    return visible(page)
+    more = len(rows) - _SHOWN_ROWS
+    return as_markdown(
+        [
+            Heading("Dry run: nothing on the target was changed" if report.dry_run else "Maintenance", 1),
+            Text([f"{state}: ", Verbatim(report.target)], strong=True),
+            Text([f"{report.summary}."]),
+            Table(("experiment", "what", "result"), rows[:_SHOWN_ROWS]),
+            *([Text([f"and {more} more"])] if more > 0 else []),
+        ]
+    )
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:299]}…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +375,7 @@ def delete_experiment(
             with transfer_pool() as transfers:
                 state = load(store, journal, side_by_side=transfers)
             if not (even_if_running or state.is_removed):
-                _require_no_run(store, state, resolved.uri)
+                _require_no_run(store, state, resolved)
             trials = state.trials
         listed, folder = objects_before(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
         paths = [each.path for each in listed if each.path.startswith(folder)]
@@ -394,7 +399,7 @@ def delete_experiment(
     return contents
 
 
-def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
+def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
     """Refuse while a trial runs by the journal, or its owner still publishes, by this machine's clock.
 
     A search between two trials has none that runs; a process that was killed stops publishing. Not noticed is a search
@@ -410,8 +415,8 @@ def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
     count = max(by_journal, len(live.trials) if live is not None else 0)  # the journal of a search may be older
     alive = plural(count, "trial was running", "trials were running") if count else "its process was alive"
     runs = f"{alive} as of {fresh.words()}"
-    end = f"prefect-tune stop {uri} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
+    end = f"prefect-tune stop {target.argument} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
     raise InvalidInput(
-        f"experiment {state.name!r} at {uri}: a run may own it, {state.owner}: {runs}. End that run first "
+        f"experiment {state.name!r} at {target.uri}: a run may own it, {state.owner}: {runs}. End that run first "
         f"({end}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"
     )

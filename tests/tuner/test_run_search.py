@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget
+from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import (
     Cause,
+    Configured,
     Event,
     Finished,
     FinishKind,
@@ -113,12 +115,29 @@ _BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback
     ],
 )
 def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> None:
+    error = _failure(reason, {}, LocalTarget(path="/runs"))
+    assert error.endswith(ends)
+    again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
+    assert again in error, "no command finds the function of a script"
+
+
+@pytest.mark.parametrize(
+    ("saved", "argument"), [(None, "'s3://bucket?endpoint_url=http://host&region=eu'"), ("prod", "s3-target/prod")]
+)
+def test_its_commands_can_be_typed_as_they_are(saved: str | None, argument: str) -> None:
+    target = S3Target(bucket="bucket", endpoint_url="http://host", region="eu", allow_http=True)
+    target._block_document_name = saved
+    error = _failure(make_reason("max-failures", failures=1, limit=0, error=_BAD), {"trainable": "m:Net"}, target)
+    assert f"(prefect-tune resume {argument} e --rerun-errored)" in error
+    assert error.endswith(f"prefect-tune show {argument} e --trial 0")
+
+
+def _failure(reason: Reason, settings: Mapping[str, object], target: StorageTarget) -> str:
+    """Return the error of a search whose only trial has failed."""
     state = nothing_yet(first_generation("e"))
     events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
-    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, reason=reason)], 1):
+    for number, event in enumerate(
+        [Configured(settings=settings), *events, GaveUp(trial="0", cause=Cause.USER, reason=reason)], 1
+    ):
         state = after_event(state, event, number)
-    error = failure_of(Results(state, LocalTarget(path="/runs"), None), None)
-    assert error is not None
-    assert str(error).endswith(ends)
-    again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
-    assert again in str(error), "no command finds the function of a script"
+    return str(failure_of(Results(state, target, None), None))

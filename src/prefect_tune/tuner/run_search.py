@@ -541,7 +541,7 @@ def _all_errored(results: Results, skipped: int) -> str:
             shown.append(plural(more, "other error", "other errors"))
         errored = f"{count} of {count} trials errored: {'; '.join(shown)}"
     if isinstance(results.experiment.settings.get("trainable"), str):
-        again = f"pass rerun_errored=True (prefect-tune resume {results.target.uri} {name} --rerun-errored)"
+        again = f"pass rerun_errored=True (prefect-tune resume {results.target.argument} {name} --rerun-errored)"
     else:  # a script's function, which no other program finds
         again = f"pass experiment={name!r} and rerun_errored=True"
     rerun = f"{again}; {KEEPS_CONFIGURATIONS}"
@@ -555,4 +555,4 @@ def _all_errored(results: Results, skipped: int) -> str:
     error = error_of(first.end_reason)
     if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process has died
         return failed
-    return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
+    return f"{failed}. Traceback: prefect-tune show {results.target.argument} {name} --trial {first.trial}"

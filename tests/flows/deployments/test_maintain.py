@@ -358,12 +358,13 @@ def _task_runs(flow_run: UUID) -> set[str]:
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
-    bad = DamagedCheckpoint("e", "t", 3, "e/1/trials/t", "a | b\nc <i>", is_quarantined=True)
+    bad = DamagedCheckpoint("e", "t", 3, "e/1/trials/t", "a \\| b\nc <i>", is_quarantined=True)
     journal = DamagedCheckpoint("e", None, None, "e/1/journal", "torn", is_quarantined=False)
     left = (NotLookedAt("e", "garbage", "time"),) * 220
-    page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=[bad, journal]),), left, dry_run=True))
+    report = MaintenanceReport("s3://b", (Upkeep("e", damaged=[bad, journal]),), left, dry_run=True)
+    page = markdown(report).replace("\N{NO-BREAK SPACE}", " ")
     assert page.index("| damaged") < page.index("| 0 of 0 checkpoints read") < page.index("| not checked: time |")
-    assert r"| e | trial t, step 3 | damaged, quarantined: a \| b c \<i\> |" in page
+    assert r"| e | trial t, step 3 | damaged, quarantined: a \\\| b c \<i\> |" in page
     assert "| e | journal | damaged: torn |" in page
-    assert "and 25 more" in page
+    assert "and 23 more" in page
     assert page.startswith("# Dry run")
