@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -181,9 +181,12 @@ class Results:
 
         While a trial runs, its live status is read from the target, which says how long the attempts have lasted.
         """
+        return self._read_cost(_TIMEOUT)
+
+    def _read_cost(self, timeout: timedelta) -> ExperimentCost:
         until = parse_time(self.experiment.runs[0].began_at) if self.experiment.runs else None
         if any(each.status is Status.RUNNING for each in self.trials.values()):
-            with self.target.open(timeout=_TIMEOUT) as store:
+            with self.target.open(timeout=timeout) as store:
                 live = live_status_of(store, self.experiment)
             until = (parse_time(live.run_at or live.at) if live is not None else None) or until
         return cost_of(self.experiment, until or datetime.now(UTC))
@@ -394,8 +397,9 @@ class Results:
             return read_reports(store, self.experiment)
 
     def _repr_html_(self) -> str:
-        """Return the results for a notebook; the learning curves are read from the target, for at most 20 s."""
-        return results_html(self.experiment, self.objective, self.target.uri, self._points, lambda: self.cost)
+        """Return the results for a notebook; curves and live status are read from the target, for at most 20 s each."""
+        read_cost = partial(self._read_cost, _DISPLAY_TIMEOUT)
+        return results_html(self.experiment, self.objective, self.target.uri, self._points, read_cost)
 
     def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
         """Return the learning curves of some trials, thinned out. Raises the target's errors."""

@@ -319,6 +319,24 @@ def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, objec
     return why_none(trials, LOSS, scope, {"00000": curves})
 
 
+def test_a_cell_of_a_running_search_waits_at_most_20_s_for_each_read_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[timedelta] = []
+
+    def refuse(_: pt.LocalTarget, *, timeout: timedelta) -> None:
+        timeouts.append(timeout)
+        raise pt.StoreUnavailable("no answer")
+
+    monkeypatch.setattr(pt.LocalTarget, "open", refuse)
+    search = JournalBuilder()
+    search.adds("a", {})
+    search.starts("a")
+    html = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), None)._repr_html_()
+    assert "The learning curves could not be read: no answer" in html
+    assert timeouts == [timedelta(seconds=20)] * 2
+
+
 def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
     said = (
