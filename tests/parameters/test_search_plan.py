@@ -93,6 +93,11 @@ def test_a_number_that_is_too_small_is_refused_by_pydantic() -> None:
         SearchPlan(trainable=print, target="./nowhere", nodes_per_trial=0)
 
 
+def test_fields_that_do_not_fit_each_other_are_refused_with_the_name_of_the_parameter() -> None:
+    with pytest.raises(pt.InvalidInput, match=r"^retention: `best` and `metric` require each other"):
+        SearchPlan(trainable=print, target="./nowhere", retention={"best": 1})
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [(4, 4), ("4", 4), ((1, 8), (1, 8)), ([2, 2], (2, 2)), ("1-8", (1, 8))],

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, SchemaSerializer, core_schema, from_json
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.metrics import plain_scalar
 from prefect_tune.core.shown_text import readable
 
@@ -210,7 +210,7 @@ def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return the error that a validator raised; else the innermost of pydantic's first field, without text values.
+    """Return the `TuneError` of a validator; else the innermost error of the first field, without text values.
 
     Args:
         invalid: the error of pydantic. A text in it may be a secret.
@@ -219,11 +219,11 @@ def argument_error(invalid: ValidationError, within: str = "") -> Exception:
     errors = invalid.errors(include_url=False)
     error = max(errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(each["loc"])))
     cause, value = error.get("ctx", {}).get("error"), error["input"]
-    if isinstance(cause, Exception):
+    if isinstance(cause, TuneError):
         return cause
     found = f", found {value!r}" if value is None or isinstance(value, int | float) else ""
     where = [part for part in (within, *error["loc"]) if isinstance(part, int) or part.isidentifier()]  # no literals
-    return InvalidInput(f"{'.'.join(map(str, where))}: {error['msg']}{found}")
+    return InvalidInput(f"{'.'.join(map(str, where))}: {error['msg'].removeprefix('Value error, ')}{found}")
 
 
 def parse_time(at: str) -> datetime | None:
