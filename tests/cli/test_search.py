@@ -128,6 +128,12 @@ def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[s
     assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
 
 
+def test_a_search_cannot_both_stop_at_the_first_error_and_at_none() -> None:
+    assert parameters_from({"fail_fast": False, "ignore_errors": True}) == {"fail_fast": False}
+    with pytest.raises(InvalidInput, match="give one of them"):
+        parameters_from({"fail_fast": True, "ignore_errors": True})
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])

@@ -276,6 +276,8 @@ def takes(settings: Sequence[tuple[Panel, _Setting]]) -> Callable[[_Command], _C
 def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flow's parameters that the options set."""
     given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
+    if given.keys() >= {"fail_fast", "ignore_errors"}:
+        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors at none: give one of them")
     last, best = given.pop("keep_last", None), given.pop("keep_best", None)
     read = {_BY_NAME[name].option: _BY_NAME[name].read(value) for name, value in given.items()}
     if best:
