@@ -8,7 +8,7 @@
 No process watches a run: the next one that opens the journal owns it, without asking. Only a scheduled run gives way
 to one that lives (`is_alive` in `prefect_api/flow_runs.py`: its state and heartbeats). Whether the attempts of an
 earlier owner have crashed: `has_process_ended` in `journal_access.py`; *stale* in `show`, and whether `delete` is
-refused: `terminal/freshness.py`.
+refused: `terminal/formatting.py`.
 
 The tasks remember nothing. Whether their flow run owns the experiment, has lost it, or has never owned it, is read from
 the journal, whose openings name the flow run and its run count. Never: a run that lost the experiment opens it again.
