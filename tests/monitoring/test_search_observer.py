@@ -64,7 +64,9 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
 
 def test_the_best_after_earlier_runs_has_a_report_that_counts_not_one_that_was_lost() -> None:
     journal = JournalBuilder()
-    opened = Opened(experiment="rates", generation=1, term=1, owner=journal.state.owner)
+    owner = journal.state.owner
+    assert owner is not None
+    opened = Opened(experiment="rates", generation=1, term=1, owner=owner)
     earlier = [
         *(TrialAdded(trial=each, config={}) for each in "ab"),
         *(Started(trial=each, attempt=1, from_step=0) for each in "ab"),
