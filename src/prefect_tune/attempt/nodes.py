@@ -314,11 +314,14 @@ class OtherNodes:
             connection.send(message)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was closed
-            while True:
+        while self._listener.fileno() != -1:
+            try:
                 link, _ = self._listener.accept()
-                run = copy_context().run
-                threading.Thread(target=run, args=(self._join, link), name="join-node", daemon=True).start()
+            except OSError:  # it was closed, or no descriptor is free at this moment
+                time.sleep(_ARRIVAL_POLL_SECONDS)
+                continue
+            run = copy_context().run
+            threading.Thread(target=run, args=(self._join, link), name="join-node", daemon=True).start()
 
     def _join(self, link: socket.socket) -> None:
         """Add the node that has connected, if it has the secret, and is expected."""

@@ -271,7 +271,7 @@ def _join(node_0: OtherNodes) -> Connection:
     """Join as node 1."""
     address = node_0._address
     key = address.connection_key(node_0._key, "of attempt 1")
-    connection = Client((address.host, address.port), authkey=key)
+    connection = nodes._connect_to(address, key)
     connection.send_bytes(Arrived(node=1, host="here").model_dump_json().encode())
     return connection
 
@@ -314,6 +314,23 @@ def test_what_a_node_sends_as_soon_as_it_begins_is_received(
     with node_0, _join(node_0) as connection:
         [channel] = node_0.begin(threading.Event())
         assert channel.receive(timedelta(seconds=9)) == loaded
+
+
+def test_a_node_joins_though_node_0_has_no_free_descriptor_at_first(
+    node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_JOIN_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
+    accept, errors = socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def fail_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    with node_0, _join(node_0):
+        until(lambda: node_0._arrived, what=lambda: "node 1")
 
 
 def test_an_address_that_cannot_be_written_leaves_no_socket_open(
