@@ -158,7 +158,7 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
     assert names(built) == ["paused", "cloned", "prefect.asset.materialization.succeeded"]
     assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
     again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
-    made = story.goes(Resumed(trial="00001"), again, *step("00001", 10, 0.9, at=2))
+    made = story.goes(Resumed(trial="00001"), again, *step("00001", 11, 0.9, at=2))
     assert upstream(made[-1]) == [of_00000]
 
 

@@ -60,16 +60,14 @@ class FailingTrial:
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
         self.page.put(Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))
-        self.sequence = 0
         self.error: BaseException | None = None
 
     def loses_an_attempt(self, *, saves: bool = False) -> Phase:
         """Lose an attempt, start the next one if the handler retries; return the trial's phase."""
-        state = self.page.state.trial(_TRIAL)
-        self.page.put(next_start(state))
+        self.page.put(next_start(self.page.state.trial(_TRIAL)))
         if saves:
-            self.sequence += 1
-            self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
+            sequence = self.page.state.trial(_TRIAL).next_sequence
+            self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=sequence, sequence=sequence)))
         self.failure_handler.lost(_TRIAL, self.error)
         if self.startable:
             self.startable.clear()
