@@ -327,8 +327,8 @@ def require_importable(trainable: str) -> None:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError, PermissionError):  # with it what the module has started; macOS
-                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError, PermissionError):  # it has ended; the second: on macOS
+                    os.killpg(process.pid, signal.SIGKILL)  # with it what the module has started
                 process.wait()
         if code == 0:
             return

@@ -198,10 +198,7 @@ class ForkServer:
         return ForkedProcess.request(self.control, request, channel)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End the fork server: it exits after its forked processes, and is killed after `timeout`.
-
-        With None it has no limit.
-        """
+        """End it: it exits after the processes that it forked, and is killed after `timeout` (None: never)."""
         if not self._has_requests:
             self._process.kill()  # it may still be importing
         self.control.close()

@@ -252,8 +252,7 @@ class SupervisedProcess(ABC):
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
         """Give the process `timeout` to exit by itself, then kill it and its descendants; return its exit code.
 
-        With None it has no limit.
-        A negative code is the negated number of the signal that killed it.
+        With None it has no limit. A negative code is the negated number of the signal that killed it.
         """
         if (code := self._wait_for_end(timeout)) is None:
             self.was_killed = True
