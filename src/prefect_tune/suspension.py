@@ -196,11 +196,6 @@ def leave_with(form: InputForm) -> NoReturn:
     raise Pause(state=state)
 
 
-def leave_without() -> NoReturn:
-    """End this process's part in a suspended flow run, whose state stays. Always raises `Pause`."""
-    raise Pause(state=suspended_state())
-
-
 def last_form() -> Shown | None:
     """Return the form with which this flow run was last suspended, and its answer; None if it never was.
 
@@ -272,11 +267,6 @@ class _Training(RunInput):
     checkpoint: int = Field(
         default=0, title="Step of the checkpoint", description="To go back: one of the steps listed above."
     )
-
-
-def form_of_search(limits: ResumeLimits, page: str) -> InputForm:
-    """Return the form of a suspended search; its fields show the current numbers."""
-    return _filled(_Search, page, samples=limits.samples, steps=limits.steps)
 
 
 def form_of_training(limits: ResumeLimits, page: str) -> InputForm:
@@ -472,8 +462,11 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
 
 def ask_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
     """Raise `Pause` if the flow run was suspended: it then waits with the form, if it can be resumed."""
-    if is_suspended():
-        leave_with(question.form(plan, state, "")) if can_be_suspended() else leave_without()
+    if not is_suspended():
+        return
+    if not can_be_suspended():
+        raise Pause(state=suspended_state())  # its state stays
+    leave_with(question.form(plan, state, ""))
 
 
 # ---------------------------------------------------------------------------------------------------- how it ends
@@ -581,7 +574,8 @@ def _search_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 def _search_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
     page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), why)
-    return form_of_search(_search_limits(plan_checks.with_default_samples(plan, state), state), page)
+    limits = _search_limits(plan_checks.with_default_samples(plan, state), state)
+    return _filled(_Search, page, samples=limits.samples, steps=limits.steps)
 
 
 SEARCH_QUESTION = ResumeQuestion(_search_limits, _search_extended, _search_form)
