@@ -30,6 +30,8 @@ SET_UP = (
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _READ_ONLY = frozenset({"data", "git", "github", "http", "https"})
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""Begins a URI that lacks a slash, as `Path("s3://bucket")` has only one."""
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
@@ -168,6 +170,11 @@ def _folder(given: str, *, is_read: bool) -> LocalTarget:
         raise InvalidInput(
             f"target: {given!r}: environment variables are not expanded; write os.path.expandvars({given!r}), or "
             f"{f'./{given}'!r} for a folder of this name"
+        )
+    if scheme := _ONE_SLASH.match(given):
+        raise InvalidInput(
+            f"target: {given!r}: expected two slashes after {scheme[1]}:, as in {scheme[1]}://{given[scheme.end() :]}, "
+            f"in a string (a Path keeps one slash); or {f'./{given}'!r} for a folder of this name"
         )
     path = Path(given)
     is_relative = not path.is_absolute() and not given.startswith("~")

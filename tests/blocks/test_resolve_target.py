@@ -85,6 +85,7 @@ REFUSED = {
     "s3target/prod": "'s3target' is not a type of target block",
     "~nobody-at-all/runs": "this user has no home folder",
     "$HOME/runs": r"variables are not expanded; write os.path.expandvars\('\$HOME/runs'\), or './\$HOME/runs'",
+    "s3:/bucket/runs": "expected two slashes after s3:, as in s3://bucket/runs, in a string .*; or './s3:/bucket/runs'",
     "/runs\0/first": "without NUL",
 }
 
@@ -237,3 +238,8 @@ def test_a_run_of_a_deployment_may_read_a_relative_folder_that_exists(
         resolve_existing("./runs")
     (tmp_path / "runs").mkdir()
     assert resolve_existing("./runs") == LocalTarget(path=str(tmp_path / "runs"), must_exist=True)
+
+
+def test_a_uri_in_a_path_is_refused_since_a_path_keeps_one_slash() -> None:
+    with pytest.raises(InvalidInput, match="expected two slashes after s3:"):
+        resolve_target(Path("s3://bucket/runs"))
