@@ -80,8 +80,7 @@ layers: $(LINKS)
 	PYTHONPATH=$(LINKS) $(BIN)/lint-imports --no-cache --no-logo
 
 types: $(LINKS)
-	MYPYPATH=$(LINKS) $(BIN)/mypy -p prefect_tune
-	MYPYPATH=$(LINKS) $(BIN)/mypy $(filter tests tools benchmarks,$(CODE))
+	MYPYPATH=$(LINKS):$(CURDIR) $(BIN)/mypy -p prefect_tune $(addprefix -p ,$(filter tests tools benchmarks,$(CODE)))
 	$(BIN)/python -m tools.check_types
 
 pages: $(VENV)/.dev
