@@ -135,6 +135,9 @@ def step(number: int, *, saves: bool = False) -> StepDone:
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, moved=saves)
 
 
+LAST = step(1, saves=True).model_copy(update={"finish_reason": "its criterion is met"})
+
+
 def supervise(
     channel: FakeChannel,
     commit_worker: FakeCommitWorker,
@@ -443,6 +446,13 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 [RankEnd(ranks=(1, 2), how=make_reason("rank-without-part"), is_cause=True)],
             ),
             (
+                [
+                    FakeChannel([LOADED, step(1, saves=True).model_copy(update={"finish_reason": "met"})]),
+                    FakeChannel([]),
+                ],
+                [RankEnd(ranks=(1,), how=make_reason("rank-without-part"), is_cause=True)],
+            ),
+            (
                 [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
             ),
@@ -455,6 +465,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
         "all alike",
         "a single process",
         "ranks without a part",
+        "a rank without a part of the last save",
         "a rank without metrics",
     ],
 )

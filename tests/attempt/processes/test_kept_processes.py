@@ -25,6 +25,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.reasons import code_of
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
@@ -107,6 +108,32 @@ def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
         found = metrics_of(channel)
     assert (found["pid"], found["count"]) == (first["pid"], 8)
     assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
+
+
+def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    first = trained(1)
+    last = {"step": 1, "metrics": {"done": True}}
+    with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
+        (ended,) = messages_of(channel)
+    assert code_of(ended.outcome.reason) == "done-reported"
+    assert trained(2)["object"] == first["object"]
+    assert acts(witness) == ["setup 1", "reset 2"]
+
+
+def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    trained(1)
+    config = {"x": 2, "witness": str(witness), "declines": True}
+    with pool.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
+        channel.tell(StopAndSave())
+        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+        channel.tell(CheckpointSaved(step=1))
+        last = messages_of(channel)[-1]
+    assert code_of(last.outcome.reason) == "saved-as-requested"
+    assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
 
 def test_a_trainable_that_declines_cleans_up_and_the_trial_begins_in_a_new_process(
