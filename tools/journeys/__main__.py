@@ -2,7 +2,8 @@
 
 A file is on a journey if one of its functions receives the value as an argument, or returns it. It decides something if
 such a function has a branch or a loop; else it only passes the value on. Files are listed by the part of the package
-that they belong to, in the order in which the value first reaches them.
+that they belong to, the parts in the order in which one reads them, the files of a part in the order in which the value
+first reaches them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ _PARTS: Mapping[str, str] = {
 }
 """The part of the package by the beginning of a path: the longest that fits counts."""
 _PASSES_ON = "only passed on by"
+_FROM_TRIAL = ("trial's process", "attempt", "tasks", "flow", "checkpoint", "target", "search", "journal", "values")
+_TO_TRIAL = ("flow", "tasks", "search", "journal", "checkpoint", "attempt", "trial's process", "target", "values")
 
 
 @dataclass
@@ -136,12 +139,14 @@ def part_of(name: str) -> str:
 
 def draw_journey(journey: str, files: Sequence[TracedFile]) -> str:
     """Return the section of a journey: the files that decide something by part, then those that only pass it on."""
-    groups: dict[str, list[str]] = {}
+    parts = _TO_TRIAL if journey == "resume" else _FROM_TRIAL
+    groups: dict[str, list[str]] = {part: [] for part in (*parts, "what is seen")}
     for file in files:
         if file.decides():
             groups.setdefault(part_of(file.name), []).append(file.name)
     if passing := [file.name for file in files if not file.decides()]:
         groups[_PASSES_ON] = passing
+    groups = {label: names for label, names in groups.items() if names}
     label_width = max(map(len, groups)) + 3
     rows = [row for label, names in groups.items() for row in _rows(label.ljust(label_width), names)]
     return "\n".join([f"{TITLES[journey]} ({len(files)} files):", "", "```journey", *rows, "```", ""])
