@@ -323,6 +323,15 @@ class Witnessed(Sharded):
         return super().step()
 
 
+class SlowSetup(Sharded):
+    """Rank 0 prepares something before it begins."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if self.rank == 0:
+            time.sleep(4)
+
+
 def _reads(seen: Any) -> None:
     seen.put(pt.get_trial().rank)
 

@@ -24,6 +24,7 @@ from tests.trainables.grouped import (
     Different,
     RestartsItsProgram,
     Sharded,
+    SlowSetup,
     differs,
     elastic,
     lagging,
@@ -414,3 +415,30 @@ def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, mo
     policy = pt.FailurePolicy(max_machine_failures=0)
     with pytest.raises(pt.TrialFailed, match=r"rank 1 did not report step 2 within 0\.5 s"):
         meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trainable", [launches, runs_programs])
+def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
+        launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
+
+
+@pytest.mark.long
+def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
+    result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
+    assert (result.status, result.attempts) == ("completed", 1)
+
+
+@pytest.mark.long
+def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
+        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
+
+
+@pytest.mark.long
+def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
+    result = pt.durable_trainable(launches, {"by": "fork"}, metrics_from="mean", **options)
+    numbers = [number for _, number in undisturbed().values()]
+    assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)
