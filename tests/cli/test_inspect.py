@@ -33,10 +33,10 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
+from prefect_tune.testing import without_server
 from tests.fakes.checkpoints import files_in, first_generation, write
 from tests.fakes.command_line import PROGRAM, Run
 from tests.fakes.searches.experiments import write_experiment, write_search
-from tests.fakes.servers.processes import free_port
 
 
 def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
@@ -373,14 +373,12 @@ def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run,
         assert pt.load_results(target, experiment).to_arrow()["trained_seconds"].to_pylist() == [measured]
 
 
-def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_by_name_says_that_the_flow_itself_continues_it(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "runs"
     pt.save_checkpoint.fn(write(tmp_path / "a", {"w": b"1"}), target=target, experiment="own", step=1)
     before = files_in(target)
-    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
-    done = run("resume", target, "own")
+    with without_server():
+        done = run("resume", target, "own")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith(
         f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
