@@ -44,7 +44,6 @@ def start_of(
         "config": config or {},
         "directory": str(folder),
         "staging": str(folder),
-        "temporary": str(folder),
         "restored": None,
         "from_step": 0,
         "trained_seconds": 0.0,

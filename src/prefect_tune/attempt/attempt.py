@@ -224,7 +224,6 @@ class Attempt:
             config=trial.config,
             directory=str(scratch / "artifacts"),
             staging=str(scratch / "staging"),
-            temporary=str(scratch / "temporary"),
             restored=str(restored) if restored else None,
             from_step=trial.step,
             trained_seconds=trial.trained_seconds,

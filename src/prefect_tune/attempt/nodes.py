@@ -559,7 +559,6 @@ class _OtherNode:
                     "import_path": import_path(),
                     "directory": str(scratch / "artifacts"),
                     "staging": str(scratch / "staging"),
-                    "temporary": str(scratch / "temporary"),
                     "restored": restored,
                 }
                 start = begin.start.model_copy(update=here)

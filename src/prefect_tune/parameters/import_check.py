@@ -72,7 +72,6 @@ def require_importable(
             config=config,
             directory=folder,
             staging=folder,
-            temporary=folder,
             cadence=Cadence(at_end=False),
         )
         waits = WaitLog(log, f"importing trainable {trainable!r}")

@@ -359,7 +359,6 @@ START = Start(
     config={"width": 3, "nested": {"x": [1, None]}},
     directory="/d",
     staging="/s",
-    temporary="/t",
     restored=None,
     from_step=0,
     trained_seconds=0.0,

@@ -72,8 +72,6 @@ class Start(Value):
     """For the trial's own files (logs, plots): synced as artifacts."""
     staging: PathName
     """The folder in which checkpoint directories are passed to the supervisor."""
-    temporary: PathName
-    """The folder for the trial's temporary files."""
     restored: PathName | None = None
     from_step: int = 0
     trained_seconds: float = 0.0

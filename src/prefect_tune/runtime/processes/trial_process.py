@@ -158,7 +158,6 @@ def warm_up() -> None:
         config={},
         directory="",
         staging="",
-        temporary="",
     )
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
