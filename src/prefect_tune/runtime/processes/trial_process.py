@@ -8,6 +8,7 @@ writes to no target. On Linux the process is forked and supervised by the fork s
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import os
 import signal
@@ -106,6 +107,7 @@ def run_forever(life: Life | None) -> NoReturn:
 def main(channel_fd: int, supervisor: int) -> None:
     """Serve attempts on the inherited descriptor, in a process that was not forked."""
     threading.Thread(target=_die_with_parent, args=(supervisor,), daemon=True).start()
+    faulthandler.enable(all_threads=False)  # the stack of that thread would push out what the trial has printed last
     serve(Connection(channel_fd))
 
 
