@@ -35,7 +35,7 @@ from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
 from prefect_tune.core.operations.scrub import DailyShare
-from prefect_tune.core.shown_text import plural, shown_size
+from prefect_tune.core.shown_text import plural, shorten, shown_size
 from prefect_tune.core.storage.generations import (
     current_journal,
     is_deleted,
@@ -208,8 +208,7 @@ def markdown(report: MaintenanceReport) -> str:
 
 
 def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else f"{line[:299]}…"
+    return shorten(" ".join(text.split()), 300)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.reasons import code_of
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.shown_text import first_line, shorten
 from prefect_tune.core.usage_records import GroupUse
 from prefect_tune.core.values import Json, Metrics, Value, metric_in
 
@@ -191,8 +191,7 @@ def labels_of(payload: Mapping[str, object]) -> dict[str, str]:
 
 def short(text: str) -> str:
     """Return the first line of a text, cut to 500 characters."""
-    line = first_line(text)
-    return line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}…"
+    return shorten(first_line(text), _TEXT)
 
 
 def abbreviated(value: Json) -> Json:

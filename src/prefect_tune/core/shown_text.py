@@ -33,6 +33,11 @@ def visible_line(text: str) -> str:
     return visible(" ".join(text.splitlines()))
 
 
+def shorten(text: str, max_length: int) -> str:
+    """Return `text` if it has at most `max_length` characters; else its beginning and an ellipsis, of that length."""
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
+
+
 def first_line(text: object) -> str:
     """Return the first line of a text or of a reason that is not blank, for people: `visible`."""
     return visible(str(text).strip().partition("\n")[0])
@@ -186,8 +191,7 @@ def cell_html(*parts: Html) -> Html:
 
 def escaped(text: str, most: int = 300) -> Html:
     """Return text from anywhere as markup that shows it, on one line and in at most `most` characters."""
-    line = visible(" ".join(text.split()))
-    return Html(escape(line if len(line) <= most else f"{line[: most - 1]}…"))
+    return Html(escape(shorten(visible(" ".join(text.split())), most)))
 
 
 def code(text: str, most: int = 4_000) -> Html:

@@ -13,7 +13,7 @@ from typing import TypeAlias, assert_never
 from prefect_tune.core.experiment.summary import counted, named, shown_settings, status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, newest_checkpoint, newest_key
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.shown_text import first_line, format_span, plural, shown_size, visible, visible_line
+from prefect_tune.core.shown_text import first_line, format_span, plural, shorten, shown_size, visible, visible_line
 from prefect_tune.core.storage.layout import below
 from prefect_tune.core.values import flat, metric_in
 from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, elapsed_seconds
@@ -143,7 +143,7 @@ def _top(report: ReportInput) -> Iterator[Block]:
             ("time", f"{periods[0].began:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
             ("elapsed", format_span(report.elapsed_seconds) + in_runs),
         ]
-    rows += [("as of", report.age), ("ended early", _clipped(first_line(report.experiment.ends), 200))]
+    rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.ends), 200))]
     yield Table((), [row for row in rows if row[1]])
     if not report.history.is_whole:
         yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " shows all."])
@@ -180,7 +180,7 @@ def _best(report: ReportInput) -> Iterator[Block]:
     effort = f"in {attempts}" if trained is None else f"after {format_span(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
-        ("metrics", _clipped(format_metrics(best.metrics), 300)),
+        ("metrics", shorten(format_metrics(best.metrics), 300)),
         ("step", f"{best.step:,}, {effort}"),
     ]
     if host := report.host_of(best):
@@ -190,10 +190,10 @@ def _best(report: ReportInput) -> Iterator[Block]:
     yield Table((), rows)
     config = [(name, value) for name, value in flat(best.config).items() if name not in report.constants]
     if config:
-        shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
+        shown = [(name, shorten(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
         yield Table(("parameter", "value"), shown)
     if report.constants:
-        constants = [f"{name} {_clipped(format_cell(value), 60)}" for name, value in report.constants.items()]
+        constants = [f"{name} {shorten(format_cell(value), 60)}" for name, value in report.constants.items()]
         more = f" and {len(constants) - _MAX_PARAMETERS} more" if len(constants) > _MAX_PARAMETERS else ""
         yield Text([f"The same in every trial: {', '.join(constants[:_MAX_PARAMETERS])}{more}."])
     key = newest_key(report.experiment.key.trial_key(best.trial), best)
@@ -209,7 +209,7 @@ def _figures(report: ReportInput) -> Iterator[Block]:
         try:
             svg = draw(report)
         except Exception as error:  # noqa: BLE001  show the rest of the page, with the error
-            yield Text([f"{title} could not be drawn: {_clipped(f'{type(error).__name__}: {error}', 200)}"])
+            yield Text([f"{title} could not be drawn: {shorten(f'{type(error).__name__}: {error}', 200)}"])
             continue
         if svg is None:
             continue
@@ -250,10 +250,10 @@ def _columns(report: ReportInput) -> Sequence[Column]:
         columns.append(("Pareto front", ["yes" if trial.trial in on_front else "no" for trial in trials]))
     hosts = [report.host_of(trial) for trial in trials]
     if any(hosts):
-        columns.append(("host", [_clipped(host or "") for host in hosts]))
+        columns.append(("host", [shorten(host or "", _MAX_CELL) for host in hosts]))
     for metric in metrics:
         name = f"metrics/{metric}" if metric in _BUILT_IN else metric
-        columns.append((name, [_clipped(format_cell(metric_in(trial.metrics, metric))) for trial in trials]))
+        columns.append((name, [shorten(format_cell(metric_in(trial.metrics, metric)), _MAX_CELL) for trial in trials]))
     last: list[Column] = []
     if any(trial.attempt > 1 for trial in trials):
         last.append(("attempts", [f"{trial.attempt:,}" for trial in trials]))
@@ -267,7 +267,7 @@ def _columns(report: ReportInput) -> Sequence[Column]:
     differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
     for parameter in differ[:_MAX_COLUMNS]:
         name = f"config/{parameter}" if parameter in {*_BUILT_IN, *metrics} else parameter
-        column = name[-_MAX_CELL:], [_clipped(format_cell(config.get(parameter))) for config in configs]
+        column = name[-_MAX_CELL:], [shorten(format_cell(config.get(parameter)), _MAX_CELL) for config in configs]
         room -= _width(column)
         if room >= 0:
             columns.append(column)
@@ -313,7 +313,7 @@ def _errors(report: ReportInput) -> Iterator[Block]:
         [
             ("trial", [_linked(trial.trial, report.link_of(trial)) for trial in errors]),
             ("step", [f"{trial.step:,}" for trial in errors]),
-            ("reason", [_clipped(cause, 200) for cause in causes]),
+            ("reason", [shorten(cause, 200) for cause in causes]),
         ]
     )
     if count > len(errors):
@@ -378,7 +378,7 @@ def _runs(report: ReportInput) -> Iterator[Block]:
 
 def _space_and_settings(report: ReportInput) -> Iterator[Block]:
     if report.space:
-        drawn = [(name, _clipped(domain, _MAX_DOMAIN)) for name, domain in report.space.items()]
+        drawn = [(name, shorten(domain, _MAX_DOMAIN)) for name, domain in report.space.items()]
         yield Heading("Space")
         yield Table(("parameter", "drawn from"), drawn[:_MAX_PARAMETERS])
         if len(drawn) > _MAX_PARAMETERS:
@@ -388,9 +388,9 @@ def _space_and_settings(report: ReportInput) -> Iterator[Block]:
         if value in _NOT_SET or (name == "space" and report.space):
             continue
         if isinstance(value, Mapping | list | tuple):
-            rows.append((name, Verbatim(_clipped(json.dumps(value, ensure_ascii=False), _MAX_SETTING))))
+            rows.append((name, Verbatim(shorten(json.dumps(value, ensure_ascii=False), _MAX_SETTING))))
         else:
-            rows.append((name, _clipped(format_cell(value), _MAX_SETTING)))
+            rows.append((name, shorten(format_cell(value), _MAX_SETTING)))
     if rows:
         yield Heading("Settings")
         yield Table((), rows)
@@ -398,10 +398,6 @@ def _space_and_settings(report: ReportInput) -> Iterator[Block]:
 
 def _linked(text: str, address: str | None) -> Cell:
     return Link(text, address) if address else text
-
-
-def _clipped(text: str, most: int = _MAX_CELL) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 # Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors.

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status
 from prefect_tune.core.search_view import AttemptEnd, AttemptPeriod, numbers_in
-from prefect_tune.core.shown_text import format_duration, visible_line
+from prefect_tune.core.shown_text import format_duration, shorten, visible_line
 from prefect_tune.reporting.facts import ReportInput, spread
 from prefect_tune.terminal.formatting import ends_words, format_number
 
@@ -143,7 +143,7 @@ def data_uri(svg: str) -> str:
 def safe(text: str) -> str:
     """Return untrusted text on one line, shortened to 80 characters and escaped."""
     line = " ".join(_NO_XML.sub("", visible_line(text)).split())
-    return escape(line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 1]}…")
+    return escape(shorten(line, _MAX_CHARACTERS))
 
 
 def _path(points: Iterable[Point]) -> str:

@@ -54,6 +54,7 @@ from prefect_tune.core.reasons import AnyReason, code_of
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import shorten
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.parameters.argument_checks import scheduler_from
@@ -546,4 +547,4 @@ def _shown(event: Event, *others: Event) -> str:
     differing = {name: value for name, value in fields.items() if not other or value != other.get(name)}
     words = ", ".join(f"{name} {json.dumps(value)}" for name, value in differing.items() if other or value)
     text = f"{event.type}: {words}" if words else event.type
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return shorten(text, _LONGEST)

@@ -30,7 +30,7 @@ from prefect_tune.core.journal_events import Configured, Event, PriorTrial, Warm
 from prefect_tune.core.reasons import Reason, error_of
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
-from prefect_tune.core.shown_text import plural, visible
+from prefect_tune.core.shown_text import plural, shorten, visible
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import canonical_json, leaves, metric_in, valid_name
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
@@ -124,7 +124,7 @@ def log_opening(plan: SearchPlan, found: Experiment, slots: Slots, where: str, l
         f"scheduler: {scheduler}; {metrics}",
         f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}{_of_processes(plan, slots)}",
     ):
-        log.info("%s", visible(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"))
+        log.info("%s", visible(shorten(line, _LONGEST)))
 
 
 def warn_of_takeover(found: Experiment, log: Log) -> None:
