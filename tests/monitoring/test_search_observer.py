@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Entry, Opened, Reported, Started, TrialAdded
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver, SearchRecorder
+from prefect_tune.monitoring.search_observer import CurveKeeper, ObserverGroup, SearchObserver, SearchRecorder
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -31,6 +34,14 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
         group.wrote(state)
     assert (bad.calls, good.calls) == (2, 4)
     assert recorder.lines == ["Counts failed, and is called no more; the search continues"]
+
+
+def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = nothing_yet(first_generation("e"))
+    keeper = CurveKeeper(state)
+    monkeypatch.setattr(Curves, "tell_event", Counts(fails_at=1).wrote)
+    ObserverGroup([keeper], log_to(LogRecorder())).applied(TrialAdded(trial="a", config={}), state)
+    assert keeper.curves is None
 
 
 def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_and_counts_no_more() -> None:

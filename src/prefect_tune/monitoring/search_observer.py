@@ -141,10 +141,11 @@ class CurveKeeper(SearchObserver):
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        if self.curves is not None:
-            self.curves.tell_event(event)
-            if self.curves.report_count > _MAX_REPORTS:
-                self.curves = None  # to bound the memory; publishing reads them from the journal
+        curves, self.curves = self.curves, None  # without curves, publishing reads them from the journal
+        if curves is not None:
+            curves.tell_event(event)
+            if curves.report_count <= _MAX_REPORTS:  # to bound the memory
+                self.curves = curves
 
 
 # The live status: the running attempts, written to the target every few seconds.
