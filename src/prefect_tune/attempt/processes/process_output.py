@@ -170,18 +170,15 @@ class OutputLines:
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._rows: list[str] = [""]
-        """The lines to which a bar may return; the text of that at `_at` is in `_pieces`."""
+        """The lines to which a bar may return, and the one with the cursor."""
         self._at = 0
         self._depth = 0
         """So many lines a bar has moved up."""
-        self._pieces: list[str] = []
-        self._count = 0  # the characters of `_pieces`, and of what was left out
         self._is_redrawn = False
-        """Whether the line begins with a carriage return."""
-        self._is_new = True
-        """Whether no text has come since the cursor is in this line."""
-        self._is_at_begin = False
+        """Whether the cursor has returned to this line, or to its begin."""
+        self._is_at_begin = True
         """Whether the next text replaces that of the line."""
+        self._is_cut = False
         self._rest = ""  # a control sequence whose end has not arrived yet
 
     def feed(self, text: str) -> None:
@@ -189,21 +186,17 @@ class OutputLines:
         begun = _BEGUN_CONTROL.search(text)
         self._rest = begun[0] if begun else ""
         for token in _CONTROL.split(text.removesuffix(self._rest)):
-            match token:
-                case "\n" | "\r\n":
-                    self._end_line()
-                case _ if up := _UP.fullmatch(token):
-                    for _ in range(int(up[1] or 1)):
-                        self._move_up()
-                    self._is_redrawn = True
-                case _ if _CONTROL.fullmatch(token):
-                    self._is_redrawn = self._is_at_begin = True
-                case _:
-                    self._add(_ERASE_REST.sub("", token))
+            if token in ("\n", "\r\n"):
+                self._end_line()
+            elif up := _UP.fullmatch(token):
+                self._move_up(int(up[1] or 1))
+            elif _CONTROL.fullmatch(token):
+                self._is_redrawn = self._is_at_begin = True
+            else:
+                self._add(_ERASE_REST.sub("", token))
 
     def unfinished(self) -> list[str]:
         """Return the lines that were not emitted yet, as they are now."""
-        self._rows[self._at] = "".join(self._pieces)
         return [row for row in self._rows if row.strip()]
 
     def close(self) -> None:
@@ -211,30 +204,28 @@ class OutputLines:
         self._add(self._rest)
         for row in self.unfinished():
             self._emit(row)
-        self._rows, self._at, self._pieces = [""], 0, []
+        self._rows, self._at = [""], 0
 
     def _add(self, piece: str) -> None:
         """Append to the current line; emit it when it reaches the limit, and drop the rest of it."""
         if not piece:
             return
+        line = self._rows[self._at]
         if self._is_at_begin:
             if not self._is_redrawn:  # an ordinary line where a bar was
-                self._emit_unless_blank("".join(self._pieces))
-            self._pieces, self._count, self._is_at_begin = [], 0, False
-        self._is_new = False
-        room = _MAX_LINE_CHARACTERS - self._count
-        if room < 0:
+                self._emit_unless_blank(line)
+            line, self._is_at_begin, self._is_cut = "", False, False
+        if self._is_cut:
             return
-        self._pieces.append(piece[:room])
-        self._count += len(piece)
-        if len(piece) > room:
+        line += piece
+        if len(line) > _MAX_LINE_CHARACTERS:
             rest = f"… (the line is longer than {_MAX_LINE_CHARACTERS:,} characters: its rest is left out)"
-            self._emit(f"{''.join(self._pieces)} {rest}")
-            self._pieces.clear()
+            self._emit(f"{line[:_MAX_LINE_CHARACTERS]} {rest}")
+            line, self._is_cut = "", True
+        self._rows[self._at] = line
 
     def _end_line(self) -> None:
-        self._rows[self._at] = line = "".join(self._pieces)
-        if self._is_redrawn or (self._is_new and self._depth):
+        if self._is_redrawn or (self._is_at_begin and self._depth):
             self._at += 1
             if self._at == len(self._rows):
                 self._rows.append("")
@@ -244,24 +235,19 @@ class OutputLines:
         else:
             for row in self._rows[: self._at]:
                 self._emit_unless_blank(row)
-            if self._count <= _MAX_LINE_CHARACTERS:
-                self._emit(line)
+            if not self._is_cut:
+                self._emit(self._rows[self._at])
             self._rows, self._at = self._rows[self._at + 1 :] or [""], 0
-        self._go_to_row()
+        self._is_redrawn, self._is_at_begin, self._is_cut = False, True, False
 
-    def _move_up(self) -> None:
-        self._rows[self._at] = "".join(self._pieces)
-        if self._at:
-            self._at -= 1
-        elif len(self._rows) < _MAX_ROWS:
-            self._rows.insert(0, "")  # it was emitted, before a bar returned to it for the first time
-        self._depth = max(self._depth, len(self._rows) - 1 - self._at)
-        self._go_to_row()
-
-    def _go_to_row(self) -> None:
-        row = self._rows[self._at]
-        self._pieces, self._count = [row] if row else [], len(row)
-        self._is_redrawn, self._is_at_begin, self._is_new = False, bool(row), True
+    def _move_up(self, count: int) -> None:
+        for _ in range(count):
+            if self._at:
+                self._at -= 1
+            elif len(self._rows) < _MAX_ROWS:
+                self._rows.insert(0, "")  # it was emitted, before a bar returned to it for the first time
+            self._depth = max(self._depth, len(self._rows) - 1 - self._at)
+        self._is_redrawn = self._is_at_begin = True
 
     def _emit_unless_blank(self, row: str) -> None:
         if row.strip():
