@@ -39,7 +39,8 @@ _abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abando
 
 
 @contextmanager
-def _set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
+def set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
+    """Set a context variable for the block."""
     token = variable.set(value)
     try:
         yield
@@ -49,7 +50,7 @@ def _set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]
 
 def retrying_until(abandoned: threading.Event) -> AbstractContextManager[None]:
     """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
-    return _set_to(_abandoned, abandoned)
+    return set_to(_abandoned, abandoned)
 
 
 def is_abandoned() -> bool:
@@ -73,7 +74,7 @@ def retrying_refusals() -> AbstractContextManager[None]:
     A target that has served a run refuses it later because something changed: credentials expired, a policy changed,
     a file system was remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
-    return _set_to(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
+    return set_to(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
 
 
 def may_pass(error: object) -> bool:

@@ -30,9 +30,9 @@ def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"mode": ["min", "mx"]}, "mode.1: Input should be 'min' or 'max'"),
-        ({"checkpoint": {"evry_steps": 1}}, "checkpoint.evry_steps: Extra inputs are not permitted, found 1; write"),
-        ({"checkpoint": 5}, "checkpoint: Input should be a valid dictionary or instance of Cadence, found 5; write"),
-        ({"warm_start": "x"}, "warm_start: Input should be a valid list; write warm_start=['earlier-experiment']"),
+        ({"checkpoint": {"evry_steps": 1}}, "checkpoint.evry_steps: Extra inputs are not permitted, found 1"),
+        ({"checkpoint": 5}, "checkpoint: Input should be a valid dictionary or instance of Cadence, found 5"),
+        ({"warm_start": "x"}, "warm_start: Input should be a valid list"),
         ({"seed": -1}, "seed: Input should be greater than or equal to 0, found -1"),
         ({"target": None}, "target: expected a block, a 'block-type/name' slug, a URI or a path, found a NoneType"),
         ({"local_dir": "x"}, "local_dir: pt.tune has no such parameter; did you mean 'target'?"),

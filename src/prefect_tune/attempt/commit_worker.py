@@ -49,7 +49,6 @@ from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_overtaken, is_quarantined, newest_key
 from prefect_tune.core.journal_events import (
     AttemptEvent,
-    CheckpointRef,
     Committed,
     Finished,
     Outcome,
@@ -60,7 +59,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.operations.trial_gc import leftover
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.restore import checkpoints_with
+from prefect_tune.core.restore import checkpoints_with, ref_of
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -102,14 +101,7 @@ def commit_entry(
     these, this reads the manifests of the trial's other checkpoints; if that fails, a warning says so, since the new
     checkpoint is whole. Last are the retired checkpoints, which may be deleted once the entry is written.
     """
-    key, about = save.manifest.key, save.manifest.about
-    new = CheckpointRef(
-        step=key.step,
-        sequence=key.sequence,
-        metrics=about.metrics,
-        trained_seconds=about.trained_seconds,
-        size_bytes=save.manifest.size_bytes,
-    )
+    key, new = save.manifest.key, ref_of(save.manifest)
     ending = retired_by_commit(trial, new, policy)
     retires = tuple(ref.sequence for ref in ending)
     committed = Committed(

@@ -210,14 +210,7 @@ class OtherNodes:
         self.placement = Placement(processes=processes_on(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
-        """Listen for the nodes, after deleting what those of earlier attempts have left."""
-
-        def delete_earlier(store: ObjectStore) -> None:
-            earlier = [listed.path for listed in node_objects_up_to(store, self._spec.trial, self._key.attempt - 1)]
-            if earlier:
-                store.delete(earlier)
-
-        on_target(self._spec.target, delete_earlier)
+        """Listen for the nodes."""
         host = address_here()
         try:
             self._listener = socket.create_server((host, 0))

@@ -225,49 +225,38 @@ def _whole(value: float | None) -> int | None:
 
 
 @cache
-def _nvml() -> _Nvml:
-    return _Nvml()
+def _nvml() -> Sequence[Any]:
+    """Return `nvidia-ml-py` once a thread has initialized it, which wakes the cards up; nothing before."""
+    loaded: list[Any] = []
 
-
-class _Nvml:
-    """NVIDIA's library through `nvidia-ml-py`, if both are there; loaded in a thread, since it wakes the cards up."""
-
-    def __init__(self) -> None:
-        self.library: Any = None
-        if Path("/dev/nvidiactl").exists():
-            threading.Thread(target=self._load, name="nvml", daemon=True).start()
-
-    def _load(self) -> None:
+    def load() -> None:
         with suppress(ImportError):
             import pynvml
 
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlInit()
-                self.library = pynvml
+                loaded.append(pynvml)
+
+    if Path("/dev/nvidiactl").exists():
+        threading.Thread(target=load, name="nvml", daemon=True).start()
+    return loaded
 
 
-def _gpu_sample(names: str | None) -> tuple[int, float] | None:
-    """Return the memory in use on the GPUs `names` (None: all), and the share of time in which they computed."""
-    if (library := _nvml().library) is None:
+def _gpu_sample(visible: str | None) -> tuple[int, float] | None:
+    """Return the memory in use on the `visible` GPUs (None: all), and the share of time in which they computed."""
+    if not (loaded := _nvml()):
         return None
+    (nvml,) = loaded
+    used_bytes, busy = 0, list[float]()
     try:
-        gpus = list(_handles(library, names))
-        used_bytes = sum(int(library.nvmlDeviceGetMemoryInfo(each).used) for each in gpus)
-        busy = [float(library.nvmlDeviceGetUtilizationRates(each).gpu) for each in gpus]
-    except library.NVMLError:  # a part of a card (MIG) counts no time
+        for name in map(str, range(nvml.nvmlDeviceGetCount())) if visible is None else visible_gpus(visible):
+            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+            gpu = by_index(int(name)) if name.isdecimal() else by_uuid(name)
+            used_bytes += int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)
+            busy.append(float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu))
+    except nvml.NVMLError:  # a part of a card (MIG) counts no time
         return None
     return (used_bytes, sum(busy) / len(busy) / 100) if busy else None
-
-
-def _handles(library: Any, names: str | None) -> Iterator[Any]:
-    if names is None:
-        yield from map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
-        return
-    for name in visible_gpus(names):
-        if name.isdecimal():
-            yield library.nvmlDeviceGetHandleByIndex(int(name))
-        else:
-            yield library.nvmlDeviceGetHandleByUUID(name)
 
 
 # What this process may use of its machine, without a library that initializes it.

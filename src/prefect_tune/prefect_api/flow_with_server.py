@@ -412,14 +412,6 @@ _OTHER_NAMES: Mapping[str, str] = {
     "trainable": "objective func",
 }
 """Parameters of the flows, and their names in Ray Tune and Optuna."""
-_EXAMPLES = {
-    "callbacks": "callbacks=[pt.FileLogger()]",
-    "checkpoint": "checkpoint=pt.Cadence(every_steps=5)",
-    "failures": "failures=pt.FailurePolicy(max_failures=2)",
-    "retention": "retention=pt.Retention(last=3)",
-    "sync": "sync=pt.SyncConfig(...)",
-    "warm_start": "warm_start=['earlier-experiment']",
-}
 
 
 def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -446,8 +438,7 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
         try:
             _adapter(flow.fn, name).validate_python(value)
         except ValidationError as error:
-            wrong = argument_error(error, name)
-            raise (wrong if name not in _EXAMPLES else InvalidInput(f"{wrong}; write {_EXAMPLES[name]}")) from None
+            raise argument_error(error, name) from None
     return checked
 
 

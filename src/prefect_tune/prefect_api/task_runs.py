@@ -40,7 +40,7 @@ from prefect.utilities.callables import get_call_parameters
 from prefect_tune.prefect_api.api_client import is_temporary
 from prefect_tune.prefect_api.flow_runs import is_alive
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
-from prefect_tune.storage_retries import run_log
+from prefect_tune.storage_retries import run_log, set_to
 
 _TIMEOUT_SECONDS = 10.0
 _LOOK_AGAIN_SECONDS = 30.0
@@ -152,11 +152,8 @@ def quiet_inner_tasks() -> Iterator[None]:
     """
     logging.getLogger(_SERVICES).addFilter(_without_item)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_says_more)
-    token = _is_quiet.set(True)
-    try:
+    with set_to(_is_quiet, True):  # noqa: FBT003 - the value of the variable
         yield
-    finally:
-        _is_quiet.reset(token)
 
 
 def _says_more(record: logging.LogRecord) -> bool:
@@ -266,14 +263,9 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
     return _holding(list(limits), stop, partial(concurrency, list(limits), **options))
 
 
-@contextmanager
-def ending_waits(stop: threading.Event) -> Iterator[None]:
+def ending_waits(stop: threading.Event) -> AbstractContextManager[None]:
     """Have tasks that are called in this block wait for slots of their tags as above: `stop` ends the wait."""
-    token = _stop.set(stop)
-    try:
-        yield
-    finally:
-        _stop.reset(token)
+    return set_to(_stop, stop)
 
 
 @contextmanager

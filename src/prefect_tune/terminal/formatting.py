@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.target_messages import ExperimentView
 from prefect_tune.core.metrics import shown
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.shown_text import format_duration, format_seconds, shown_amount, shown_size, visible
+from prefect_tune.core.shown_text import format_duration, format_span, shown_amount, shown_size, visible
 from prefect_tune.core.usage_records import RankEnd
 from prefect_tune.core.values import flat, parse_time
 
@@ -263,7 +263,7 @@ def cost_table(cost: ExperimentCost) -> Table:
     for category, seconds in cost.seconds.items():
         if seconds >= LEAST_SECONDS:
             share = format_share(seconds / (cost.slot_seconds or 1.0))
-            table.add_row(*plain_cells((str(category), _format_short_time(seconds), share)))
+            table.add_row(*plain_cells((str(category), format_span(seconds), share)))
     return table
 
 
@@ -279,11 +279,9 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
             key=lambda loss: -loss[0],
         )
         named = [
-            f"{name} {_format_short_time(seconds)}"
-            for seconds, name in losses[:LOSSES_NAMED]
-            if seconds >= LEAST_SECONDS
+            f"{name} {format_span(seconds)}" for seconds, name in losses[:LOSSES_NAMED] if seconds >= LEAST_SECONDS
         ]
-        times = _format_short_time(attempt.total_seconds), _format_short_time(training)
+        times = format_span(attempt.total_seconds), format_span(training)
         cells = (str(attempt.attempt), *times, ", ".join(named), *(resources.get(name, "") for name in names))
         table.add_row(*plain_cells(cells))
     return table
@@ -309,11 +307,6 @@ def _resources_of(attempt: AttemptCost) -> Mapping[str, str]:
     if attempt.rank_ends:
         resources["ranks that ended otherwise"] = ends_words(attempt.rank_ends)
     return resources
-
-
-def _format_short_time(seconds: float) -> str:
-    """Return a time that can be read beside others: to the hundredth of a second at most."""
-    return format_seconds(seconds) if seconds >= 10 else f"{round(seconds, 2 if seconds < 1 else 1):g} s"
 
 
 def ends_words(ends: Sequence[RankEnd]) -> str:

@@ -127,7 +127,7 @@ def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> 
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1000),
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
     )
-    monkeypatch.setattr(usage_meter, "_nvml", lambda: SimpleNamespace(library=library))
+    monkeypatch.setattr(usage_meter, "_nvml", lambda: [library])
     meter = UsageMeter()
     meter.environment = {"CUDA_VISIBLE_DEVICES": "1, GPU-4af"}
     with_child = busy("print(flush=True); input()")

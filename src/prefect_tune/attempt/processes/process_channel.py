@@ -416,7 +416,9 @@ class RankGroup:
         """
         sources = {each.connection: rank for rank, each in self._open.items()}
         arriving = [] if self._joins is None else self._joins.sources
-        ready = wait_readable([*sources, *arriving], patience)
+        # `multiprocessing.connection.wait` takes some ten times as long to begin.
+        by_number: dict[int, _Source] = {each.fileno(): each for each in (*sources, *arriving)}
+        ready = [by_number[number] for number in poll_readable(by_number, patience)]
         if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
             return self._take_in(*arrived, self._joins.start)
         self._served += 1  # each rank in its turn: none waits while another sends
@@ -505,15 +507,6 @@ class RankGroup:
         """Send nothing more."""
         for each in self._outboxes.values():
             each.put(None)
-
-
-def wait_readable(sources: Sequence[_Source], patience: timedelta) -> list[_Source]:
-    """Return which can be read, or are closed by their other side, after at most `patience`.
-
-    `multiprocessing.connection.wait` takes some ten times as long to begin.
-    """
-    by_number = {source.fileno(): source for source in sources}
-    return [by_number[number] for number in poll_readable(by_number, patience)]
 
 
 class _Outbox:

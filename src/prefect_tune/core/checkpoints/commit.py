@@ -108,7 +108,6 @@ class Save:
     """A saved checkpoint: the manifest says what was reported and where the bytes lie; the rest is what saving cost."""
 
     manifest: Manifest
-    sent_blobs: int
     sent_bytes: int
     damaged: Mapping[str, str] = field(default_factory=dict)
     """By path, the damage of blobs that were read back; they are not reused, and their bytes were sent again."""
@@ -196,7 +195,7 @@ def commit(
     require_stored(store, key.trial.blobs, written)
     published = publish(store, key, complete(manifest) if complete else manifest)
     damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
-    return Save(published, len(written), sum(written.values()), damaged)
+    return Save(published, sum(written.values()), damaged)
 
 
 def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
