@@ -27,12 +27,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
 from prefect_tune.core.values import Digest, TrialId, Value, valid_name
+
+if TYPE_CHECKING:
+    from prefect_tune.core.journal_events import CheckpointRef
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -178,19 +181,6 @@ class CheckpointOrigin(Value):
     sequence: int
 
 
-class CheckpointReference(Protocol):
-    """The step and the sequence that name a checkpoint within its trial; for a clone, also its origin."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def sequence(self) -> int: ...
-
-    @property
-    def origin(self) -> CheckpointOrigin | None: ...
-
-
 class TrialKey(Value):
     """Names a trial on a target."""
 
@@ -219,7 +209,7 @@ class TrialKey(Value):
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
 
-    def checkpoint_key(self, checkpoint: CheckpointReference) -> CheckpointKey:
+    def checkpoint_key(self, checkpoint: CheckpointRef) -> CheckpointKey:
         """Return the key of the manifest of a checkpoint of this trial: for a clone, that of its origin."""
         if (origin := checkpoint.origin) is not None:
             folder = self.of_experiment.trial_key(origin.trial)
