@@ -53,7 +53,7 @@ class Owner(Value):
 class CheckpointRef(Value):
     """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention.
 
-    `commit_entry` in `attempt/commit_worker.py` makes it of a save, `ref_of` in `core/restore.py` of an adopted one.
+    `ref_of` in `core/restore.py` makes it of the manifest of a save.
     """
 
     step: int
