@@ -22,7 +22,6 @@ from benchmarks.measuring.opening import Measured
 from benchmarks.measuring.own_process import measured_by
 from benchmarks.measuring.s3_process import S3SinkProcess
 from benchmarks.measuring.tables import circumstances, table, write
-from prefect_tune.stores.local.staging import transfer_pool
 from tests.fakes.stores.object_stores import object_store
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -67,9 +66,8 @@ def _laid_out(history: History) -> Iterator[Path]:
 
 def _upload(history: History, endpoint: str) -> None:
     store = object_store(endpoint, prefix="runs", seconds=1800)
-    with transfer_pool() as transfers:
-        for _ in transfers(lambda each: store.put(*each), history.objects.items()):
-            pass
+    for _ in store.map(lambda each: store.put(*each), history.objects.items()):
+        pass
     store.close()
 
 

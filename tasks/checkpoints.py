@@ -30,7 +30,7 @@ from prefect_tune.attempt.commit_worker import (
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
-from prefect_tune.core.checkpoints.manifest import About, has_same_files
+from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,
@@ -65,9 +65,9 @@ from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING, RETRYING_REFUSA
 from prefect_tune.stores.local.staging import (
     StagedFiles,
     fetch_committed,
+    has_same_files,
     manifest_of_copy,
     metadata_of_copy,
-    transfer_pool,
 )
 from prefect_tune.task_values import (
     CommittedCheckpoint,
@@ -113,7 +113,7 @@ def publish_checkpoint(
         PartMissing: a node did not add its part; not retried, and nothing was committed.
         StagedFilesChanged: a file in the directory changed during the save.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         parent = manifest_if_readable(store, parent_of_next(key.trial, before) if before else None)
         reuse = reusable(store, key.trial, parent, reused_from(before) if before else 0)
         return commit(
@@ -122,7 +122,6 @@ def publish_checkpoint(
             StagedFiles(Path(directory).absolute()),
             about,
             reuse=reuse,
-            side_by_side=transfers,
             reverification=reverification,
             complete=partial(with_parts, store, parts) if parts is not None else None,
         )
@@ -174,8 +173,8 @@ def delete_retired_checkpoints(
         StoreRefused: not retried, even within `retrying_refusals`: the trial's next commit waits for this.
         StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-        return collect(store, trial, state, retired, side_by_side=transfers)
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        return collect(store, trial, state, retired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,9 +492,9 @@ def _quarantine(asked: RestoreArguments, key: CheckpointKey, damage: Exception) 
     """
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
-        with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
+        with asked.target.open(timeout=READ_TIMEOUT) as store:
             journal = key.trial.of_experiment
-            is_quarantined = quarantine(store, journal, {key: reason}, new_write_id(), side_by_side=transfers)
+            is_quarantined = quarantine(store, journal, {key: reason}, new_write_id())
     except StoreRefused as refused:  # it is live; these credentials only read, or the target serves one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return

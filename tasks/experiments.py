@@ -46,7 +46,7 @@ from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.documents import is_signed, signed, unsigned
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import Opening, current_owner, failing_to_resume, new_write_id, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
@@ -60,7 +60,6 @@ from prefect_tune.storage_retries import (
     run_log,
     with_retries,
 )
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.task_values import (
     End,
     ExperimentArguments,
@@ -101,8 +100,8 @@ def open_experiment(
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        return opened_journal(store, key, target, Opening(owner, stamp, known=known), transfers)
+    with target.open(timeout=READ_TIMEOUT) as store:
+        return opened_journal(store, key, target, Opening(owner, stamp, known=known))
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
@@ -288,23 +287,23 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with _opened(target, request) as (store, transfers):
-        there = _state(store, request.into, transfers)
+    with _opened(target, request) as store:
+        there = _state(store, request.into)
         if there.origin is not None and there.is_whole and _is_asked_for(there, request):
             return there
-        origin = _state(store, request.experiment, transfers)
+        origin = _state(store, request.experiment)
         if not origin.number:
             raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
-        past = _past(store, request, origin, there, transfers)
+        past = _past(store, request, origin, there)
         settings: Mapping[str, object] = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
         key = target.signing_secret
         if key is not None and is_signed(past.settings, request.experiment, key):
             settings = signed(settings, request.into, key)  # unsigned settings stay unsigned
         past = replace(past, settings=settings)
-        if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
+        if request.strict and (gone := deleted_since(store, past)):
             raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
-        into = begin_fork(store, there.key, past.origin, request.owner, request.stamp, side_by_side=transfers)
-        made = fork(store, past, into, request.stamp, side_by_side=transfers)
+        into = begin_fork(store, there.key, past.origin, request.owner, request.stamp)
+        made = fork(store, past, into, request.stamp)
         _log_fork(get_run_logger(), past, made)
         return made.experiment
 
@@ -316,28 +315,24 @@ def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | Non
     """
 
     def look() -> Experiment | None:
-        with _opened(target, request) as (store, transfers):
-            there = _state(store, request.into, transfers)
-            origin = _state(store, request.experiment, transfers)
+        with _opened(target, request) as store:
+            there = _state(store, request.into)
+            origin = _state(store, request.experiment)
             if there.number or not origin.number:
                 return None
-            return _past(store, request, origin, there, transfers).experiment
+            return _past(store, request, origin, there).experiment
 
     return with_retries(look)
 
 
 @contextmanager
-def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[tuple[ObjectStore, ParallelMap]]:
-    with (
-        target.open(timeout=_LONG) as store,
-        transfer_pool() as transfers,
-        failing_to_resume(target, request.experiment, StoreRefused),
-    ):
-        yield store, transfers
+def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[ObjectStore]:
+    with target.open(timeout=_LONG) as store, failing_to_resume(target, request.experiment, StoreRefused):
+        yield store
 
 
-def _state(store: ObjectStore, experiment: str, transfers: ParallelMap) -> Experiment:
-    return load(store, current_journal(store, experiment), side_by_side=transfers)
+def _state(store: ObjectStore, experiment: str) -> Experiment:
+    return load(store, current_journal(store, experiment))
 
 
 def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
@@ -345,13 +340,11 @@ def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _past(
-    store: ObjectStore, request: ForkRequest, origin: Experiment, there: Experiment, transfers: ParallelMap
-) -> Past:
+def _past(store: ObjectStore, request: ForkRequest, origin: Experiment, there: Experiment) -> Past:
     """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
     begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
     at = begun if request.at is None else request.at
-    past = past_of(store, origin.key, at, side_by_side=transfers)
+    past = past_of(store, origin.key, at)
     if not past.settings:
         raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past

@@ -18,7 +18,6 @@ from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING
-from prefect_tune.stores.local.staging import transfer_pool
 
 _TIMEOUT = timedelta(minutes=30)
 _SHARE_FOR_BEGINNING = 0.8
@@ -45,16 +44,9 @@ def verify_checkpoints(
         StoreUnavailable: all retries failed.
     """
     has_time = _has_time(until)
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, journal, side_by_side=transfers)
-        return inspect(
-            store,
-            state,
-            share,
-            side_by_side=transfers,
-            max_bytes=math.inf if max_bytes is None else max_bytes,
-            has_time=has_time,
-        )
+    with target.open(timeout=_TIMEOUT) as store:
+        state = load(store, journal)
+        return inspect(store, state, share, max_bytes=math.inf if max_bytes is None else max_bytes, has_time=has_time)
 
 
 @task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
@@ -65,9 +57,9 @@ def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: all retries failed.
     """
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store:
         try:
-            verify(store, read_manifest(store, key), side_by_side=transfers)
+            verify(store, read_manifest(store, key))
         except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
             return str(damaged)
     return ""
@@ -83,8 +75,8 @@ def quarantine_checkpoints(
 
     Idempotent. See `quarantine`. Raises as `verify_checkpoints`, and `CommitUnknown`.
     """
-    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        return quarantine(store, journal, damaged, new_write_id(), side_by_side=transfers)
+    with target.open(timeout=READ_TIMEOUT) as store:
+        return quarantine(store, journal, damaged, new_write_id())
 
 
 @task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **RETRYING)
@@ -100,8 +92,8 @@ def prune_checkpoints(
     Nothing is retired while any trial has not ended, nothing of the best trial, and not the best checkpoint of all.
     A dry run only counts them. `collect_garbage` deletes the retired checkpoints. Raises as `quarantine_checkpoints`.
     """
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        retirements = prune(store, journal, policy, new_write_id(), side_by_side=transfers, dry_run=dry_run)
+    with target.open(timeout=_TIMEOUT) as store:
+        retirements = prune(store, journal, policy, new_write_id(), dry_run=dry_run)
         return sum(len(retirement.retires) for retirement in retirements)
 
 
@@ -122,11 +114,9 @@ def collect_garbage(
     Raises as `quarantine_checkpoints`.
     """
     has_time = _has_time(until)
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, journal, side_by_side=transfers)
-        return collect_experiment(
-            store, state, new_write_id(), side_by_side=transfers, dry_run=dry_run, has_time=has_time
-        )
+    with target.open(timeout=_TIMEOUT) as store:
+        state = load(store, journal)
+        return collect_experiment(store, state, new_write_id(), dry_run=dry_run, has_time=has_time)
 
 
 def _has_time(until: datetime | None) -> Callable[[], bool]:

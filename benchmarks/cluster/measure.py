@@ -19,7 +19,6 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Decided
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.stores.local.staging import transfer_pool
 
 __all__ = ["Disturbed", "Measured", "Memory", "disturbed", "undisturbed"]
 
@@ -108,8 +107,8 @@ def _between(step: int, work: Work) -> str:
 
 def _journaled_lags(work: Work) -> Sequence[float]:
     """From a report to the journal's entry with the decision, which is written before the trial receives it."""
-    with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
-        entries = history(store, JournalKey(experiment=NAME, generation=1), side_by_side=transfers)
+    with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store:
+        entries = history(store, JournalKey(experiment=NAME, generation=1))
     return [
         datetime.fromisoformat(entry.at).timestamp() - float(str(event.report.metrics["at"]))
         for entry in entries

@@ -70,7 +70,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.core.restore import read_manifest, restore
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
-    from prefect_tune.stores.local.staging import StagedFiles, restored_directory, transfer_pool
+    from prefect_tune.stores.local.staging import StagedFiles, restored_directory
     from prefect_tune.stores.obstore_store import ObstoreStore, connected
 
     trial = TrialKey(experiment="experiment", generation=1, trial="trial")
@@ -98,17 +98,17 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
         store.close()
 
     def save() -> None:
-        with opened() as store, transfer_pool() as transfers:
+        with opened() as store:
             reuse = reusable(store, trial, read_manifest(store, parent) if parent else None, 0)
             turn = Reverification(step - 1, VERIFY_EVERY)
             staged = StagedFiles(directory)
-            commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=turn)
+            commit(store, key, staged, about, reuse=reuse, reverification=turn)
 
     def fetch() -> None:
-        with opened() as store, transfer_pool() as transfers:
+        with opened() as store:
             manifest = read_manifest(store, key)
             with restored_directory(manifest, directory) as sink:
-                restore(store, manifest, sink, side_by_side=transfers)
+                restore(store, manifest, sink)
 
     return save if act == "save" else fetch
 

@@ -68,9 +68,7 @@ def write_history(trial_count: int) -> History:
     So opening reads as many entries as it can.
     """
     entries, snapshots = _Watched(), _Watched()
-    state = journal.take_over(
-        entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0), side_by_side=map
-    )
+    state = journal.take_over(entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0))
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
         if snapshot_is_due(state, state.number - 1):

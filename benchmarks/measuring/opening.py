@@ -13,7 +13,6 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,9 +22,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
-from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.stores.memory_store import StoreAround
 from tests.fakes.stores.object_stores import object_store
 
 __all__ = ["Measured"]
@@ -46,56 +45,27 @@ class Measured:
     trials: int
 
 
-class _Counted:
+class _Counted(StoreAround):
     """A store that counts its reads."""
 
     def __init__(self, inner: ObjectStore) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.operations: Counter[str] = Counter()
         self.bytes_read = 0
 
-    @property
-    def conditional_create(self) -> bool:
-        return self.inner.conditional_create
-
-    def create(self, path: str, data: Buffer) -> None:
-        self.inner.create(path, data)
-
-    def put(self, path: str, data: Buffer) -> None:
-        self.inner.put(path, data)
-
-    def copy(self, source: str, path: str) -> None:
-        self.inner.copy(source, path)
-
-    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self.inner.replace(path, pieces)
-
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        data = self.inner.read(path, offset=offset, length=length)
+        data = super().read(path, offset=offset, length=length)
         self.operations["read"] += 1
         self.bytes_read += len(data)
         return data
 
-    def size(self, path: str) -> int | None:
-        return self.inner.size(path)
-
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return self.inner.list(prefix, after=after)
-
-    def delete(self, paths: Sequence[str]) -> None:
-        self.inner.delete(paths)
-
 
 def _load(store: ObjectStore) -> Experiment:
-    with transfer_pool() as transfers:
-        return journal.load(store, JournalKey(experiment=NAME, generation=1), side_by_side=transfers)
+    return journal.load(store, JournalKey(experiment=NAME, generation=1))
 
 
 def _own(store: ObjectStore) -> Experiment:
-    with transfer_pool() as transfers:
-        opened = journal.take_over(
-            store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99), side_by_side=transfers
-        )
+    opened = journal.take_over(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
     if snapshot_is_due(opened, opened.number - 1):
         write_snapshot(store, opened)
     return opened

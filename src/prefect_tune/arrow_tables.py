@@ -17,7 +17,6 @@ from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import StepReport, leaves
-from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -206,10 +205,8 @@ def curves_as_arrow(experiment: Experiment, curves: Curves) -> pa.Table:
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
     """Return the curves of all trials up to the experiment's last entry."""
-    with transfer_pool() as transfers:
-        entries = history(store, experiment.key, side_by_side=transfers)
     curves = Curves()
-    for entry in entries:
+    for entry in history(store, experiment.key):
         if entry.number <= experiment.number:
             curves.tell(entry)
     return curves

@@ -44,7 +44,7 @@ from prefect_tune.core.shown_text import is_unicode
 from prefect_tune.core.storage.layout import NEVER_ARTIFACTS, is_excluded
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, is_inside
 from prefect_tune.storage_retries import may_pass
-from prefect_tune.stores.local.staging import plain_tree, transfer_pool
+from prefect_tune.stores.local.staging import plain_tree
 from prefect_tune.stores.open_location import read_uri
 
 _LONGEST_PAUSE_SECONDS = 60.0
@@ -545,9 +545,8 @@ class ArtifactMirror:
             if local[path][1] < settled_ns:  # else the next write may come within the same tick of the clock
                 mirrored[path] = local[path]
 
-        with transfer_pool() as transfers:
-            for _ in transfers(send_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
-                pass
+        for _ in store.map(send_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
+            pass
         return left_out
 
     def receive(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> None:
@@ -573,9 +572,8 @@ class ArtifactMirror:
                 raise
             self._mirrored[file.path] = _stamp(local.stat())
 
-        with transfer_pool() as transfers:
-            for _ in transfers(receive_file, files):
-                pass
+        for _ in store.map(receive_file, files):
+            pass
 
     def _place_of(self, path: str) -> Path:
         """Return the local path of `path`, making its folder; refuse links that lead out of the directory."""

@@ -35,11 +35,10 @@ from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.prefect_api.task_runs import set_crashed
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target, with_retries
-from prefect_tune.stores.local.staging import transfer_pool
 
 # Read the clock, draw a random write id, and identify this process.
 
@@ -159,14 +158,14 @@ def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
 
 def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment:
     """Return the state of `experiment` without opening it, for read-only use."""
-    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        return load(store, experiment, side_by_side=transfers)
+    with target.open(timeout=READ_TIMEOUT) as store:
+        return load(store, experiment)
 
 
 def read_journal(target: StorageTarget, experiment: str) -> Experiment:
     """Find the journal that the name `experiment` means now, and read it, to be passed on as `known`."""
-    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-        return load(store, current_journal(store, experiment), side_by_side=transfers)
+    with target.open(timeout=READ_TIMEOUT) as store:
+        return load(store, current_journal(store, experiment))
 
 
 def no_experiment_at(target: StorageTarget, experiment: str) -> str:
@@ -220,9 +219,7 @@ class Opening:
     """The journal, if the caller has just read it; saves a second read."""
 
 
-def opened_journal(
-    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
-) -> Experiment:
+def opened_journal(store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening) -> Experiment:
     """Open the journal `key` on `store`, once; see `open_journal`."""
     before: Experiment | None = None
 
@@ -232,23 +229,21 @@ def opened_journal(
         return opening.also(found)
 
     try:
-        opened = take_over(
-            store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
-        )
+        opened = take_over(store, key, opening.owner, opening.stamp, also=also, known=opening.known)
         if before is not None:  # else an earlier try has written the entry, and its reply was lost
             settle_dead_attempts(before, opening.owner)
         # The stamp of the second entry: a retry of the task recognizes both.
         second = Stamp(write_id=f"{opening.stamp.write_id}-adopted", at=opening.stamp.at)
-        return adopt_unjournaled(store, opened, second, transfers)
+        return adopt_unjournaled(store, opened, second)
     except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
 
 
-def adopt_unjournaled(store: ObjectStore, opened: Experiment, stamp: Stamp, transfers: ParallelMap) -> Experiment:
+def adopt_unjournaled(store: ObjectStore, opened: Experiment, stamp: Stamp) -> Experiment:
     """Journal what the owner before has saved and not journaled, unless that has been done."""
     if opened.adopted_in == opened.term:
         return opened
-    adopted = adopt(store, opened, last=last_known_reports(store, opened), side_by_side=transfers)
+    adopted = adopt(store, opened, last=last_known_reports(store, opened))
     return append_entry(store, opened, adopted, stamp)
 
 
@@ -259,8 +254,8 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     def open_it() -> Experiment:
         # `known` holds for the first try only: that try may have written an entry and lost the reply.
         this_time = next(tries, replace(opening, known=None))
-        with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
-            return opened_journal(store, key, target, this_time, transfers)
+        with target.open(timeout=READ_TIMEOUT) as store:
+            return opened_journal(store, key, target, this_time)
 
     return with_retries(open_it)
 

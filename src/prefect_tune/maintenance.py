@@ -48,7 +48,6 @@ from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.reporting.page import Heading, Table, Text, Verbatim, as_markdown
 from prefect_tune.storage_retries import on_target
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.maintenance import (
     collect_garbage,
     prune_checkpoints,
@@ -371,8 +370,7 @@ def delete_experiment(
             raise InvalidInput(no_experiment(store, experiment, resolved.uri))
         trials: Collection[str] = ()
         if not is_deleted(store, journal):  # otherwise an interrupted deletion has left objects
-            with transfer_pool() as transfers:
-                state = load(store, journal, side_by_side=transfers)
+            state = load(store, journal)
             if not (even_if_running or state.is_removed):
                 _require_no_run(store, state, resolved)
             trials = state.trials
@@ -388,13 +386,9 @@ def delete_experiment(
             size_bytes=sum(each.size_bytes for each in listed),
         )
 
-    def delete(store: ObjectStore) -> int:
-        with transfer_pool() as transfers:
-            return remove(store, journal, owner, stamp, side_by_side=transfers)
-
     journal, contents = on_target(resolved, look, _TIMEOUT)
     if not dry_run:
-        on_target(resolved, delete, _TIMEOUT)
+        on_target(resolved, lambda store: remove(store, journal, owner, stamp), _TIMEOUT)
     return contents
 
 

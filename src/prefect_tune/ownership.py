@@ -78,7 +78,6 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import call_path, require_order
 from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target, run_log, with_retries
-from prefect_tune.stores.local.staging import transfer_pool
 
 MOST_RACES = 16
 """How often a task that other writers have overtaken tries again."""
@@ -281,21 +280,20 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
             elif known.adopted_in == known.term:
                 return known
             else:  # a task of this run has opened the experiment, and was killed, or does the same now
-                with suppress(Superseded), transfer_pool() as transfers:
-                    return on_target(target, partial(adopt_unjournaled, opened=known, stamp=stamp, transfers=transfers))
+                with suppress(Superseded):
+                    return on_target(target, partial(adopt_unjournaled, opened=known, stamp=stamp))
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner) -> None:
-    def look(store: ObjectStore) -> Sequence[Owner]:
-        with transfer_pool() as transfers:
-            return earlier_owners(store, state, side_by_side=transfers)
+    def was_owned_by_me(store: ObjectStore) -> bool:
+        return any(is_same_writer(owner, me) for owner in earlier_owners(store, state))
 
     if state.key.generation > 1:
         on_target(target, lambda store: require_not_of_before(store, state.key, me.identity))
     if state.owner is None:
         return
     is_older = state.owner.flow_run == me.flow_run is not None and me.attempt < state.owner.attempt
-    if is_older or any(is_same_writer(each, me) for each in on_target(target, look)):
+    if is_older or on_target(target, was_owned_by_me):
         raise _superseded(state, target)
 
 
@@ -323,14 +321,14 @@ def append_beside_others(
         Superseded: another flow run owns the experiment now.
         StoreUnavailable: other tasks were faster 16 times.
     """
-    with _writing[target.uri, known.name], target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
+    with _writing[target.uri, known.name], target.open(timeout=READ_TIMEOUT) as store:
         state = known
         for _ in range(MOST_RACES):
             try:
                 return append_entry(store, state, events, stamp)
             except Superseded:
-                state = load(store, known.key, side_by_side=transfers)
-            beyond = history(store, known.key, known.number, side_by_side=transfers)
+                state = load(store, known.key)
+            beyond = history(store, known.key, known.number)
             if any(entry.write_id == stamp.write_id for entry in beyond):
                 return state
             if not is_same_writer(state.owner, known.owner or this_writer()):

@@ -51,7 +51,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, Rows
 from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
 from prefect_tune.notebook import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import output_width
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
@@ -92,8 +91,8 @@ def load_results(
         StoreUnavailable: the target did not answer.
     """
     place = resolve_existing(target)
-    with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, current_journal(store, experiment), side_by_side=transfers)
+    with place.open(timeout=_TIMEOUT) as store:
+        state = load(store, current_journal(store, experiment))
         if not state.number:
             raise InvalidInput(no_experiment(store, experiment, place.uri))
     return Results(state, place, _compared_by(objective_in(state.settings), metric, mode))
@@ -269,8 +268,8 @@ class Results:
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
         known = self._trial(trial)
-        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            entries = history(store, self.experiment.key, side_by_side=transfers)
+        with self.target.open(timeout=_TIMEOUT) as store:
+            entries = history(store, self.experiment.key)
         return curve((entry for entry in entries if entry.number <= self.experiment.number), known.trial)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
@@ -346,8 +345,8 @@ class Results:
         trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
         if all(each.phase in ENDED for each in trials):
             return trials
-        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            now = load(store, self.experiment.key, side_by_side=transfers)
+        with self.target.open(timeout=_TIMEOUT) as store:
+            now = load(store, self.experiment.key)
         return [now.trials.get(each.trial, each) for each in trials]
 
     def _trial(self, trial: str | Trial) -> Trial:
@@ -475,12 +474,12 @@ def export_checkpoint(
     folder = experiment.trial_key(trial.trial)
     ref = next(ref for ref in reversed(trial.checkpoints) if folder.checkpoint_key(ref) == key)
     config: Mapping[str, object] = trial.config
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store:
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken = {path.partition("/")[0] for path in paths}
         if trial.cloned is not None:  # an exploit has changed its configuration
-            entries = history(store, experiment.key, side_by_side=transfers)
+            entries = history(store, experiment.key)
             config = config_at(entries, trial.trial, ref.sequence)
     names = {name: _free_name(name, taken) for name in (_CONFIG, _METRICS)}
     contents = {names[_CONFIG]: _json_bytes(config), names[_METRICS]: _json_bytes(ref.metrics)}

@@ -134,7 +134,7 @@ class CommitHarness:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
-            state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
+            state = take_over(store, first_generation("e"), owner, new_write_id())
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
@@ -162,11 +162,11 @@ class CommitHarness:
 
     def state(self) -> Trial:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return load(store, first_generation("e"), side_by_side=map).trial(TRIAL.trial)
+            return load(store, first_generation("e")).trial(TRIAL.trial)
 
     def entries(self) -> Sequence[Entry]:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return history(store, first_generation("e"), side_by_side=map)
+            return history(store, first_generation("e"))
 
     def reported(self) -> list[int]:
         events = [event for entry in self.entries() for event in entry.events]
@@ -188,7 +188,7 @@ class CommitHarness:
     def quarantine_oldest(self) -> None:
         """Quarantine a checkpoint, as another writer."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            quarantine(store, TRIAL.of_experiment, {self.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+            quarantine(store, TRIAL.of_experiment, {self.live()[0]: "damaged"}, new_write_id())
 
     def rot_oldest_blob(self) -> None:
         oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
@@ -328,7 +328,7 @@ def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_rem
 def damaged(harness: CommitHarness) -> Sequence[int]:
     """The steps of the live checkpoints that are damaged."""
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in harness.live() if read_one(store, key, side_by_side=map).damage]
+        return [key.step for key in harness.live() if read_one(store, key).damage]
 
 
 def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(
@@ -468,7 +468,7 @@ def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_j
     INJECTED.wrong = lambda _path: None
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
         owner = Owner(name="the next", host="here", pid=2)
-        state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
+        state = take_over(store, first_generation("e"), owner, new_write_id())
         append(store, state, adopt(store, state), new_write_id())
     assert harness.reported() == [1, 2, 3]
     assert [each.step for each in harness.live()] == [3]

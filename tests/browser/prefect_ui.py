@@ -372,7 +372,7 @@ class Search:
     def trials(self) -> Mapping[str, Trial]:
         """Return its trials by the journals on the target."""
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
-            return load(store, first_generation(self.experiment), side_by_side=map).trials
+            return load(store, first_generation(self.experiment)).trials
 
 
 def until(holds: Callable[[], object], what: Callable[[], object]) -> None:

@@ -61,9 +61,7 @@ SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
 def target(tmp_path: Path) -> Path:
     make_root(tmp_path / "target")
     store, stamps = PosixStore(tmp_path / "target"), (Stamp(write_id=f"w{number}", at="now") for number in count())
-    state = take_over(
-        store, first_generation("e"), Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps), side_by_side=map
-    )
+    state = take_over(store, first_generation("e"), Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps))
 
     def record(*events: Event) -> None:
         nonlocal state

@@ -130,7 +130,7 @@ def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of
 ) -> None:
     for name in ("whole", "torn"):
         write_experiment(tmp_path, name, list(range(1, 10)))
-        state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10, side_by_side=map)
+        state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10)
         write_snapshot(PosixStore(tmp_path), state)
     entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
     entry.chmod(0o644)
@@ -396,9 +396,7 @@ def forged(folder: Path, metric: Any) -> str:
     make_root(folder)
     with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
         stamps = (Stamp(write_id=name, at="some day") for name in ("first", "second"))
-        state = take_over(
-            store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
-        )
+        state = take_over(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
         append(store, state, [Configured(settings={"metric": metric})], next(stamps))
     return str(folder)
 
@@ -424,9 +422,7 @@ def test_a_running_trial_without_updates_is_stale_and_has_no_reason(
     make_root(tmp_path / "runs")
     store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e", generation=1)
     stamps = (Stamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
-    state = take_over(
-        store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
-    )
+    state = take_over(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
     lost = AttemptEnded(trial="first", cause=Cause.MACHINE, reason="its owner vanished")
     started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
     for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):

@@ -340,9 +340,7 @@ def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = Tr
     """Write an experiment whose one trial runs or waits, with a live status of that age; None for none."""
     root.mkdir(exist_ok=True)
     store = PosixStore(root)
-    state = take_over(
-        store, first_generation(name), OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map
-    )
+    state = take_over(store, first_generation(name), OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"))
     events = [TrialAdded(trial="trial", config={}), *[Started(trial="trial", attempt=1, from_step=0)] * runs]
     state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
     if updated is not None:
@@ -405,13 +403,7 @@ def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_pat
     assert files_in(tmp_path / "target") == before
     assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
     running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now
-    take_over(
-        PosixStore(tmp_path / "target"),
-        first_generation("later"),
-        OWNER,
-        Stamp(write_id="3", at="2026-11-21"),
-        side_by_side=map,
-    )
+    take_over(PosixStore(tmp_path / "target"), first_generation("later"), OWNER, Stamp(write_id="3", at="2026-11-21"))
     assert run("delete", tmp_path / "target", "later", "--yes").code == 0
 
 
@@ -431,12 +423,7 @@ def test_without_updates_a_run_may_be_alive(tmp_path: Path) -> None:
 def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
     store = PosixStore(target)
     state = take_over(
-        store,
-        first_generation("digits"),
-        OWNER,
-        Stamp(write_id="gone", at=""),
-        side_by_side=map,
-        also=lambda _: [Deletion()],
+        store, first_generation("digits"), OWNER, Stamp(write_id="gone", at=""), also=lambda _: [Deletion()]
     )
     assert "digits" in run("ls", target).out  # killed here: it is still there, and cannot be resumed
     end_generation(store, state.key, at="", by="a script")

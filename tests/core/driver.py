@@ -125,7 +125,7 @@ class Session:
         """Take over the experiment, and adopt the saves of its last owner."""
         stamp = self.witness.stamp()
         self.experiment = retried(
-            lambda: journal.take_over(self.store, first_generation(NAME), self.opened_by(), stamp, side_by_side=map)
+            lambda: journal.take_over(self.store, first_generation(NAME), self.opened_by(), stamp)
         )
         self.append(retried(lambda: adopt(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:
@@ -205,7 +205,7 @@ class Session:
         reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
         turn = Reverification(self.commit_count, self.reverify_every)
-        return committing.commit(self.store, key, source, about, reuse=reuse, side_by_side=map, reverification=turn)
+        return committing.commit(self.store, key, source, about, reuse=reuse, reverification=turn)
 
     def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
         """Journal a published checkpoint; return those that it retires."""
@@ -233,7 +233,7 @@ class Session:
         """Quarantine events for the checkpoints that refer to blobs which the last save found damaged."""
         if not self.damaged:
             return []
-        found = retried(lambda: checkpoints_with(self.store, keys, self.damaged, side_by_side=map))
+        found = retried(lambda: checkpoints_with(self.store, keys, self.damaged))
         return [Quarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
@@ -247,12 +247,12 @@ class Session:
             if each.sequence in going
         ]
         with suppress(StoreUnavailable):
-            collecting.collect(self.store, KEY, state, doomed, side_by_side=map)
+            collecting.collect(self.store, KEY, state, doomed)
 
     def collect(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete these checkpoints; the next owner completes a deletion that fails."""
         with suppress(StoreUnavailable):
-            collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map)
+            collecting.collect(self.store, KEY, self.trial, doomed)
 
     def finish(self) -> None:
         self.append([Finished(trial=KEY.trial, reason="enough")])
@@ -347,7 +347,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
 
     `experiment` is the state that the last owner loaded.
     """
-    entries = journal.history(store, first_generation(NAME), side_by_side=map)
+    entries = journal.history(store, first_generation(NAME))
     trial = experiment.trial(KEY.trial)
     return [
         *_epochs(entries),
@@ -415,8 +415,8 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
 
 
 def _snapshot(store: ObjectStore) -> Iterator[str]:
-    by_snapshot = journal.load(store, JOURNAL, side_by_side=map)
-    by_entries, _ = journal.as_of(store, JOURNAL, None, side_by_side=map)
+    by_snapshot = journal.load(store, JOURNAL)
+    by_entries, _ = journal.as_of(store, JOURNAL, None)
     if by_snapshot != by_entries:
         yield f"I6: the snapshot yields {by_snapshot}, and the entries {by_entries}"
 
@@ -445,7 +445,7 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
     manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
-    found = {each.path for each in collecting.orphans(store, KEY, trial, side_by_side=map)}
+    found = {each.path for each in collecting.orphans(store, KEY, trial)}
     found |= {each.path for each in node_objects_up_to(store, KEY, trial.attempt)}
     settled = trial.model_copy(update={"settled_from": 10**9})  # no save is under way at the end
     found |= {key.manifest_path for key in collecting.leftover(store, KEY, settled)}

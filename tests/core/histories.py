@@ -55,7 +55,7 @@ def cut_small() -> Iterator[None]:
 
 
 def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
-    return journal.take_over(store, key, ME, stamp(write_id), side_by_side=map)
+    return journal.take_over(store, key, ME, stamp(write_id))
 
 
 def next_event(experiment: Experiment, trial: str) -> Event:
@@ -80,6 +80,6 @@ def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]
 
 def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     """Apply every entry, without a snapshot."""
-    entries = journal.history(store, key, side_by_side=map)
+    entries = journal.history(store, key)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))

@@ -113,4 +113,4 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
 
 def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
     """The trial's state in the journal."""
-    return load(store, current_journal(store, experiment), side_by_side=map).trial(trial)
+    return load(store, current_journal(store, experiment)).trial(trial)

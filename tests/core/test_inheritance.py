@@ -40,7 +40,7 @@ def keys(search: Search) -> list[CheckpointKey]:
 
 
 def damage(search: Search, key: CheckpointKey) -> str | None:
-    return read_one(search.store, key, side_by_side=map).damage
+    return read_one(search.store, key).damage
 
 
 def rots(search: Search) -> None:
@@ -55,7 +55,7 @@ def rots(search: Search) -> None:
 def maintains(search: Search, *found: CheckpointKey) -> None:
     """Maintenance quarantines the checkpoints that it found damaged."""
     reasons = dict.fromkeys(found, "damaged")
-    quarantine(search.store, search.journal, reasons, search.chronicle.stamp(), side_by_side=map)
+    quarantine(search.store, search.journal, reasons, search.chronicle.stamp())
 
 
 @pytest.mark.parametrize("found", [[0, 1], [0], [1]], ids=["all of them", "the older", "the newer"])
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_quarantined_in_every_trial_that_has_it(search: 
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
     search.open()
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [1, 0]
-    assert reinstate(search.store, search.journal, [bad], search.chronicle.stamp(), side_by_side=map) == [bad]
+    assert reinstate(search.store, search.journal, [bad], search.chronicle.stamp()) == [bad]
     search.open()
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
 
@@ -139,7 +139,7 @@ def test_what_is_reinstated_is_saved_upon_again(search: Search) -> None:
     search.append(Reported(trial="s", report=StepReport(step=4, metrics={})))
     assert parent_of_next(search.key("s"), search.trial("s")) is None
     back = [search.key("s").checkpoint_key(each.checkpoint) for each in search.trial("s").quarantined_checkpoints]
-    reinstate(search.store, search.journal, back, search.chronicle.stamp(), side_by_side=map)
+    reinstate(search.store, search.journal, back, search.chronicle.stamp())
     search.append(Reported(trial="s", report=StepReport(step=5, metrics={})))
     assert parent_of_next(search.key("s"), search.trial("s")) == back[-1]
 

@@ -57,7 +57,7 @@ def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last:
     dying = DyingStore(store, nth, way, only=WRITES)
     with suppress(Crash):
         owner = Owner(name="remover", host="here", pid=1)
-        remove(dying, first_generation(experiment), owner, STAMP, side_by_side=map)
+        remove(dying, first_generation(experiment), owner, STAMP)
     store.objects.update(kept)
     return dying.dead
 
@@ -149,8 +149,8 @@ def test_what_an_owner_retires_while_its_garbage_is_looked_for_is_no_damage(*, c
     found: list[Collected] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        key, trial = scene.search.key("s"), load(store, SEARCH, side_by_side=map).trial("s")
-        found.append(collect_from(store, key, trial, side_by_side=map, dry_run=not changes))
+        key, trial = scene.search.key("s"), load(store, SEARCH).trial("s")
+        found.append(collect_from(store, key, trial, dry_run=not changes))
 
     assert [died for died in at_each_operation(look) if died] == []
     assert {each.damage for each in found} == {None}
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_i
 def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_not_found() -> None:
     store = golden_run()  # of a single training: the experiment's journal is the only one
     experiment = first_generation(NAME)
-    trial = load(store, experiment, side_by_side=map).trial(KEY.trial)
+    trial = load(store, experiment).trial(KEY.trial)
     manifest = read_manifest(store, KEY.checkpoint_key(trial.checkpoints[-1]))
     end_generation(store, experiment, at="", by="remover")
     store.delete([each.path for folder in (experiment.entries, KEY.blobs) for each in store.list(folder)])
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> 
     damage: list[str | None] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        found = inspect_one(store, newest(scene), side_by_side=map)
+        found = inspect_one(store, newest(scene))
         damage.extend(each.damage for each in found)
 
     assert [died for died in at_each_operation(look) if died] == []

@@ -137,7 +137,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
-        remove(store, first_generation("e"), current_owner(), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), current_owner(), new_write_id())
     again = orders_of(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != again.experiment_id
@@ -315,7 +315,7 @@ def posts_of(target: LocalTarget) -> list[int]:
 
 def received(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
-        entries = history(store, first_generation("e"), side_by_side=map)
+        entries = history(store, first_generation("e"))
     return [event.post for entry in entries for event in entry.events if isinstance(event, Received)]
 
 

@@ -10,7 +10,7 @@ from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
+from prefect_tune.stores.local.staging import StagedFiles
 from prefect_tune.stores.open_location import open_location, read_uri
 
 KEY = CheckpointKey(trial=TrialKey(experiment="digits", generation=1, trial="best"), step=40, sequence=12)
@@ -32,8 +32,7 @@ def files_in(directory: str | Path) -> dict[str, bytes]:
 
 def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
     said = About(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
-    with transfer_pool() as transfers:
-        commit(store, key, StagedFiles(staged), said, reuse=reusable(store, key.trial, None, 0), side_by_side=transfers)
+    commit(store, key, StagedFiles(staged), said, reuse=reusable(store, key.trial, None, 0))
 
 
 class Opens:

@@ -120,7 +120,7 @@ def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> N
     """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)
-        state = take_over(store, first_generation(name), owner, next(_STAMPS), side_by_side=map)
+        state = take_over(store, first_generation(name), owner, next(_STAMPS))
         append(store, state, [Configured(settings=settings)], next(_STAMPS))
 
 

@@ -57,7 +57,7 @@ def undisturbed(steps: int) -> Undisturbed:
 def experiment_at(target: StorageTarget, name: str) -> Experiment:
     """Return the current state of the experiment by its journal, without opening it as an owner."""
     with target.open(timeout=_PATIENCE) as store:
-        return load(store, first_generation(name), side_by_side=map)
+        return load(store, first_generation(name))
 
 
 def trial_at(target: StorageTarget, name: str) -> Trial:
@@ -68,7 +68,7 @@ def trial_at(target: StorageTarget, name: str) -> Trial:
 def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
     """Return the whole journal."""
     with target.open(timeout=_PATIENCE) as store:
-        return history(store, first_generation(name), side_by_side=map)
+        return history(store, first_generation(name))
 
 
 def statuses(results: pt.Results) -> list[str]:
@@ -117,7 +117,7 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
         with target.open(timeout=_PATIENCE) as store:
             manifest = read_manifest(store, key)
             with restored_directory(manifest, folder / "restored") as sink:
-                restore(store, manifest, sink, side_by_side=map)
+                restore(store, manifest, sink)
         return digest_of_directory(folder / "restored")
     finally:
         shutil.rmtree(folder)

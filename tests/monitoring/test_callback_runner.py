@@ -202,7 +202,7 @@ def target(tmp_path: Path) -> LocalTarget:
 
 
 def state_at(target: LocalTarget) -> Experiment:
-    return load(PosixStore(Path(target.path)), first_generation("e"), side_by_side=map)
+    return load(PosixStore(Path(target.path)), first_generation("e"))
 
 
 def deliver(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:

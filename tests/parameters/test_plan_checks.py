@@ -85,7 +85,7 @@ TRAINABLE = {"trainable": "Net"}
 
 def begun(*events: Event, attempt: int = 0) -> Experiment:
     store, owner = MemoryStore(), Owner(name="brave-fox", host="here", pid=1, flow_run="f", attempt=attempt)
-    state = take_over(store, first_generation("e"), owner, next(_STAMPS), side_by_side=map)
+    state = take_over(store, first_generation("e"), owner, next(_STAMPS))
     return append(store, state, events, next(_STAMPS))
 
 

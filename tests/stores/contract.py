@@ -28,6 +28,16 @@ class StoreContract:
     """Inherit, and give a fixture `store`: an open, empty store. `racers` is how many writers race."""
 
     racers = 16
+    maps_in_parallel = True
+
+    def test_calls_of_a_map_run_at_once_and_their_results_are_in_order(self, store: ObjectStore) -> None:
+        barrier = threading.Barrier(2 if self.maps_in_parallel else 1)
+
+        def call(number: int) -> int:
+            barrier.wait(20)  # passes only if two run at once
+            return number
+
+        assert list(store.map(call, range(20))) == list(range(20))
 
     def test_what_is_put_is_read_back(self, store: ObjectStore) -> None:
         store.put("folder/object", b"some bytes")

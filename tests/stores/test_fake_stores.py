@@ -47,6 +47,8 @@ def test_a_torn_delete_removes_the_first_half() -> None:
 
 
 class TestMemoryStore(StoreContract):
+    maps_in_parallel = False
+
     @pytest.fixture
     def store(self) -> MemoryStore:
         return MemoryStore()

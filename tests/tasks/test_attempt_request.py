@@ -93,7 +93,7 @@ class Requests:
 
     def delete(self) -> None:
         with self.target.open(timeout=_MINUTE) as store:
-            remove(store, first_generation("e"), ME, new_write_id(), side_by_side=map)
+            remove(store, first_generation("e"), ME, new_write_id())
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_retry_of_a_task_that_failed_within_its_attempt_is_a_further_attempt(r
         with suppress(OSError):
             requests.run(attempt_request())
     with requests.target.open(timeout=_MINUTE) as store:
-        entries = history(store, first_generation("e"), side_by_side=map)
+        entries = history(store, first_generation("e"))
     events = [event for entry in entries for event in entry.events]
     causes = [event.cause for event in events if isinstance(event, AttemptEnded)]
     assert [event.attempt for event in events if isinstance(event, Started)] == [1, 2]

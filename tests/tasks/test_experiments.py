@@ -65,7 +65,7 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
         bucket.on_its_way.clear()
     opened = open_experiment.fn(target, first_generation("e"), ME, STAMP)
     assert (opened.number, opened.term, opened.owner, opened.adopted_in) == (2, 1, ME, 1)
-    assert journal.load(bucket, first_generation("e"), side_by_side=map) == opened
+    assert journal.load(bucket, first_generation("e")) == opened
     assert open_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
 
 
@@ -103,7 +103,7 @@ def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 
 
 def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
-    state = journal.take_over(bucket, first_generation("e"), ME, STAMP, side_by_side=map)
+    state = journal.take_over(bucket, first_generation("e"), ME, STAMP)
     torn = Quarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
     begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0), torn]
     return spoil(journal.append(bucket, state, begun, Stamp(write_id="w2", at="now")))

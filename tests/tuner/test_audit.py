@@ -133,7 +133,7 @@ def propose(untrusted: Untrusted) -> None:
     """Add a proposal and a decision, for which the audit needs all parts of the search."""
     stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
-        state = load(store, KEY, side_by_side=map)
+        state = load(store, KEY)
         state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, of_search=True)], next(stamps))
         decided = Decided(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
         append(store, state, [decided], next(stamps))

@@ -465,7 +465,7 @@ class Losing(UnreliableExecutor):
         if self._is_taken_over:
             with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a guest takes nothing over
                 gone = [Quarantined(trial=TRIAL, sequence=1)]
-                append_as_guest(store, KEY, lambda _: gone, new_write_id(), side_by_side=map)
+                append_as_guest(store, KEY, lambda _: gone, new_write_id())
             open_journal(spec.target, KEY, Opening(current_owner(), new_write_id()))
         self._inbox.clear()
         self._inbox.append(AttemptExited(TRIAL, StoreUnavailable("its process is gone")))

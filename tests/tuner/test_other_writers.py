@@ -58,7 +58,7 @@ def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
     key = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=trial.next_sequence)
     about = About(attempt=trial.attempt, term=1, write_id=f"{key.name}", created_at="now", metrics=report.metrics)
     files = MemoryFiles({"head": f"step {step}".encode()})
-    on_target(attempt.spec.target, lambda store: commit(store, key, files, about, reuse=Reusable(), side_by_side=map))
+    on_target(attempt.spec.target, lambda store: commit(store, key, files, about, reuse=Reusable()))
     ref = CheckpointRef(sequence=key.sequence, **report.model_dump())
     attempt.posts(
         Reported(trial=attempt.trial, report=report), Committed(trial=attempt.trial, checkpoint=ref, retires=retires)
@@ -67,7 +67,7 @@ def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
 
 
 def quarantined_by_guest(target: LocalTarget, key: CheckpointKey) -> None:
-    on_target(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_id(), side_by_side=map))
+    on_target(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_id()))
 
 
 def require_bytes(target: LocalTarget, state: Experiment) -> None:

@@ -59,7 +59,6 @@ from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import with_last_output
 
 
@@ -279,8 +278,8 @@ class CurveReader:
         """Return the reports of a trial up to its last journaled step."""
         reports = self._curves.of(trial.trial)
         if not reports or reports[-1].step < trial.step:
-            with self._target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
-                for entry in history(store, self._journal, self._number, side_by_side=transfers):
+            with self._target.open(timeout=timedelta(minutes=5)) as store:
+                for entry in history(store, self._journal, self._number):
                     self._curves.tell(entry)
                     self._number = entry.number
         return [report for report in self._curves.of(trial.trial) if report.step <= trial.step]

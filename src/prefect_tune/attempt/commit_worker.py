@@ -62,11 +62,10 @@ from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.restore import checkpoints_with, ref_of
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
-from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport, flat
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
-from prefect_tune.stores.local.staging import naming_unreadable, transfer_pool
+from prefect_tune.stores.local.staging import naming_unreadable
 from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
@@ -113,16 +112,12 @@ def commit_entry(
     )
     doomed = [key.trial.checkpoint_key(ref) for ref in ending if ref.origin is None]
     live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in retires]
-
-    def find_sharing(store: ObjectStore) -> Mapping[CheckpointKey, str]:
-        with transfer_pool() as transfers:
-            return checkpoints_with(store, live, save.damaged, side_by_side=transfers)
-
+    sharing: Mapping[CheckpointKey, str] = {}
     try:
-        sharing = on_target(target, find_sharing) if save.damaged else {}
+        if save.damaged:
+            sharing = on_target(target, lambda store: checkpoints_with(store, live, save.damaged))
     except TuneError as error:
         log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
-        sharing = {}
     quarantined = [Quarantined(trial=trial.trial, sequence=at.sequence, reason=why) for at, why in sharing.items()]
     return committed, quarantined, doomed
 

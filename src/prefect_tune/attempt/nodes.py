@@ -79,7 +79,7 @@ from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessa
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
+from prefect_tune.stores.local.staging import StagedFiles
 
 ALIVE_INTERVAL = timedelta(seconds=5)
 """How often a node says that it is alive."""
@@ -629,6 +629,5 @@ class _OtherNode:
 
 def _send(store: ObjectStore, wanted: SendPart, directory: Path, of: tuple[NodesKey, int, int]) -> None:
     parent = manifest_if_readable(store, wanted.parent)
-    with transfer_pool() as transfers:
-        reuse = reusable(store, wanted.key.trial, parent, wanted.collected_up_to)
-        send_part(store, wanted.key, StagedFiles(directory), of=of, reuse=reuse, side_by_side=transfers)
+    reuse = reusable(store, wanted.key.trial, parent, wanted.collected_up_to)
+    send_part(store, wanted.key, StagedFiles(directory), of=of, reuse=reuse)

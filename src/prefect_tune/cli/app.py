@@ -24,7 +24,6 @@ from prefect_tune.core.messages.target_messages import ExperimentView, view_of
 from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.open_location import LocalFolder, local_folder
 
 if TYPE_CHECKING:
@@ -240,8 +239,8 @@ def looked_at(target: str) -> Iterator[ObjectStore]:
 @contextmanager
 def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
     """Open a target for reading, and load an experiment. Raises `InvalidInput` if there is none of this name."""
-    with looked_at(target) as store, transfer_pool() as transfers:
-        state = load(store, current_journal(store, experiment), side_by_side=transfers)
+    with looked_at(target) as store:
+        state = load(store, current_journal(store, experiment))
         if not state.number:
             raise InvalidInput(no_experiment(store, experiment, existing_place(target).uri))
         yield store, state

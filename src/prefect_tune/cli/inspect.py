@@ -46,7 +46,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.journal_events import AttemptEnded, Entry, Finished, Paused, Started
+from prefect_tune.core.journal_events import AttemptEnded, Finished, Paused, Started
 from prefect_tune.core.messages.target_messages import ExperimentView, RunningTrial, view_of
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.shown_text import first_line, shown_size, visible
@@ -55,7 +55,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import metric_in, parse_time
 from prefect_tune.reporting.facts import drawn_trials, report_fields, report_input_of, trial_fields
 from prefect_tune.reporting.page import as_html, as_markdown, page_of
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
     UNKNOWN,
     Freshness,
@@ -116,31 +115,30 @@ class _Listed:
 
 def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Listed, Freshness]]:
     """Yield the row of each experiment, and how old it is."""
-    with transfer_pool() as transfers:
-        for name in names:
-            try:
-                loaded = load(store, current_journal(store, name), side_by_side=transfers)
-                last = written_at(store, loaded)
-                view = view_of(store, loaded, last)
-                state, best = view.experiment, best_of(view.experiment)
-                objective = objective_in(state.settings)
-            except (JournalCorrupt, UnknownVersion) as error:
-                kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
-                yield _Listed(name, kind, damage=str(error)), UNKNOWN
-                continue
-            except Superseded:
-                continue  # deleted since it was listed
-            metrics = objective.metrics if objective else ()
-            row = _Listed(
-                state.name,
-                kind_of(state),
-                trials=counted(state),
-                best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
-                best_trial=best.trial if best else None,
-                best_status=str(best.status) if best else None,
-                written_at=last,
-            )
-            yield row, freshness_of(view, datetime.now(UTC))
+    for name in names:
+        try:
+            loaded = load(store, current_journal(store, name))
+            last = written_at(store, loaded)
+            view = view_of(store, loaded, last)
+            state, best = view.experiment, best_of(view.experiment)
+            objective = objective_in(state.settings)
+        except (JournalCorrupt, UnknownVersion) as error:
+            kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
+            yield _Listed(name, kind, damage=str(error)), UNKNOWN
+            continue
+        except Superseded:
+            continue  # deleted since it was listed
+        metrics = objective.metrics if objective else ()
+        row = _Listed(
+            state.name,
+            kind_of(state),
+            trials=counted(state),
+            best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
+            best_trial=best.trial if best else None,
+            best_status=str(best.status) if best else None,
+            written_at=last,
+        )
+        yield row, freshness_of(view, datetime.now(UTC))
 
 
 _MAX_TRIALS = 50
@@ -155,7 +153,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     with opened(target, experiment) as (store, state):
         if state.number <= _MAX_VERIFIED:  # a damaged entry may be hidden by a later snapshot
             try:
-                _read_entries(store, state)
+                history(store, state.key)
             except JournalCorrupt as error:
                 print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
         view = viewed(store, state)
@@ -165,7 +163,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         known = next(iter(chosen_trials(state, trial)), None)
         more: dict[str, object] = {}
         if known is not None and known.cloned is not None and trial is not None:
-            exploits = exploited_by(_read_entries(store, state), known.trial)
+            exploits = exploited_by(history(store, state.key), known.trial)
             more["exploited"] = [asdict(exploit) for exploit in exploits]
         if known is not None and known.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
             output = _outputs_of(store, state, known).get(known.attempt)
@@ -298,11 +296,6 @@ def _readable(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> M
     return {name: value for name, value in readable.items() if facts.get(name) not in (None, "") and name not in hidden}
 
 
-def _read_entries(store: ObjectStore, state: Experiment) -> Sequence[Entry]:
-    with transfer_pool() as transfers:
-        return history(store, state.key, side_by_side=transfers)
-
-
 @dataclass(frozen=True)
 class _Output:
     attempt: int
@@ -314,7 +307,7 @@ def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[
     """Return the output of each attempt of a trial."""
     outputs: dict[int, _Output] = {}
     name, number = trial.trial, trial.attempt
-    for event in (event for entry in _read_entries(store, state) for event in entry.events):
+    for event in (event for entry in history(store, state.key) for event in entry.events):
         match event:
             case Started(trial=trial.trial, attempt=number):
                 outputs[number] = _Output(number)
@@ -377,7 +370,7 @@ def report(
     from prefect_tune.monitoring.live_report import link_to
 
     with opened(target, experiment) as (store, loaded):
-        view, entries = viewed(store, loaded), _read_entries(store, loaded)
+        view, entries = viewed(store, loaded), history(store, loaded.key)
     state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     search = SearchView(state)

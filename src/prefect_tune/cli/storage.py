@@ -35,7 +35,6 @@ from prefect_tune.core.restore import current_trial, is_live_now, read_manifest
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
     borderless_table,
     format_steps,
@@ -100,7 +99,7 @@ def _rows_of(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_R
         except (CheckpointCorrupt, CheckpointNotFound):
             found = status
             if status == "live":  # a running trial may have retired it after the journal was read
-                found = "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
+                found = "damaged" if is_live_now(store, key) else "retired"
             yield _Row(trial.trial, key.step, found, path=key.folder)
             continue
         yield _Row(
@@ -155,11 +154,9 @@ def verify(
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
-    with transfer_pool() as transfers:
-        for name, key in (
-            (trial.trial, key) for trial in trials for key in live_keys(state.trial_key(trial.trial), trial)
-        ):
-            yield from ((name, each) for each in inspect_one(store, key, side_by_side=transfers))
+    for trial in trials:
+        for key in live_keys(state.trial_key(trial.trial), trial):
+            yield from ((trial.trial, inspected) for inspected in inspect_one(store, key))
 
 
 def _released(
@@ -182,15 +179,14 @@ def _released(
         names = ", ".join(keys)
         raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
     trial_name, key = next(iter(keys.items()))
-    with transfer_pool() as transfers:
-        found = read_one(store, key, side_by_side=transfers)
-        if found.damage is None:
-            is_there = bool(reinstate(store, state.key, [key], new_write_id(), side_by_side=transfers))
-        else:
-            current = current_trial(store, state.trial_key(trial_name), side_by_side=transfers)
-            is_there = is_quarantined(current, key)
-        if not is_there:
-            raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
+    found = read_one(store, key)
+    if found.damage is None:
+        is_there = bool(reinstate(store, state.key, [key], new_write_id()))
+    else:
+        current = current_trial(store, state.trial_key(trial_name))
+        is_there = is_quarantined(current, key)
+    if not is_there:
+        raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
     yield trial_name, found
 
 
@@ -264,11 +260,9 @@ def gc(
     """
     from prefect_tune.journal_access import new_write_id
 
-    with opened(target, experiment) as (store, state), transfer_pool() as transfers:
+    with opened(target, experiment) as (store, state):
         only = None if trial is None else [each.trial for each in chosen_trials(state, trial)]
-        garbage = collect_experiment(
-            store, state, new_write_id(), only=only, side_by_side=transfers, dry_run=not delete
-        )
+        garbage = collect_experiment(store, state, new_write_id(), only=only, dry_run=not delete)
     if as_json:
         left = {"object_count": len(garbage.dead), "size_bytes": sum(each.size_bytes for each in garbage.dead)}
         trials = [asdict(each) for each in garbage.trials]

@@ -35,7 +35,7 @@ from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.documents import read_sealed
 from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
@@ -46,22 +46,20 @@ class OutdatedStateError(TuneError):
         self.current = current
 
 
-def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> Trial:
+def current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
     """Read the experiment's journal, and return the trial's present state.
 
     Raises:
         Superseded: its experiment is being deleted, or was deleted.
         JournalCorrupt, UnknownVersion: as `load`.
     """
-    state = load(store, trial.of_experiment, side_by_side=side_by_side)
+    state = load(store, trial.of_experiment)
     if state.is_removed or trial.trial not in state.trials:
         raise Superseded(f"{trial.folder}: its experiment is being deleted, or was deleted. Stop here")
     return state.trial(trial.trial)
 
 
-def require_still_needed(
-    store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt], *, side_by_side: ParallelMap
-) -> None:
+def require_still_needed(store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]) -> None:
     """Raise the damage of the first of the `bad` manifests of the trial that the journal still needs.
 
     Raises:
@@ -69,17 +67,17 @@ def require_still_needed(
         OutdatedStateError: the journal no longer needs any of them.
         Superseded: the experiment is being deleted, or was deleted.
     """
-    current = current_trial(store, trial, side_by_side=side_by_side)
+    current = current_trial(store, trial)
     for key, damage in bad.items():
         if is_live(current, key) or is_held(current, key):
             raise damage
     raise OutdatedStateError(current)
 
 
-def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> bool:
+def is_live_now(store: ObjectStore, key: CheckpointKey) -> bool:
     """Return whether `key` is live in a trial by the journal, read now. Raises `JournalCorrupt` as `load`."""
     try:
-        state = load(store, key.trial.of_experiment, side_by_side=side_by_side)
+        state = load(store, key.trial.of_experiment)
     except Superseded:
         return False
     return not state.is_removed and any(is_live(trial, key) for trial in state.trials.values())
@@ -109,7 +107,7 @@ def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
 
 def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     try:
-        state = load(store, key.trial.of_experiment, side_by_side=map)
+        state = load(store, key.trial.of_experiment)
     except Superseded:  # its experiment was deleted
         return True
     if not state.number:  # a copy without a journal, or a deleted experiment
@@ -144,7 +142,7 @@ def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manif
 
 
 def checkpoints_with(
-    store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str], *, side_by_side: ParallelMap
+    store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with that damage.
 
@@ -158,10 +156,10 @@ def checkpoints_with(
             return key, None
         return key, next((damage for path, damage in blobs.items() if path in paths), None)
 
-    return {key: damage for key, damage in side_by_side(found, keys) if damage is not None}
+    return {key: damage for key, damage in store.map(found, keys) if damage is not None}
 
 
-def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side: ParallelMap) -> None:
+def restore(store: ObjectStore, manifest: Manifest, sink: Sink) -> None:
     """Write every byte of `manifest` to `sink`, each chunk verified before it is written.
 
     Raises:
@@ -169,13 +167,13 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side:
         CheckpointNotFound: the checkpoint was retired, and bytes of it were deleted, during the read.
     """
     with unless_retired(store, manifest.key):
-        for _ in side_by_side(lambda read: fetch(store, manifest, read, sink), reads(manifest)):
+        for _ in store.map(lambda read: fetch(store, manifest, read, sink), reads(manifest)):
             pass
 
 
-def verify(store: ObjectStore, manifest: Manifest, *, side_by_side: ParallelMap) -> None:
+def verify(store: ObjectStore, manifest: Manifest) -> None:
     """Read and verify every byte of `manifest`, without storing it. Raises as `restore` does."""
-    restore(store, manifest, NoSink(), side_by_side=side_by_side)
+    restore(store, manifest, NoSink())
 
 
 def ref_of(manifest: Manifest) -> CheckpointRef:
@@ -208,7 +206,6 @@ def adopt(
     *,
     trials: Collection[str] | None = None,
     last: LastKnown = NOTHING_KNOWN,
-    side_by_side: ParallelMap = map,
 ) -> Sequence[Event]:
     """Return the events that end attempts which have ended without journaling that, and adopt what they had saved.
 
@@ -220,7 +217,7 @@ def adopt(
     """
     chosen = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in chosen if trial.status is Status.RUNNING and trial.outbox is None]
-    saves = list(side_by_side(lambda trial: _find_save(store, experiment, trial), running))
+    saves = list(store.map(lambda trial: _find_save(store, experiment, trial), running))
     adopted: dict[str, tuple[CheckpointRef, ...]] = {}
     events: list[Event] = []
     for trial, (manifest, damaged) in zip(running, saves, strict=True):

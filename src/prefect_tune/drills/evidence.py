@@ -123,7 +123,7 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     Raises:
         StoreUnavailable, StoreRefused: the target failed.
     """
-    events = [event for entry in history(store, trial.of_experiment, side_by_side=map) for event in entry.events]
+    events = [event for entry in history(store, trial.of_experiment) for event in entry.events]
     commits = [each for each in events if isinstance(each, Committed)]
     keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
     records = list(read_records(plan.records))

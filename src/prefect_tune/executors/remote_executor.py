@@ -51,7 +51,6 @@ from prefect_tune.executors.trial_executor import AttemptExited, Message, PostRe
 from prefect_tune.journal_access import current_owner, experiment_id
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import on_target
-from prefect_tune.stores.local.staging import transfer_pool
 
 _SEARCH_TIMEOUT = timedelta(seconds=60)
 _ATTEMPT_TIMEOUT = timedelta(seconds=30)
@@ -390,8 +389,8 @@ class RemoteExecutor:
         read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
         for attempt in attempts:
             attempt.unread_since = attempt.unread_since or now  # until it is read
-        with _collecting(failed), self._target.open(timeout=_SEARCH_TIMEOUT) as store, transfer_pool() as transfers:
-            read += zip(attempts, transfers(partial(_read_new_posts, store, failed), attempts), strict=True)
+        with _collecting(failed), self._target.open(timeout=_SEARCH_TIMEOUT) as store:
+            read += zip(attempts, store.map(partial(_read_new_posts, store, failed), attempts), strict=True)
         for attempt in attempts:
             if attempt.damage is not None:
                 self._end(attempt, AttemptExited(attempt.spec.trial.trial, attempt.damage))
@@ -434,9 +433,8 @@ class RemoteExecutor:
         first = {reply[:3]: reply for reply in reversed(replies)}
 
         def send(store: ObjectStore) -> None:
-            with transfer_pool() as transfers:
-                for _ in transfers(lambda reply: answer(store, *reply), first.values()):
-                    pass
+            for _ in store.map(lambda reply: answer(store, *reply), first.values()):
+                pass
 
         if replies:
             on_target(self._target, send, _SEARCH_TIMEOUT)

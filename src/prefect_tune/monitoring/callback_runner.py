@@ -44,7 +44,6 @@ from prefect_tune.core.values import valid_name
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
-from prefect_tune.stores.local.staging import transfer_pool
 
 Delivered: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""
@@ -207,8 +206,8 @@ class CallbackThread(SearchObserver):
         """Deliver the journal entries that this callback has not received, if the journal can be read."""
 
         def read_missed_entries() -> Sequence[Entry]:
-            with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                return history(store, self._journal, self._delivered_entry, side_by_side=transfers)
+            with self._target.open(timeout=_TIMEOUT) as store:
+                return history(store, self._journal, self._delivered_entry)
 
         try:
             entries = with_retries(read_missed_entries)

@@ -38,7 +38,6 @@ from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of
 from prefect_tune.reporting.page import as_markdown, page_of
 from prefect_tune.storage_retries import with_retries
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it in the end.
@@ -288,8 +287,8 @@ class Reporter(SearchObserver):
             return None
         key = self._recorder.read().experiment.key
         try:
-            with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                entries = with_retries(lambda: history(store, key, side_by_side=transfers))
+            with self._target.open(timeout=_TIMEOUT) as store:
+                entries = with_retries(lambda: history(store, key))
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None

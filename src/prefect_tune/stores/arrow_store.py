@@ -23,6 +23,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
+from prefect_tune.stores.parallel_map import ParallelStore
 from prefect_tune.stores.posix_store import as_store_error
 
 # Map the exceptions of pyarrow's and fsspec's clients to store errors.
@@ -50,7 +51,7 @@ _BUCKETS = _WHOLE_OR_NOTHING | {
 }
 
 
-class ArrowStore:
+class ArrowStore(ParallelStore):
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
     `create` checks, writes and reads back, which is not atomic between processes: only one process may write.

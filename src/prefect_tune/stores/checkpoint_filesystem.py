@@ -14,13 +14,7 @@ import pyarrow.fs as arrow
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.stores.local.staging import (
-    METADATA_FILE,
-    manifest_of_copy,
-    metadata_of_copy,
-    read_committed,
-    transfer_pool,
-)
+from prefect_tune.stores.local.staging import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
 
 if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetPlace
@@ -161,8 +155,8 @@ class _VerifiedFile(io.RawIOBase):
         wanted = [(start, each) for start, each in placed if start < end and first < start + each.length]
         chunks = tuple(each for _, each in wanted)
         alone = FileRef(path=self._file.path, size_bytes=sum(each.length for each in chunks), chunks=chunks)
-        with self._place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            found = read_committed(store, self._manifest, alone, transfers)
+        with self._place.open(timeout=_TIMEOUT) as store:
+            found = read_committed(store, self._manifest, alone)
         last_start, last = wanted[-1]
         kept = found[-last.length :]
         self._kept_from, self._kept = last_start, kept

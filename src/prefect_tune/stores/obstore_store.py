@@ -44,6 +44,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.parallel_map import ParallelStore
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -288,7 +289,7 @@ def connected(constructor: Callable[..., Client], limit: timedelta, options: Map
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
-class ObstoreStore:
+class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or below a prefix of one.
 
     `connect` makes a client whose requests end within a time (`connected`); it is called a few times. No

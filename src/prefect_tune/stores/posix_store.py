@@ -30,6 +30,7 @@ from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFoun
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
 from prefect_tune.linux import copy_range
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.parallel_map import ParallelStore
 
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 """Error numbers by which a file system says that it does not support an operation."""
@@ -212,7 +213,7 @@ class _Temporary:
     status: FileStatus
 
 
-class PosixStore:
+class PosixStore(ParallelStore):
     """Objects as files below `root`, which must exist (`make_root`).
 
     Hidden files of killed writers are removed by a later writer, after a day. The deadline is checked between system

@@ -26,13 +26,14 @@ import cloudpickle
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline, one_at_a_time
+from prefect_tune.stores.parallel_map import ParallelStore
 
 _CHILD_MODULE = "prefect_tune.stores.subprocess_store"
 _REAP_SECONDS = 2.0
 _ORPHANED = 75
 
 
-class IsolatedStore:
+class IsolatedStore(ParallelStore):
     """Passes every operation to a store in a child process, which is killed when the deadline passes.
 
     `factory` makes the store; it is pickled and called in the child. Children start on demand, at most

@@ -60,7 +60,6 @@ from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.parameters.argument_checks import scheduler_from
 from prefect_tune.parameters.plan_checks import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, Stored, only_in_code
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.trust import code_choices
 from prefect_tune.tuner.run_search import policy_of, prior_trials_of
 from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, open_decision, trial_id
@@ -163,10 +162,10 @@ def audit(
         return after
 
     difference, number = None, 0
-    with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with place.open(timeout=_TIMEOUT) as store:
         state = nothing_yet(current_journal(store, experiment))
         try:
-            for entry, digest in each_entry(store, state.key, side_by_side=transfers):
+            for entry, digest in each_entry(store, state.key):
                 number = entry.number
                 derivation.begin(entry)
                 state = apply(state, entry, digest, compare)

@@ -61,7 +61,7 @@ from prefect_tune.journal_access import JournalWriter, begin_run_clock, new_writ
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
-from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.tuner.decisions import Decisions, FailureHandler
 from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
@@ -480,8 +480,7 @@ class Driver:
                 return None
 
         while trials := [trial for trial in trials if trial.outbox is not None]:
-            with transfer_pool() as transfers:
-                parts = list(transfers(lambda call: read_part(*call), [(each, copy_context()) for each in trials]))
+            parts = list(parallel_map(lambda call: read_part(*call), [(each, copy_context()) for each in trials]))
             unread: list[str] = []
             for trial, posts in zip(trials, parts, strict=True):
                 if posts is None:

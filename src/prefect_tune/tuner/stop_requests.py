@@ -48,7 +48,6 @@ from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
-from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 
@@ -323,8 +322,7 @@ class _Asking:
         """Return the state of the experiment, which has to be a search with the trial."""
 
         def read(store: ObjectStore) -> Experiment:
-            with transfer_pool() as transfers:
-                state = load(store, self._journal, side_by_side=transfers)
+            state = load(store, self._journal)
             if not state.number:
                 raise InvalidInput(no_experiment(store, state.name, self._target.uri))
             return state

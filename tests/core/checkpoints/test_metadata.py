@@ -125,7 +125,7 @@ def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_st
             revise_metadata(
                 session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, before={}, write_id=name
             )
-    collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    collect(session.store, KEY, session.trial, session.doomed)
     assert session.store.list(doomed.folder) == []
     assert all(newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
 

@@ -96,7 +96,7 @@ def rot(store: ObjectStore, path: str) -> None:
 
 
 def put_aside(session: Session) -> list[int]:
-    entries = history(session.store, first_generation(NAME), side_by_side=map)
+    entries = history(session.store, first_generation(NAME))
     return [event.sequence for entry in entries for event in entry.events if isinstance(event, Quarantined)]
 
 

@@ -52,7 +52,7 @@ def save(
     reuse = reusable(store, KEY, parent, collected_up_to)
     about = ABOUT.model_copy(update={"write_id": write_id})
     source = MemoryFiles(files, empty)
-    return commit(store, at or key(), source, about, reuse=reuse, side_by_side=map)
+    return commit(store, at or key(), source, about, reuse=reuse)
 
 
 # ---------------------------------------------------------------------------------------------- chunks and blobs
@@ -250,14 +250,7 @@ def test_what_cannot_be_stored_is_refused_before_a_byte_is_sent(metadata: dict[s
     store = MemoryStore()
     about = ABOUT.model_copy(update={"metadata": metadata})
     with pytest.raises(InvalidInput):
-        commit(
-            store,
-            key(),
-            MemoryFiles({"a": b"x"}),
-            about,
-            reuse=reusable(store, KEY, None, 0),
-            side_by_side=map,
-        )
+        commit(store, key(), MemoryFiles({"a": b"x"}), about, reuse=reusable(store, KEY, None, 0))
     assert store.objects == {}
 
 
@@ -294,14 +287,7 @@ def test_files_that_shrink_meanwhile_are_not_committed() -> None:
 
     store = MemoryStore()
     with pytest.raises(StagedFilesChanged):
-        commit(
-            store,
-            key(),
-            Shrinking({"a": b"x"}),
-            ABOUT,
-            reuse=reusable(store, KEY, None, 0),
-            side_by_side=map,
-        )
+        commit(store, key(), Shrinking({"a": b"x"}), ABOUT, reuse=reusable(store, KEY, None, 0))
     assert store.objects == {}
 
 
@@ -318,9 +304,9 @@ def test_every_flipped_bit_of_every_blob_is_found() -> None:
             for bit in range(8):
                 store.objects[path] = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
                 with pytest.raises(CheckpointCorrupt, match="expected blake3"):
-                    verify(store, manifest, side_by_side=map)
+                    verify(store, manifest)
         store.objects[path] = whole
-    verify(store, manifest, side_by_side=map)
+    verify(store, manifest)
 
 
 @tiny
@@ -334,7 +320,7 @@ def test_a_blob_that_was_cut_or_is_missing_is_named(left: int | None) -> None:
         store.objects[path] = whole[:left]
     said = "24 bytes at 0 are missing: no such blob" if left is None else f"expected 24 bytes at 0, found {left}"
     with pytest.raises(CheckpointCorrupt, match=f"{path}: {said}"):
-        verify(store, manifest, side_by_side=map)
+        verify(store, manifest)
 
 
 def test_a_flaw_of_the_wire_is_not_taken_for_one_of_the_store() -> None:
@@ -411,7 +397,7 @@ def test_a_save_after_a_clone_refers_to_no_bytes_of_the_other_trial() -> None:
     new = CheckpointKey(trial=other, step=1, sequence=1)
 
     reuse = reusable(store, other, origin, 0)
-    saved = commit(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse, side_by_side=map)
+    saved = commit(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse)
     assert saved.sent_bytes == sum(map(len, files.values())) + 3
     store.delete(sorted(origin.blob_paths()))
     assert restored(store, read_manifest(store, new)) == {**files, "c": b"new"}

@@ -73,7 +73,7 @@ def manifest_of(data: bytes) -> Manifest:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation(NAME), side_by_side=map)
+    return journal.load(store, first_generation(NAME))
 
 
 # --------------------------------------------------------------------------------- flips and truncation
@@ -295,7 +295,7 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
             raise AssertionError(f"{len(data)} bytes at {offset} of file {file}")
 
     with pytest.raises(CheckpointCorrupt):
-        restore(store, absurd, Nowhere(), side_by_side=map)
+        restore(store, absurd, Nowhere())
 
 
 # ------------------------------------------------------------------------------- a modified bucket
@@ -338,5 +338,5 @@ def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:
     store = MemoryStore()
     for name in ("../e", "/e", "", "e/../f"):
         with pytest.raises(InvalidInput):
-            journal.load(store, first_generation(name), side_by_side=map)
+            journal.load(store, first_generation(name))
     assert store.operations.total() == 0

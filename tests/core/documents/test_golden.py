@@ -34,7 +34,7 @@ def state(version: Path) -> MemoryStore:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation("e"), side_by_side=map)
+    return journal.load(store, first_generation("e"))
 
 
 @pytest.mark.parametrize("version", REJECTED, ids=lambda path: path.name)
@@ -81,7 +81,7 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
-    entries = journal.history(store, first_generation("e"), side_by_side=map)
+    entries = journal.history(store, first_generation("e"))
     assert [entry.number for entry in entries] == list(range(1, 20))
     assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])

@@ -40,10 +40,10 @@ class _Experiment:
 
     def open(self, flow_run: str | None, *, by_hand: bool = False) -> Experiment:
         owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, by_hand=by_hand)
-        return take_over(self.store, first_generation("e"), owner, self.stamp(), side_by_side=map)
+        return take_over(self.store, first_generation("e"), owner, self.stamp())
 
     def write(self, *events: Event) -> Experiment:
-        return append(self.store, load(self.store, first_generation("e"), side_by_side=map), events, self.stamp())
+        return append(self.store, load(self.store, first_generation("e")), events, self.stamp())
 
 
 def begun() -> _Experiment:
@@ -63,7 +63,7 @@ def test_starts_of_one_run_are_counted_until_it_is_another_or_a_persons() -> Non
     assert restarts(experiment, "run", "run") == [0, 1]
     assert experiment.open("run", by_hand=True).restarts == 0
     assert restarts(experiment, "run") == [1]
-    assert load(experiment.store, first_generation("e"), side_by_side=map).restarts == 1
+    assert load(experiment.store, first_generation("e")).restarts == 1
 
 
 @pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [Finished(trial="t", reason="done")]])

@@ -47,11 +47,11 @@ YOU = Owner(name="you", host="there", pid=2, flow_run="brave-otter")
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation("e"), side_by_side=map)
+    return journal.load(store, first_generation("e"))
 
 
 def take_over(store: MemoryStore, owner: Owner = ME, write_id: str = "open") -> Experiment:
-    return journal.take_over(store, first_generation("e"), owner, stamp(write_id), side_by_side=map)
+    return journal.take_over(store, first_generation("e"), owner, stamp(write_id))
 
 
 def report(step: int, metrics: object = None) -> Reported:
@@ -173,10 +173,10 @@ GUESTS: Sequence[GuestEvent] = [
 def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
     store = MemoryStore()
     owner = running(store)
-    journal.append_as_guest(store, first_generation("e"), lambda _: GUESTS, stamp("guest"), side_by_side=map)
+    journal.append_as_guest(store, first_generation("e"), lambda _: GUESTS, stamp("guest"))
     after = journal.append(store, owner, [report(1)], stamp("c"))
     assert (after.number, after.term) == (5, 1)
-    assert [entry.writer for entry in journal.history(store, first_generation("e"), side_by_side=map)] == [
+    assert [entry.writer for entry in journal.history(store, first_generation("e"))] == [
         *["owner"] * 3,
         "guest",
         "owner",
@@ -214,7 +214,7 @@ def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
     running(store)
     before = dict(store.objects)
     with pytest.raises(JournalCorrupt, match="expected events that a guest may write, found reported"):
-        journal.append_as_guest(store, first_generation("e"), lambda _: [report(1)], stamp("guest"), side_by_side=map)  # type: ignore[list-item]  # what a guest may not
+        journal.append_as_guest(store, first_generation("e"), lambda _: [report(1)], stamp("guest"))  # type: ignore[list-item]  # what a guest may not
     assert store.objects == before
 
 
@@ -258,10 +258,10 @@ class BusyStore(MemoryStore):
     def create(self, path: str, data: Buffer) -> None:
         if self.times and "/journal/" in path:
             self.times -= 1
-            found = journal.load(self.quiet(), first_generation("e"), side_by_side=map)
+            found = journal.load(self.quiet(), first_generation("e"))
             write_id = f"busy {self.times}"
             if self.opens:
-                journal.take_over(self.quiet(), first_generation("e"), YOU, stamp(write_id), side_by_side=map)
+                journal.take_over(self.quiet(), first_generation("e"), YOU, stamp(write_id))
             else:
                 journal.append(self.quiet(), found, [report(found.trial("t").step + 1)], stamp(write_id))
         super().create(path, data)
@@ -328,14 +328,14 @@ def test_a_listing_that_lags_hides_no_entry(lag: int, *, snapshot: bool) -> None
 def test_the_whole_history_is_there_beside_a_snapshot() -> None:
     store = MemoryStore()
     with_steps(store, 20, snapshot=True)
-    entries = journal.history(store, first_generation("e"), side_by_side=map)
+    entries = journal.history(store, first_generation("e"))
     assert [entry.number for entry in entries] == list(range(1, 24))
 
 
 def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
     with_steps(store, 20, snapshot=True)
-    assert [entry.number for entry in journal.history(store, first_generation("e"), 21, side_by_side=map)] == [
+    assert [entry.number for entry in journal.history(store, first_generation("e"), 21)] == [
         22,
         23,
     ]
@@ -378,11 +378,11 @@ def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
 
 
 READS: Sequence[Callable[[MemoryStore, Experiment], object]] = (
-    lambda store, state: journal.load(store, state.key, side_by_side=map),
-    lambda store, state: journal.history(store, state.key, side_by_side=map),
-    lambda store, state: journal.as_of(store, state.key, None, side_by_side=map),
-    lambda store, state: journal.history(store, state.key, 2, side_by_side=map),
-    lambda store, state: journal.earlier_owners(store, state, side_by_side=map),
+    lambda store, state: journal.load(store, state.key),
+    lambda store, state: journal.history(store, state.key),
+    lambda store, state: journal.as_of(store, state.key, None),
+    lambda store, state: journal.history(store, state.key, 2),
+    journal.earlier_owners,
 )
 
 
@@ -411,7 +411,7 @@ def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
 
 def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
     path = JOURNAL.entry_path(at)
-    entries = {each.number: each for each in journal.history(store, first_generation("e"), side_by_side=map)}
+    entries = {each.number: each for each in journal.history(store, first_generation("e"))}
     assert path in store.objects
     return seal(entries[at].model_copy(update=changes))
 
@@ -462,7 +462,7 @@ def test_a_journal_of_another_experiment_is_not_read_as_this_ones() -> None:
     other = JournalKey(experiment="other", generation=1)
     store.objects[other.entry_path(1)] = store.objects[JOURNAL.entry_path(1)]
     with pytest.raises(JournalCorrupt, match="experiment 'other', entry 1: it opens experiment 'e'"):
-        journal.load(store, other, side_by_side=map)
+        journal.load(store, other)
 
 
 def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
@@ -499,7 +499,7 @@ def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
     store = some_history(23)
     known = load(store)
     before = store.operations["read"]
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=known)
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=known)
     assert (after.number, after.trials) == (24, known.trials)
     # It reads past the last known entry, verifies that entry, and looks up the previous owner.
     assert store.operations["read"] - before == 3
@@ -509,18 +509,18 @@ def test_what_was_written_since_it_was_read_is_not_missed() -> None:
     store = some_history(23)
     known = load(store)
     next_state(store, known, ["late"])
-    assert "late" in journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=known).trials
+    assert "late" in journal.take_over(store, JOURNAL, ME, stamp("next"), known=known).trials
 
 
 def test_what_was_read_of_a_journal_that_is_another_one_now_is_forgotten() -> None:
     known, other = load(some_history(23)), some_history(22)
-    after = journal.take_over(other, JOURNAL, ME, stamp("next"), side_by_side=map, known=known)
+    after = journal.take_over(other, JOURNAL, ME, stamp("next"), known=known)
     assert after.number == 23
 
 
 def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_look_for_a_deletion() -> None:
     store = MemoryStore()
-    after = journal.take_over(store, JOURNAL, ME, stamp("first"), side_by_side=map, known=nothing_yet(JOURNAL))
+    after = journal.take_over(store, JOURNAL, ME, stamp("first"), known=nothing_yet(JOURNAL))
     assert after.number == 1
     assert store.operations == {"create": 1, "list": 1}
 
@@ -528,7 +528,7 @@ def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_lo
 def test_a_journal_that_is_not_empty_after_all_is_read_by_its_snapshot() -> None:
     store = some_history(23)
     whole, before = load(store), store.operations["read"]
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=nothing_yet(JOURNAL))
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=nothing_yet(JOURNAL))
     assert (after.number, after.trials) == (24, whole.trials)
     assert store.operations["read"] - before <= 8
 
@@ -540,7 +540,7 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
 
     store = Lags()
     first = opened(store)
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=nothing_yet(JOURNAL))
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=nothing_yet(JOURNAL))
     assert (after.number, after.term) == (2, first.term + 1)
 
 

@@ -35,7 +35,7 @@ NAMES = [f"t{number}" for number in range(7)]
 
 
 def load(store: MemoryStore, key: JournalKey = JOURNAL) -> Experiment:
-    return journal.load(store, key, side_by_side=map)
+    return journal.load(store, key)
 
 
 def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: Sequence[str] = NAMES) -> Experiment:

@@ -51,7 +51,7 @@ class GroupSession(Session):
         """Send the part of another node."""
         reuse = committing.reusable(store, KEY, self.parent, reused_from(self.trial))
         source, of = MemoryFiles(self.files_of(node)), (self.nodes, node, self.experiment.term)
-        send_part(store, key, source, of=of, reuse=reuse, side_by_side=map)
+        send_part(store, key, source, of=of, reuse=reuse)
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Save:
         del files
@@ -65,7 +65,6 @@ class GroupSession(Session):
             MemoryFiles(self.files_of(0), empty_directories=["none"]),
             about,
             reuse=committing.reusable(self.store, KEY, self.parent, reused_from(self.trial)),
-            side_by_side=map,
             reverification=Reverification(self.commit_count, self.reverify_every),
             complete=partial(with_parts, self.store, wanted),
         )

@@ -76,13 +76,13 @@ def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
 
 
 def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NODES, term: int = TERM) -> None:
-    send_part(store, SAVE, MemoryFiles(files), of=(nodes, node, term), reuse=Reusable(), side_by_side=map)
+    send_part(store, SAVE, MemoryFiles(files), of=(nodes, node, term), reuse=Reusable())
 
 
 def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
     """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
     about = About(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=Reusable(), side_by_side=map), about=about)
+    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=Reusable()), about=about)
     lost = {"lost": dict, **wanted}
     parts_wanted = PartsOfSave(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
     return restored(store, with_parts(store, parts_wanted, manifest))

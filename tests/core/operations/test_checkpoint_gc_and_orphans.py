@@ -69,7 +69,7 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
     (doomed,) = session.doomed
     before = set(objects(session))
 
-    deleted = collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    deleted = collect(session.store, KEY, session.trial, session.doomed)
 
     gone = before - set(objects(session))
     assert doomed.manifest_path in gone
@@ -80,16 +80,16 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
 
 def test_deleting_twice_is_deleting_once() -> None:
     session = trained(3, Retention(last=1))
-    collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    collect(session.store, KEY, session.trial, session.doomed)
     left = dict(objects(session))
-    assert collect(session.store, KEY, session.trial, session.doomed, side_by_side=map) == 0
+    assert collect(session.store, KEY, session.trial, session.doomed) == 0
     assert objects(session) == left
 
 
 def test_a_live_checkpoint_is_never_deleted_whoever_asks() -> None:
     session = trained(2)
     before = dict(objects(session))
-    assert collect(session.store, KEY, session.trial, keys_of(session.trial), side_by_side=map) == 0
+    assert collect(session.store, KEY, session.trial, keys_of(session.trial)) == 0
     assert objects(session) == before
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> N
     stray = CheckpointKey(trial=KEY, step=2, sequence=session.trial.next_sequence)
     before = dict(objects(session))
 
-    assert collect(session.store, KEY, session.trial, [stray], side_by_side=map) == 0
+    assert collect(session.store, KEY, session.trial, [stray]) == 0
     assert objects(session) == before
 
 
@@ -115,7 +115,7 @@ def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: b
     before = dict(objects(session))
 
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
-        collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+        collect(session.store, KEY, session.trial, session.doomed)
     assert objects(session) == before
 
 
@@ -124,12 +124,12 @@ def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orph
     (doomed,) = session.doomed
     objects(session)[doomed.manifest_path] = b"torn"
 
-    assert collect(session.store, KEY, session.trial, session.doomed, side_by_side=map) == 1
+    assert collect(session.store, KEY, session.trial, session.doomed) == 1
 
-    found = orphans(session.store, KEY, session.trial, side_by_side=map)
+    found = orphans(session.store, KEY, session.trial)
     assert len(found) == 2
     session.store.delete([each.path for each in found])
-    assert orphans(session.store, KEY, session.trial, side_by_side=map) == []
+    assert orphans(session.store, KEY, session.trial) == []
     assert violations(session.store, session.witness, session.experiment) == []
 
 
@@ -137,7 +137,7 @@ def test_foreign_files_among_the_blobs_are_left_alone() -> None:
     session = trained(3, Retention(last=2))
     objects(session)[f"{KEY.blobs}/README"] = b"mine"
     session.collect(session.doomed)
-    assert orphans(session.store, KEY, session.trial, side_by_side=map) == []
+    assert orphans(session.store, KEY, session.trial) == []
     assert objects(session)[f"{KEY.blobs}/README"] == b"mine"
 
 
@@ -162,7 +162,7 @@ def opened_after(session: Session) -> Session:
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
     owner = new.opened_by()
-    new.experiment = journal.take_over(session.store, first_generation("e"), owner, stamp, side_by_side=map)
+    new.experiment = journal.take_over(session.store, first_generation("e"), owner, stamp)
     return new
 
 

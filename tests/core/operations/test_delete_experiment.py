@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 def removed(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
     stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
     journal = generation_to_delete(store, experiment) or first_generation(experiment)
-    return retried(lambda: remove(store, journal, OWNER, stamp, side_by_side=map))
+    return retried(lambda: remove(store, journal, OWNER, stamp))
 
 
 def left(store: MemoryStore) -> set[str]:
@@ -62,9 +62,9 @@ def below(store: MemoryStore, folder: str) -> set[str]:
 
 def begun_fork(store: MemoryStore) -> Callable[[], Fork]:
     """Open the experiment `new` as a fork, and return the act that makes it one."""
-    past, stamp = past_of(store, first_generation("old"), None, side_by_side=map), Stamp(write_id="new", at="")
-    into = begin_fork(store, first_generation("new"), past.origin, OWNER, stamp, side_by_side=map)
-    return lambda: fork(store, past, into, stamp, side_by_side=map)
+    past, stamp = past_of(store, first_generation("old"), None), Stamp(write_id="new", at="")
+    into = begin_fork(store, first_generation("new"), past.origin, OWNER, stamp)
+    return lambda: fork(store, past, into, stamp)
 
 
 def world() -> MemoryStore:
@@ -95,16 +95,16 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     old = search_of_three(store)
     with suppress(Crash):
         removed(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
-    assert load(store, first_generation("old"), side_by_side=map).is_removed
+    assert load(store, first_generation("old")).is_removed
     with pytest.raises(Superseded):
         old.add("d")
     with pytest.raises(InvalidInput, match="'old' is being deleted: there is nothing to fork"):
-        past_of(store, first_generation("old"), None, side_by_side=map)
+        past_of(store, first_generation("old"), None)
     other = SmallSearch(store, "other")
-    origin = past_of(store, first_generation("other"), None, side_by_side=map).origin
+    origin = past_of(store, first_generation("other"), None).origin
     assert other.state.number
     with pytest.raises(InvalidInput, match="'old' is being deleted: use another name"):
-        begin_fork(store, first_generation("old"), origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+        begin_fork(store, first_generation("old"), origin, OWNER, Stamp(write_id="w", at=""))
 
 
 def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() -> None:
@@ -146,7 +146,7 @@ def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
     search_of_three(store)
     with pytest.raises(InvalidInput, match="'old' is being deleted: 'new' is no fork of it; delete 'new', too"):
         forked(Meanwhile(store, is_a_copy, lambda: removed(store, "old")))
-    assert not load(store, first_generation("new"), side_by_side=map).is_whole
+    assert not load(store, first_generation("new")).is_whole
     removed(store, "new", "n")
     assert left(store) == set()
 
@@ -181,7 +181,7 @@ def test_a_retry_that_has_read_it_does_not_open_it_while_it_is_deleted() -> None
     def meanwhile() -> None:
         stamp = Stamp(write_id="retry", at="")
         with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
-            take_over(store, known.key, OWNER, stamp, side_by_side=map, known=known)
+            take_over(store, known.key, OWNER, stamp, known=known)
 
     removed(Meanwhile(store, at_its_first_deletion, meanwhile), "old")
     assert left(store) == set()
@@ -211,7 +211,7 @@ def test_an_entry_that_arrives_when_all_is_deleted_is_deleted_by_the_next() -> N
     removed(store, "old")
     store.objects[late] = data
     with pytest.raises(Superseded, match="was deleted at 2026-11-21T09:00:00Z by deleter"):
-        load(store, journal, side_by_side=map)
+        load(store, journal)
     assert removed(store, "old", "again") == 1
     assert left(store) == set()
 
@@ -277,7 +277,7 @@ class Scene:
 def _of_experiment(store: MemoryStore, name: str) -> list[str]:
     """Check an experiment, unless it is missing, incomplete or being deleted."""
     try:
-        found = load(store, current_journal(store, name), side_by_side=map)
+        found = load(store, current_journal(store, name))
     except TuneError:
         return []
     if not found.number or found.is_removed or not found.is_whole:
@@ -325,9 +325,9 @@ def acts(what: Callable[[Scene], object], name: str) -> Act[Scene]:
 
 def opens_what_was_read(scene: Scene) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = load(scene.store, first_generation("old"), side_by_side=map)
+    known = load(scene.store, first_generation("old"))
     owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
-    take_over(scene.store, first_generation("old"), owner, stamp, side_by_side=map, known=known)
+    take_over(scene.store, first_generation("old"), owner, stamp, known=known)
 
 
 def forks(scene: Scene) -> None:

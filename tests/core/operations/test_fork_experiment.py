@@ -40,9 +40,9 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
     stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
 
     def act() -> Fork:
-        past = past_of(store, current_journal(store, "old"), number, side_by_side=map)
-        into = begin_fork(store, current_journal(store, name), past.origin, OWNER, stamp, side_by_side=map)
-        return fork(store, past, into, stamp, side_by_side=map)
+        past = past_of(store, current_journal(store, "old"), number)
+        into = begin_fork(store, current_journal(store, name), past.origin, OWNER, stamp)
+        return fork(store, past, into, stamp)
 
     return retried(act)
 
@@ -63,9 +63,9 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
     store = MemoryStore()
     last = search_of_three(store).state.number
     for number in range(1, last + 1):
-        then, _ = as_of(store, first_generation("old"), number, side_by_side=map)
+        then, _ = as_of(store, first_generation("old"), number)
         made = forked(store, number, f"new-{number}")
-        assert load(store, first_generation(f"new-{number}"), side_by_side=map) == made.experiment
+        assert load(store, first_generation(f"new-{number}")) == made.experiment
         assert made.experiment.past_count == then.past_count
         assert made.experiment.settings == then.settings
         lost = {trial: {each.step for each in refs} for trial, refs in made.lost.items()}
@@ -91,7 +91,7 @@ def test_of_a_trial_that_goes_on_a_fork_has_what_it_had_by_then() -> None:
 
 
 def as_of_entry(store: MemoryStore, number: int) -> Experiment:
-    return as_of(store, first_generation("old"), number, side_by_side=map)[0]
+    return as_of(store, first_generation("old"), number)[0]
 
 
 def test_no_byte_of_a_checkpoint_passes_through_this_machine_and_shared_blobs_are_copied_once() -> None:
@@ -127,7 +127,7 @@ def test_a_clone_is_one_in_the_fork_too_and_keeps_its_origin_there() -> None:
     made = forked(store).experiment
     assert made.trial("c").checkpoints == (copy,)
     assert [clone.trial for clone in made.trial("b").clones] == ["c"]
-    removed = remove(store, first_generation("old"), OWNER, Stamp(write_id="r", at=""), side_by_side=map)
+    removed = remove(store, first_generation("old"), OWNER, Stamp(write_id="r", at=""))
     assert removed
     new = SmallSearch(store, "new")
     new.begin("b")
@@ -150,7 +150,7 @@ def by_a_guest(old: SmallSearch) -> None:
     """Quarantine the newest checkpoint of trial b, without the owner's knowledge."""
     newest = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
     stamp = Stamp(write_id="guest", at="")
-    quarantine(old.store, old.state.key, {newest: "damaged"}, stamp, side_by_side=map)
+    quarantine(old.store, old.state.key, {newest: "damaged"}, stamp)
 
 
 def test_a_search_can_be_forked_in_which_a_guest_has_quarantined_a_checkpoint_during_a_save() -> None:
@@ -206,7 +206,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
     old = search_of_three(store)
     number = old.state.number
     old.step("b")
-    gone = deleted_since(store, past_of(store, first_generation("old"), number, side_by_side=map), side_by_side=map)
+    gone = deleted_since(store, past_of(store, first_generation("old"), number))
     made = forked(store, number)
     assert {trial: [each.step for each in refs] for trial, refs in gone.items()} == {"b": [1]}
     assert made.lost == gone
@@ -245,7 +245,7 @@ def test_a_pinned_checkpoint_is_pinned_in_the_fork() -> None:
 def test_what_is_something_already_does_not_become_a_fork() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    origin = past_of(store, first_generation("old"), 2, side_by_side=map).origin
+    origin = past_of(store, first_generation("old"), 2).origin
     for state in (old.state, forked(store).experiment):
         with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
             after_event(state, Forked(origin=origin), state.number + 1)
@@ -259,10 +259,10 @@ def test_a_fork_can_be_forked() -> None:
     new.begin("b")
     new.step("b")
 
-    past = past_of(store, first_generation("new"), None, side_by_side=map)
+    past = past_of(store, first_generation("new"), None)
     stamp = Stamp(write_id="g", at="")
-    into = begin_fork(store, first_generation("third"), past.origin, OWNER, stamp, side_by_side=map)
-    third = fork(store, past, into, stamp, side_by_side=map).experiment
+    into = begin_fork(store, first_generation("third"), past.origin, OWNER, stamp)
+    third = fork(store, past, into, stamp).experiment
     assert what_is_known(third) == what_is_known(new.state)
     assert unreadable(store, "third", third.trials) == []
     again = SmallSearch(store, "third")
@@ -305,23 +305,23 @@ def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int
 def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, first_generation("old"), None, side_by_side=map)
+    past = past_of(store, first_generation("old"), None)
     one, other = Stamp(write_id="one", at=""), Stamp(write_id="other", at="")
-    first = begin_fork(store, first_generation("new"), past.origin, OWNER, one, side_by_side=map)
-    second = begin_fork(store, first_generation("new"), past.origin, OWNER, other, side_by_side=map)
+    first = begin_fork(store, first_generation("new"), past.origin, OWNER, one)
+    second = begin_fork(store, first_generation("new"), past.origin, OWNER, other)
     with pytest.raises(Superseded):
-        fork(store, past, first, one, side_by_side=map)
-    assert fork(store, past, second, other, side_by_side=map).experiment.is_whole
-    assert unreadable(store, "new", load(store, first_generation("new"), side_by_side=map).trials) == []
+        fork(store, past, first, one)
+    assert fork(store, past, second, other).experiment.is_whole
+    assert unreadable(store, "new", load(store, first_generation("new")).trials) == []
 
 
 def test_a_fork_that_is_cut_short_is_not_forked() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, first_generation("old"), None, side_by_side=map)
-    begin_fork(store, first_generation("new"), past.origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+    past = past_of(store, first_generation("old"), None)
+    begin_fork(store, first_generation("new"), past.origin, OWNER, Stamp(write_id="w", at=""))
     with pytest.raises(InvalidInput, match="an incomplete fork"):
-        past_of(store, first_generation("new"), None, side_by_side=map)
+        past_of(store, first_generation("new"), None)
 
 
 def _objects_of_the_origin(store: MemoryStore) -> dict[str, bytes]:
@@ -332,14 +332,14 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
     world = MemoryStore()
     number = search_of_three(world).state.number
     begun = dict(world.objects)
-    origin = load(world, first_generation("old"), side_by_side=map)
+    origin = load(world, first_generation("old"))
     counting = DyingStore(world, 0, only=only)
     expected = what_is_known(forked(counting, number).experiment)
     for nth, way in product(range(1, counting.total + 1), ways):
         store = MemoryStore(begun)
         with suppress(Crash):
             forked(DyingStore(store, nth, way, only=only), number)
-        assert load(store, first_generation("old"), side_by_side=map) == origin
+        assert load(store, first_generation("old")) == origin
         made = forked(store, number, write_id="the next").experiment
         assert what_is_known(made) == expected, (nth, way)
         assert unreadable(store, "new", made.trials) == [], (nth, way)
@@ -375,13 +375,13 @@ def _both_go_on(store: MemoryStore) -> None:
 
 # --------------------------------------------------------------------------------------------- mutants
 
-COPY = "deleted = set(side_by_side(copy_blob, missing))"
+COPY = "deleted = set(store.map(copy_blob, missing))"
 LAST = "    if len(copied) < len(wanted):"
 MUTANTS = {
     "manifests before their blobs": {
         COPY: "deleted = set()",
         "require_stored(store, folder, required)": "pass",
-        LAST: f"    list(side_by_side(copy_blob, missing))\n{LAST}",
+        LAST: f"    list(store.map(copy_blob, missing))\n{LAST}",
     },
     "no look at what was copied before a crash": {
         "missing = [": "missing = [] if existing else [",

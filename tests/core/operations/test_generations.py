@@ -69,8 +69,8 @@ def broken(store: MemoryStore, search: SmallSearch, before: Mapping[str, bytes])
         found += unreadable(store, name, {"b": own_state(store, name, "b")})
     except (KeyError, TuneError) as error:
         return [*found, f"it has lost a trial: {error!r}"]
-    state = load(store, current_journal(store, name), side_by_side=map)
-    if damaged := inspected(store, state, side_by_side=map).damaged:
+    state = load(store, current_journal(store, name))
+    if damaged := inspected(store, state).damaged:
         found.append(f"verify finds damage: {damaged}")
     resumed = SmallSearch(store, name)
     resumed.begin("b")
@@ -93,7 +93,7 @@ def paused_before_each_request(enough: int | None = None) -> list[str]:
         count = iter(range(1, 10_000))
         paused = Meanwhile(store, lambda _method, _path, nth=nth, count=count: next(count) == nth, meanwhile)
         with suppress(TuneError):
-            remove(paused, first_generation("new"), OWNER, stamp, side_by_side=map)
+            remove(paused, first_generation("new"), OWNER, stamp)
         if not again:
             assert nth > 10
             return found
@@ -137,7 +137,7 @@ def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_
 
 def _puts_aside(search: SmallSearch, store: ObjectStore) -> None:
     bad = Quarantined(trial="b", sequence=search.state.trial("b").checkpoints[-1].sequence, reason="damaged")
-    append_as_guest(store, search.state.key, lambda _: [bad], Stamp(write_id="guest", at=""), side_by_side=map)
+    append_as_guest(store, search.state.key, lambda _: [bad], Stamp(write_id="guest", at=""))
 
 
 def _posts(search: SmallSearch, store: ObjectStore) -> None:
@@ -146,7 +146,7 @@ def _posts(search: SmallSearch, store: ObjectStore) -> None:
 
 
 def _opens(search: SmallSearch, store: ObjectStore) -> None:
-    take_over(store, search.state.key, OWNER, Stamp(write_id="late", at=""), side_by_side=map)
+    take_over(store, search.state.key, OWNER, Stamp(write_id="late", at=""))
 
 
 def _on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
@@ -233,7 +233,7 @@ def test_a_fresh_start_that_was_overtaken_by_an_experiment_and_its_deletion_leav
 
     paused = Meanwhile(store, is_first_entry, meanwhile)
     with pytest.raises(Superseded, match="'old': the experiment was deleted at 2026-11-21T09:00:00Z by deleter"):
-        take_over(paused, key, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+        take_over(paused, key, OWNER, Stamp(write_id="w", at=""))
     assert left(store) == set()
 
 
@@ -267,11 +267,11 @@ def written_by(store: MemoryStore, name: str, generation: int) -> bool:
 def some_history(owner: Owner) -> MemoryStore:
     """Return a journal of 12 entries, the last one by another owner, and a snapshot of it."""
     store = MemoryStore()
-    state = journals.take_over(store, JOURNAL, owner, Stamp(write_id="open", at=""), side_by_side=map)
+    state = journals.take_over(store, JOURNAL, owner, Stamp(write_id="open", at=""))
     while state.number < 11:
         state = next_state(store, state, [f"t{state.number}"])
     write_snapshot(store, state)
-    journals.take_over(store, JOURNAL, OWNER, Stamp(write_id="later", at=""), side_by_side=map)
+    journals.take_over(store, JOURNAL, OWNER, Stamp(write_id="later", at=""))
     return store
 
 

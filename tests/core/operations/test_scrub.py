@@ -106,12 +106,12 @@ def test_a_share_is_one_part_of_several() -> None:
 
 
 def test_a_run_reads_all_of_its_share_within_its_limits(trained: Session) -> None:
-    found = inspect(trained.store, trained.experiment, side_by_side=map)
+    found = inspect(trained.store, trained.experiment)
     assert {each.key for each in found.inspected} == set(keys(trained)) == set(found.live)
     assert (found.unread_count, found.damaged) == (0, [])
     assert all(each.size_bytes and each.file_count for each in found.inspected)
     for part in (DailyShare(3, 3), DailyShare(3, 4), DailyShare(3, 5)):
-        found = inspect(trained.store, trained.experiment, part, side_by_side=map)
+        found = inspect(trained.store, trained.experiment, part)
         assert [each.key for each in found.inspected] == part.chosen(keys(trained))
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
 ) -> None:
     read = set[CheckpointKey]()
     for day in range(60):
-        found = inspect(trained.store, trained.experiment, DailyShare(1, day), side_by_side=map, **limits)
+        found = inspect(trained.store, trained.experiment, DailyShare(1, day), **limits)
         assert (len(found.inspected), found.unread_count) == (1, 7)
         read.add(found.inspected[0].key)
     assert read == set(keys(trained))
@@ -133,7 +133,7 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained))
     assert {each.key for each in found.damaged} == set(keys(trained))
 
 
@@ -141,8 +141,8 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> No
     (oldest, *_), before = keys(trained), trained.experiment
     trained.append([Retired(trial=KEY.trial, retires=(oldest.sequence,))])
     trained.collect([oldest])
-    assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    found = inspect(trained.store, before, side_by_side=map)
+    assert inspect_one(trained.store, oldest) == []
+    found = inspect(trained.store, before)
     assert found.damaged == []
 
 
@@ -150,8 +150,8 @@ def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) ->
     (oldest, *_) = keys(trained)
     trained.append([Deletion()])
     trained.store.delete([oldest.manifest_path])
-    assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    assert inspect(trained.store, trained.experiment, side_by_side=map).live == ()
+    assert inspect_one(trained.store, oldest) == []
+    assert inspect(trained.store, trained.experiment).live == ()
 
 
 # ----------------------------------------------------------------------------------------- failing reads
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_a_newer_version_wrote_is_reported_and_all_others_are_
     new = keys(trained)[3]
     document = json.loads(objects(trained)[new.manifest_path])
     objects(trained)[new.manifest_path] = json.dumps({**document, "version": document["version"] + 1}).encode()
-    found = inspect(trained.store, trained.experiment, side_by_side=map)
+    found = inspect(trained.store, trained.experiment)
     assert [(each.folder, each.trial) for each in found.unreadable] == [(new.folder, KEY.trial)]
     assert (len(found.inspected), found.damaged) == (7, [])
 
@@ -202,7 +202,7 @@ def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
     (ref,) = search.state.trial("a").checkpoints
     origin = CheckpointOrigin(trial="a", step=ref.step, sequence=ref.sequence)
     search.append(Cloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
-    found = inspect(search.store, search.state, side_by_side=map)
+    found = inspect(search.store, search.state)
     assert [each.key for each in found.inspected] == [search.key("a").checkpoint_key(ref)]
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_a
     bad = keys(trained)[3]
     store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
-        found = inspect(store, trained.experiment, side_by_side=map)
+        found = inspect(store, trained.experiment)
         assert ([each.folder for each in found.unreadable], found.damaged) == ([bad.folder], [])
         assert str(error) in found.unreadable[0].why
         assert len(found.inspected) == 7
@@ -223,7 +223,7 @@ def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
     times = count()
     bad = keys(trained)[3].manifest_path
     store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
-    found = inspect(store, trained.experiment, side_by_side=map)
+    found = inspect(store, trained.experiment)
     assert (len(found.inspected), found.unreadable) == (8, ())
 
 
@@ -232,7 +232,7 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
     store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
     store.is_gone = True
     with pytest.raises(StoreUnavailable):
-        inspect(store, trained.experiment, side_by_side=map)
+        inspect(store, trained.experiment)
 
 
 def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(
@@ -241,13 +241,13 @@ def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_firs
     in_order = EVERYTHING.chosen(keys(trained))
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, side_by_side=map)
+    found = inspect(store, trained.experiment)
     assert [each.folder for each in found.unreadable] == [in_order[0].folder]
     assert (found.inspected, found.unread_count) == ((), 7)
 
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, side_by_side=map)
+    found = inspect(store, trained.experiment)
     assert (len(found.inspected), found.unreadable) == (2, ())
     assert found.unread_count == 6
 
@@ -256,7 +256,7 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(tra
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
-    found = inspect(store, trained.experiment, only(first, trained), side_by_side=map)
+    found = inspect(store, trained.experiment, only(first, trained))
     assert {each.key for each in found.damaged} == {first}
     assert [each.folder for each in found.unreadable] == [other.folder]
 

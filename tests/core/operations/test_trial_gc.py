@@ -67,8 +67,8 @@ def newest(scene: Scene, name: str = "s") -> CheckpointKey:
 
 def garbage(store: ObjectStore, stamp: Stamp, *, deletes: bool) -> Sequence[Collected]:
     """Return the garbage of each trial; delete it, or write nothing."""
-    state = load(store, SEARCH, side_by_side=map)
-    return collect_experiment(store, state, stamp, side_by_side=map, dry_run=not deletes).trials
+    state = load(store, SEARCH)
+    return collect_experiment(store, state, stamp, dry_run=not deletes).trials
 
 
 def looked(scene: Scene) -> Sequence[Collected]:
@@ -84,14 +84,14 @@ def collects(scene: Scene) -> None:
 def prunes(scene: Scene) -> None:
     """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
     stamp = scene.chronicle.stamp()
-    retried(lambda: prune(scene.store, SEARCH, KEEPS, stamp, side_by_side=map))
+    retried(lambda: prune(scene.store, SEARCH, KEEPS, stamp))
     collects(scene)
 
 
 def doubts(scene: Scene) -> None:
     """Maintenance quarantines a checkpoint that it found damaged, and deletes garbage."""
     bad, stamp = {newest(scene): "doubted"}, scene.chronicle.stamp()
-    retried(lambda: quarantine(scene.store, SEARCH, bad, stamp, side_by_side=map))
+    retried(lambda: quarantine(scene.store, SEARCH, bad, stamp))
     collects(scene)
 
 
@@ -99,7 +99,7 @@ def doubts_and_trusts(scene: Scene) -> None:
     """The same; then the checkpoint is found undamaged and reinstated."""
     doubts(scene)
     stamp = scene.chronicle.stamp()
-    retried(lambda: reinstate(scene.store, SEARCH, [newest(scene)], stamp, side_by_side=map))
+    retried(lambda: reinstate(scene.store, SEARCH, [newest(scene)], stamp))
 
 
 def requeue(search: Search) -> None:
@@ -270,7 +270,7 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
         scene.search.append(Finished(trial=name, reason="enough"))
     number = scene.search.state.number
     collects(scene)
-    state = load(scene.store, SEARCH, side_by_side=map)
+    state = load(scene.store, SEARCH)
     assert state.number == number + 1
     assert [trial.collected_up_to for trial in state.trials.values()] == [
         scene.search.trial("s").next_sequence + 1,
@@ -298,7 +298,7 @@ def test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere() -> None:
     assert [retirement.trial for retirement in prunable(search.state, KEEPS)] == ["s"]
     search.append(Requeued(trial="d", reason="more"))
     before = dict(scene.store.objects)
-    assert prune(scene.store, SEARCH, KEEPS, scene.chronicle.stamp(), side_by_side=map) == ()
+    assert prune(scene.store, SEARCH, KEEPS, scene.chronicle.stamp()) == ()
     search.launch("d").post(Finished(trial="d", reason="enough"))
     search.receive("d")
     assert prunable(search.state, KEEPS) == (), "its outbox is open"
@@ -362,7 +362,7 @@ def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_rein
         search.save("s")
     search.clear_away()
     assert scene.store.size(kept.manifest_path)
-    reinstate(scene.store, SEARCH, [kept], scene.chronicle.stamp(), side_by_side=map)
+    reinstate(scene.store, SEARCH, [kept], scene.chronicle.stamp())
     assert kept.step in [ref.step for ref in reopened(scene).trial("s").checkpoints]
     assert promises_broken(scene.store, scene.chronicle) == []
 
@@ -389,7 +389,7 @@ def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stay
     collects(scene)
     assert named <= set(scene.store.objects)
     scene.store.objects[bad.manifest_path] = was
-    reinstate(scene.store, SEARCH, [bad], scene.chronicle.stamp(), side_by_side=map)
+    reinstate(scene.store, SEARCH, [bad], scene.chronicle.stamp())
     reopened(scene)
     assert newest(scene) == bad
     assert promises_broken(scene.store, scene.chronicle) == []
@@ -403,8 +403,8 @@ def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
     search.append(Retired(trial="s", retires=()))
     before = dict(scene.store.objects)
     key, trial = search.key("s"), search.trial("s")
-    assert trial_gc.collect(scene.store, key, trial, [bad], side_by_side=map) == 0
-    assert trial_gc.orphans(scene.store, key, trial, side_by_side=map) == []
+    assert trial_gc.collect(scene.store, key, trial, [bad]) == 0
+    assert trial_gc.orphans(scene.store, key, trial) == []
     assert scene.store.objects == before
 
 
@@ -442,9 +442,9 @@ def test_of_an_experiment_that_is_not_there_nothing_is_put_aside_reinstated_or_p
     absent = JournalKey(experiment="nobodys", generation=1)
     key, stamp = CheckpointKey(trial=absent.trial_key("t"), step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
-    assert quarantine(scene.store, absent, {key: "damaged"}, stamp, side_by_side=map) == []
-    assert reinstate(scene.store, absent, [key], stamp, side_by_side=map) == []
-    assert prune(scene.store, absent, KEEPS, stamp, side_by_side=map) == []
+    assert quarantine(scene.store, absent, {key: "damaged"}, stamp) == []
+    assert reinstate(scene.store, absent, [key], stamp) == []
+    assert prune(scene.store, absent, KEEPS, stamp) == []
     assert scene.store.objects == before
 
 

@@ -70,7 +70,7 @@ class Family(RuleBasedStateMachine):
                 stamp = self.chronicle.stamp()
                 for _ in range(3):
                     with suppress(TuneError):
-                        remove(self.wire, SEARCH, FORKER, stamp, side_by_side=map)
+                        remove(self.wire, SEARCH, FORKER, stamp)
                 assert [path for path in self.store.objects if path.startswith(SEARCH.folder)] == []
                 self.what_a_fork_began_with_is_whole()
         finally:
@@ -255,12 +255,12 @@ class Family(RuleBasedStateMachine):
             if name not in self.there and what in AFTER[self.status[name]]:
                 self._turn(name, what)
         origin = next(iter(self.forks), SEARCH)
-        past = past_of(self.wire, origin, None, side_by_side=map)
+        past = past_of(self.wire, origin, None)
         key, stamp = JournalKey(experiment=f"fork{len(self.forks)}", generation=1), self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
-                begun = begin_fork(self.wire, key, past.origin, FORKER, stamp, side_by_side=map)
-                made = fork(self.wire, past, begun, stamp, side_by_side=map)
+                begun = begin_fork(self.wire, key, past.origin, FORKER, stamp)
+                made = fork(self.wire, past, begun, stamp)
                 break
         assert made.lost == {}
         self.forks[key] = {}
@@ -289,7 +289,7 @@ class Family(RuleBasedStateMachine):
     def the_journal_and_the_outboxes_are_what_attempts_elsewhere_know(self) -> None:
         if not self.there:
             return
-        posted = trials_with_posts(self.store, load(self.store, SEARCH, side_by_side=map))
+        posted = trials_with_posts(self.store, load(self.store, SEARCH))
         for name, attempt in self.there.items():
             assert posted[name].checkpoints == attempt.trial.checkpoints
             assert posted[name].next_sequence == attempt.trial.next_sequence
@@ -297,7 +297,7 @@ class Family(RuleBasedStateMachine):
     @invariant()
     def what_a_fork_began_with_is_whole(self) -> None:
         for key, files in self.forks.items():
-            made = load(self.store, key, side_by_side=map)
+            made = load(self.store, key)
             live = {
                 made.trial_key(trial.trial).checkpoint_key(ref)
                 for trial in made.trials.values()

@@ -136,7 +136,7 @@ class Attempt:
         newest = parent_of_next(self.key, self.trial)
         parent = read_manifest(self.store, newest) if newest else None
         reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
-        commit(self.store, key, MemoryFiles(files), about, reuse=reuse, side_by_side=map)
+        commit(self.store, key, MemoryFiles(files), about, reuse=reuse)
 
     # ------------------------------------------------------------------------------- on another machine
 
@@ -200,7 +200,7 @@ class Search:
     def open(self) -> None:
         """Take the journal over, and adopt saves of attempts that ended with the last owner."""
         stamp, owner = self.chronicle.stamp(), Owner(name=self.owner, host="here", pid=1)
-        self.state = retried(lambda: take_over(self.store, self.journal, owner, stamp, side_by_side=map))
+        self.state = retried(lambda: take_over(self.store, self.journal, owner, stamp))
         self.append(*retried(lambda: adopt(self.store, self.state)))
 
     def add(self, *names: str) -> None:
@@ -243,7 +243,7 @@ class Search:
     def clear(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired."""
         for name in dict.fromkeys(key.trial.trial for key in doomed):
-            retried(lambda name=name: collect(self.store, self.key(name), self.trial(name), doomed, side_by_side=map))
+            retried(lambda name=name: collect(self.store, self.key(name), self.trial(name), doomed))
 
     def clear_away(self) -> None:
         """Delete leftovers, after journaling that no save may reuse them."""
@@ -326,7 +326,7 @@ def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Tri
 def promises_broken(store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH) -> list[str]:
     """Return every promise that the state on `store` breaks."""
     try:
-        state = load(store, journal, side_by_side=map)
+        state = load(store, journal)
         trials = {"journaled": state.trials, "posted": trials_with_posts(store, state)}
     except TuneError as error:
         return [f"I6: the journal does not hold together: {error}"]
@@ -403,7 +403,7 @@ def _leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
     needed = {own.manifest_path for own in keys} | {
         path for own in keys for path in read_manifest(store, own).blob_paths()
     }
-    found = {blob.path for blob in orphans(store, key, trial, side_by_side=map)}
+    found = {blob.path for blob in orphans(store, key, trial)}
     settled = trial.model_copy(update={"settled_from": 10**9})  # a later attempt's, or that of maintenance
     found |= {old.manifest_path for old in leftover(store, key, settled)}
     found |= _quarantined_manifests(store, key, trial)

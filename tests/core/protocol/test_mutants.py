@@ -141,7 +141,7 @@ def some_snapshot(entries: int, number: int, *trials: str) -> MemoryStore:
 
 def differs(store: MemoryStore) -> list[str]:
     try:
-        loaded = journal.load(store, first_generation(NAME), side_by_side=map)
+        loaded = journal.load(store, first_generation(NAME))
     except TuneError as error:
         return [f"I4: {error}"]
     return [] if (loaded, list(loaded.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {loaded}"]
@@ -219,11 +219,7 @@ MUTANTS = {
     ),
     "no term check": Mutant(
         meeting_owners,
-        {
-            journal._after_guest: {
-                "raise Superseded(": "return load(store, experiment.key, side_by_side=map)\n    raise Superseded("
-            }
-        },
+        {journal._after_guest: {"raise Superseded(": "return load(store, experiment.key)\n    raise Superseded("}},
     ),
     "collect before the entry": Mutant(
         every_death,
@@ -250,9 +246,7 @@ MUTANTS = {
     "collect what no retirement protects": Mutant(
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
-    "collect what live ones share": Mutant(
-        every_death, {trial_gc.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
-    ),
+    "collect what live ones share": Mutant(every_death, {trial_gc.collect: {" - _reachable(store, trial, state)": ""}}),
     "collect the manifest first": Mutant(
         every_death,
         {

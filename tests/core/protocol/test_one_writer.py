@@ -27,15 +27,15 @@ OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
 def _puts_aside(scene: Scene) -> None:
-    quarantine(scene.store, SEARCH, {newest(scene): "torn"}, STAMP, side_by_side=map)
+    quarantine(scene.store, SEARCH, {newest(scene): "torn"}, STAMP)
 
 
 def _releases(scene: Scene) -> None:
-    reinstate(scene.store, SEARCH, [newest(scene)], STAMP, side_by_side=map)
+    reinstate(scene.store, SEARCH, [newest(scene)], STAMP)
 
 
 def _prunes(scene: Scene) -> None:
-    prune(scene.store, SEARCH, Retention(last=1), STAMP, side_by_side=map)
+    prune(scene.store, SEARCH, Retention(last=1), STAMP)
 
 
 GUESTS = {"puts aside": _puts_aside, "releases": _releases, "prunes": _prunes}
@@ -55,7 +55,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Act) -> N
 def test_a_guest_who_has_nothing_to_say_is_not_refused() -> None:
     scene = ended()
     store = OneWriterStore.holding(scene.store.objects)
-    assert quarantine(store, SEARCH, {}, STAMP, side_by_side=map) == []
+    assert quarantine(store, SEARCH, {}, STAMP) == []
 
 
 def test_a_fork_needs_no_second_writer_of_its_origin() -> None:
@@ -70,10 +70,10 @@ def test_a_fork_needs_no_second_writer_of_its_origin() -> None:
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:
     store = OneWriterStore()
     search_of_three(store)
-    found = inspect(store, load(store, first_generation("old"), side_by_side=map), side_by_side=map)
+    found = inspect(store, load(store, first_generation("old")))
     assert found.live
     assert (found.damaged, found.unread_count) == ([], 0)
-    remove(store, first_generation("old"), OWNER, STAMP, side_by_side=map)
+    remove(store, first_generation("old"), OWNER, STAMP)
     assert list(store.objects) == ["old/generations/0000000002.json"]
 
 

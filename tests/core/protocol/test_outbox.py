@@ -62,7 +62,7 @@ class World:
 
     def __post_init__(self) -> None:
         events: list[Event] = [TrialAdded(trial="t", config={}), Launched(trial="t", outbox=1)]
-        take_over(self.store, KEY, owner("first"), stamp("first"), side_by_side=map, also=lambda _: events)
+        take_over(self.store, KEY, owner("first"), stamp("first"), also=lambda _: events)
 
     def attempt(self, store: ObjectStore, last: int = 3, name: str = "attempt") -> None:
         """Post a start and reports, each again while its outcome is unknown."""
@@ -79,9 +79,9 @@ class World:
     def receive(self, store: ObjectStore, name: str, *, opens: bool = True, closes: bool = True) -> None:
         """Own the experiment, receive the posts once or until the outbox is closed, and delete what is journaled."""
         with suppress(Superseded):
-            state = load(store, KEY, side_by_side=map)
+            state = load(store, KEY)
             if opens:
-                state = _repeated(lambda: take_over(store, KEY, owner(name), stamp(name), side_by_side=map))
+                state = _repeated(lambda: take_over(store, KEY, owner(name), stamp(name)))
             outbox, received = state.trial("t").outbox, state.trial("t").post
             if outbox is None:
                 return
@@ -96,8 +96,8 @@ class World:
     def require_kept(self) -> Experiment:
         """Check, after a last owner has closed the outbox, that each acknowledged post is journaled once, in order."""
         self.receive(self.store, "last")
-        state = load(self.store, KEY, side_by_side=map)
-        entries = history(self.store, KEY, side_by_side=map)
+        state = load(self.store, KEY)
+        entries = history(self.store, KEY)
         received = [event.post for entry in entries for event in entry.events if isinstance(event, Received)]
         assert received == list(range(1, len(received) + 1))
         assert self.acknowledged == list(range(1, len(self.acknowledged) + 1))
@@ -211,7 +211,7 @@ def test_a_post_is_not_journaled_twice_or_before_the_one_before_it(received: int
     world = World()
     world.attempt(world.store, 2)
     posts = read_posts(world.store, TRIAL, 1, 0)
-    state = load(world.store, KEY, side_by_side=map)
+    state = load(world.store, KEY)
     if journaled:
         state = append(world.store, state, events_of(posts, 0, closes=False), stamp("once"))
     with pytest.raises(JournalCorrupt, match="cannot follow outbox 1"):
@@ -226,16 +226,16 @@ def test_a_post_that_arrives_a_day_later_changes_nothing() -> None:
     for path, data in late.items():  # the store or a proxy repeats each request
         with suppress(Exception):
             world.store.create(path, data)
-    assert load(world.store, KEY, side_by_side=map).trial("t") == state.trial("t")
+    assert load(world.store, KEY).trial("t") == state.trial("t")
     world.receive(world.store, "the next owner")
-    assert load(world.store, KEY, side_by_side=map).trial("t").step == state.trial("t").step
+    assert load(world.store, KEY).trial("t").step == state.trial("t").step
 
 
 def test_maintenance_with_an_older_state_deletes_no_post_of_a_newer_outbox() -> None:
     world = World()
     world.attempt(world.store)
     read_by_maintenance = world.require_kept().trial("t")
-    state = load(world.store, KEY, side_by_side=map)
+    state = load(world.store, KEY)
     state = append(world.store, state, [AttemptEnded(trial="t", cause=Cause.MACHINE, reason="x")], stamp("end"))
     append(world.store, state, [Launched(trial="t", outbox=2)], stamp("again"))
     for number in range(1, 4):

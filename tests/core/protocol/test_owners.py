@@ -56,7 +56,7 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
     foreign = CheckpointKey(trial=KEY, step=1, sequence=9_999_999_999)
     old.store.create(foreign.manifest_path, b"of another program")
     takes_over_and_saves(old)
-    new = load(old.store, JOURNAL, side_by_side=map).trial(KEY.trial)
+    new = load(old.store, JOURNAL).trial(KEY.trial)
     assert (new.attempt, new.quarantined) == (2, ())
     assert new.checkpoints[-1].step == new.step == 3
 

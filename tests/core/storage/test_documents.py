@@ -381,7 +381,7 @@ class NewEntry(Entry):
 def appended(store: MemoryStore, number: int) -> Experiment:
     """Open the journal, and add a trial."""
     owner, stamp = Owner(name="o", host="h", pid=1), Stamp(write_id=f"w{number}", at="then")
-    state = journal.take_over(store, first_generation(NAME), owner, stamp, side_by_side=map)
+    state = journal.take_over(store, first_generation(NAME), owner, stamp)
     added = [TrialAdded(trial=f"t{number}", config={}), Started(trial=f"t{number}", attempt=1, from_step=0)]
     return journal.append(store, state, added, stamp)
 
@@ -395,19 +395,15 @@ def test_a_journal_of_two_versions_is_one_history_and_nothing_in_it_is_rewritten
 
     monkeypatch.setattr(journal, "Entry", NewEntry)
     monkeypatch.setattr(journal, "Entry", NewEntry)
-    assert journal.load(store, first_generation(NAME), side_by_side=map) == old
+    assert journal.load(store, first_generation(NAME)) == old
     new = appended(store, 2)
 
     assert written.items() <= store.objects.items()
     versions = [json.loads(store.objects[JOURNAL.entry_path(number)])["version"] for number in (1, 2, 3, 4)]
     assert versions == [Entry.current_version] * 2 + [NewEntry.current_version] * 2
-    assert journal.load(store, first_generation(NAME), side_by_side=map) == new
+    assert journal.load(store, first_generation(NAME)) == new
     assert list(new.trials) == ["t1", "t2"]
-    times = [
-        each.written_at
-        for each in journal.history(store, first_generation(NAME), side_by_side=map)
-        if isinstance(each, NewEntry)
-    ]
+    times = [each.written_at for each in journal.history(store, first_generation(NAME)) if isinstance(each, NewEntry)]
     assert times == ["then", "then", "now", "now"]
 
 

@@ -40,7 +40,7 @@ class _Journal:
         make_root(root)
         self.store = PosixStore(root)
         owner = Owner(name="a test", host="here", pid=1)
-        self.state = take_over(self.store, current_journal(self.store, name), owner, next(_STAMPS), side_by_side=map)
+        self.state = take_over(self.store, current_journal(self.store, name), owner, next(_STAMPS))
 
     def write(self, *events: Event) -> None:
         self.state = append(self.store, self.state, events, next(_STAMPS))

@@ -86,8 +86,8 @@ def require_booked_seconds(folder: Path) -> int:
 
 
 def _read(store: PosixStore, key: JournalKey) -> tuple[Experiment, Sequence[Entry], datetime]:
-    experiment = journal.load(store, key, side_by_side=map)
-    entries = journal.history(store, key, side_by_side=map)
+    experiment = journal.load(store, key)
+    entries = journal.history(store, key)
     last = max(datetime.fromisoformat(each.at) for each in entries if each.writer == "owner")
     # Of a killed search the live status tells what became of running trials; while none ran, its entries tell all.
     live = live_status_of(store, experiment) if _is_running(experiment) else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.checkpoints.manifest import FileStat, Manifest, Piece
 from prefect_tune.core.restore import restore
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class MemoryFiles:
@@ -40,8 +40,8 @@ class MemorySink:
         return {path: bytes(data) for path, data in self._content.items()}
 
 
-def restored(store: ObjectStore, manifest: Manifest, side_by_side: ParallelMap = map) -> dict[str, bytes]:
+def restored(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Return the files of a checkpoint, every byte verified."""
     sink = MemorySink(manifest)
-    restore(store, manifest, sink, side_by_side=side_by_side)
+    restore(store, manifest, sink)
     return sink.content

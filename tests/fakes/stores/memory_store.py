@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
+from prefect_tune.stores.parallel_map import ParallelStore
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 _T = TypeVar("_T")
 
 
@@ -91,6 +94,10 @@ class MemoryStore:
             for path in paths:
                 self.objects.pop(checked_path(path), None)
 
+    def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """Call `function` with one item after the other, so that simulations are deterministic."""
+        return map(function, items)
+
 
 class OneWriterStore(MemoryStore):
     """The same store without atomic create-if-absent, as its `conditional_create` says."""
@@ -105,6 +112,10 @@ class OneWriterStore(MemoryStore):
     @property
     def conditional_create(self) -> bool:
         return False
+
+
+class ParallelMemoryStore(ParallelStore, MemoryStore):
+    """The same store, which is used by several threads at once, as the stores of targets are."""
 
 
 class StoreAround:
@@ -149,3 +160,6 @@ class StoreAround:
     def delete(self, paths: Sequence[str]) -> None:
         copy = tuple(paths)
         self.around("delete", ", ".join(paths), lambda: self.inner.delete(copy))
+
+    def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        return self.inner.map(function, items)

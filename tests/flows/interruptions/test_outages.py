@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +25,12 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 from tests.fakes.servers.tcp_proxy import TcpProxy
+from tests.fakes.stores.memory_store import StoreAround
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Drivers, until
 from tests.flows.interruptions.mlp_training import MlpTraining
@@ -86,41 +87,16 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
 # --------------------------------------------------------------------------------- stores with false replies
 
 
-class _Liar:
+class _Liar(StoreAround):
     """A store whose client reports success for writes that stored nothing, or half of the bytes."""
 
     def __init__(self, honest: ObjectStore, kept: float) -> None:
-        self._honest = honest
+        super().__init__(honest)
         self._kept = kept
-
-    @property
-    def conditional_create(self) -> bool:
-        return self._honest.conditional_create
 
     def put(self, path: str, data: Buffer) -> None:
         if self._kept:
-            self._honest.put(path, memoryview(data)[: int(len(data) * self._kept)])
-
-    def copy(self, source: str, path: str) -> None:
-        self._honest.copy(source, path)
-
-    def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._honest.replace(path, pieces)
-
-    def create(self, path: str, data: Buffer) -> None:
-        self._honest.create(path, data)
-
-    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        return self._honest.read(path, offset=offset, length=length)
-
-    def size(self, path: str) -> int | None:
-        return self._honest.size(path)
-
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return self._honest.list(prefix, after=after)
-
-    def delete(self, paths: Sequence[str]) -> None:
-        self._honest.delete(paths)
+            super().put(path, memoryview(data)[: int(len(data) * self._kept)])
 
 
 class LyingTarget(LocalTarget):

@@ -118,7 +118,7 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
     (trial,) = (state := experiment_at(local_target, "old")).trials.values()
     damaged = dict.fromkeys(live_keys(state.trial_key(trial.trial), trial), "damaged")
     with local_target.open(timeout=READ_TIMEOUT) as store:
-        quarantine(store, state.key, damaged, new_write_id(), side_by_side=map)
+        quarantine(store, state.key, damaged, new_write_id())
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
     assert [each.step for each in new.trials.values()] == [4]
     said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended

@@ -171,12 +171,10 @@ def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(n
 def forked(target: StorageTarget, name: str, into: str) -> None:
     """Fork as the task does."""
     with target.open(timeout=timedelta(seconds=60)) as store:
-        past = past_of(store, first_generation(name), None, side_by_side=map)
+        past = past_of(store, first_generation(name), None)
         owner = Owner(name="a person", host="here", pid=1)
-        begun_here = begin_fork(
-            store, first_generation(into), past.origin, owner, stamp := Stamp(write_id=into, at=""), side_by_side=map
-        )
-        fork(store, past, begun_here, stamp, side_by_side=map)
+        begun_here = begin_fork(store, first_generation(into), past.origin, owner, stamp := Stamp(write_id=into, at=""))
+        fork(store, past, begun_here, stamp)
 
 
 def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untrusted) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,9 +18,9 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFile
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.runtime.session import snapshot
-from prefect_tune.stores.local.staging import StagedFiles, restored_directory, transfer_pool
+from prefect_tune.stores.local.staging import StagedFiles, restored_directory
 from tests.fakes.checkpoints import write
-from tests.fakes.stores.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.trainables.unreadable import make_deep
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
@@ -41,16 +38,15 @@ def tree(root: Path) -> Mapping[str, object]:
     }
 
 
-def save(store: MemoryStore, directory: Path) -> Manifest:
+def save(store: ParallelMemoryStore, directory: Path) -> Manifest:
     reuse = reusable(store, TRIAL, None, 0)
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    with transfer_pool() as transfers:
-        return commit(store, key, StagedFiles(directory), ABOUT, reuse=reuse, side_by_side=transfers).manifest
+    return commit(store, key, StagedFiles(directory), ABOUT, reuse=reuse).manifest
 
 
-def bring(store: MemoryStore, manifest: Manifest, destination: Path) -> None:
-    with transfer_pool() as transfers, restored_directory(manifest, destination) as sink:
-        restore(store, manifest, sink, side_by_side=transfers)
+def bring(store: ParallelMemoryStore, manifest: Manifest, destination: Path) -> None:
+    with restored_directory(manifest, destination) as sink:
+        restore(store, manifest, sink)
 
 
 @pytest.fixture
@@ -70,7 +66,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_directory_comes_back_byte_for_byte_with_its_modes_and_empty_folders(source: Path, tmp_path: Path) -> None:
-    store = MemoryStore()
+    store = ParallelMemoryStore()
     manifest = save(store, source)
     bring(store, manifest, tmp_path / "far" / "away")
 
@@ -84,13 +80,13 @@ def test_a_checkpoint_without_files_is_an_empty_directory(there: str, tmp_path: 
     (tmp_path / "source").mkdir()
     if there != "nothing":
         (tmp_path / "restored").mkdir()
-    store = MemoryStore()
+    store = ParallelMemoryStore()
     bring(store, save(store, tmp_path / "source"), tmp_path / "restored")
     assert list((tmp_path / "restored").iterdir()) == []
 
 
 def test_a_destination_that_holds_something_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
-    store = MemoryStore()
+    store = ParallelMemoryStore()
     manifest = save(store, source)
     (tmp_path / "restored").mkdir()
     (tmp_path / "restored" / "mine").write_bytes(b"keep")
@@ -103,7 +99,7 @@ def test_a_destination_that_holds_something_is_left_as_it_is(source: Path, tmp_p
 
 
 def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    store = MemoryStore()
+    store = ParallelMemoryStore()
     manifest = save(store, source)
     store.delete(sorted(manifest.blob_paths())[:1])
     with pytest.raises(CheckpointCorrupt):
@@ -112,7 +108,7 @@ def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> No
 
 
 def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    manifest = save(MemoryStore(), source)
+    manifest = save(ParallelMemoryStore(), source)
     long = manifest.files[0].model_copy(update={"path": "x" * 300})
     with pytest.raises(InvalidInput, match=f"restored: this file system cannot hold .*{'x' * 300}.*shorter path"):
         restored_directory(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
@@ -185,36 +181,6 @@ def test_files_that_change_while_they_are_read_are_said_to(change: str, tmp_path
         staged.read_into(Piece(0, 2, 8), memoryview(bytearray(8)))
 
 
-def test_transfers_run_side_by_side_in_order_and_no_more_than_a_few_at_once() -> None:
-    barrier = threading.Barrier(4)
-    begun = 0
-
-    def transfer(number: int) -> int:
-        nonlocal begun
-        begun += 1
-        if number < 4:
-            barrier.wait(20)  # passes only if four run at once
-        return number
-
-    with transfer_pool(4) as transfers:
-        done = iter(transfers(transfer, iter(range(10**9))))
-        assert [next(done) for _ in range(20)] == list(range(20))
-        done.close()  # type: ignore[attr-defined]  # it is a generator
-    assert begun <= 20 + 2 * 4
-
-
-def test_the_first_error_ends_the_rest() -> None:
-    begun: list[int] = []
-
-    def fail(number: int) -> None:
-        begun.append(number)
-        raise ValueError(number)
-
-    with pytest.raises(ValueError, match="0"), transfer_pool(2) as transfers:
-        list(transfers(fail, range(1000)))
-    assert len(begun) <= 4
-
-
 @pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
 def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: Path, change: str) -> None:
     (tmp_path / "weights").write_bytes(b"x" * 100)
@@ -235,10 +201,10 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
             (tmp_path / "new").write_bytes(b"x" * 100)
             os.utime(tmp_path / "new", ns=(0, 0))
             (tmp_path / "new").replace(tmp_path / "weights")
-    store = MemoryStore()
+    store = ParallelMemoryStore()
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    with transfer_pool() as transfers, pytest.raises(StagedFilesChanged):
-        commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
+    with pytest.raises(StagedFilesChanged):
+        commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0))
     assert not any(path.endswith("manifest.json") for path in store.objects)
 
 
@@ -270,21 +236,3 @@ def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
     monkeypatch.setattr(Path, "iterdir", list_and_delete)
     with pytest.raises(StagedFilesChanged, match=rf"source/{gone}.*: was deleted while it was being saved"):
         act(source)
-
-
-AT_EXIT = """
-import threading
-from prefect_tune.stores.local.staging import transfer_pool
-
-def transfer():
-    threading.main_thread().join()
-    with transfer_pool() as transfers:
-        print(list(transfers(abs, [-1, -2, -3])))
-
-threading.Thread(target=transfer).start()
-"""
-
-
-def test_a_thread_that_outlives_the_main_thread_still_transfers() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("[1, 2, 3]\n", "")

@@ -79,7 +79,7 @@ class Caller:
         return pt.delete_checkpoint.fn(step=step, **place)
 
     def state(self) -> Experiment:
-        return load(self.bucket, first_generation(self.experiment), side_by_side=map)
+        return load(self.bucket, first_generation(self.experiment))
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path:
 
 def losses(caller: Caller) -> dict[int, object]:
     """Return the learning curve that results and the report use."""
-    reports = curve(history(caller.bucket, first_generation("e"), side_by_side=map), "trial")
+    reports = curve(history(caller.bucket, first_generation("e")), "trial")
     return {each.step: each.metrics["loss"] for each in reports}
 
 

@@ -59,7 +59,7 @@ def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> 
     for number in range(1, 9):
         caller.begin(f"run {number}").save(2 * number)
         caller.save(2 * number + 1)
-    owners = earlier_owners(caller.bucket, caller.state(), side_by_side=map)
+    owners = earlier_owners(caller.bucket, caller.state())
     assert [each.name for each in owners] == [f"run {number}" for number in range(1, 8)]
     for number in range(1, 8):
         with pytest.raises(pt.Superseded):
@@ -68,7 +68,7 @@ def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> 
 
 def deleted(caller: Caller, by: Owner) -> None:
     stamp = Stamp(write_id=f"deletion by {by.name} {current_generation(caller.bucket, 'e')}", at="")
-    remove(caller.bucket, current_journal(caller.bucket, "e"), by, stamp, side_by_side=map)
+    remove(caller.bucket, current_journal(caller.bucket, "e"), by, stamp)
 
 
 @pytest.mark.parametrize("deletions", [1, 2])
@@ -269,7 +269,7 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         if len(tries) == 2:
             raise Crash
         journal, stamp = folder.of_experiment, Stamp(write_id="guest", at="now")
-        quarantine(caller.bucket, journal, {first: "bad"}, stamp, side_by_side=map)
+        quarantine(caller.bucket, journal, {first: "bad"}, stamp)
         return commit_entry(*arguments)
 
     caller.patch.setattr(checkpoints, "commit_entry", quarantining)

@@ -133,7 +133,7 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 
 def state_at(own: dict[str, Any]) -> Experiment:
-    return load(PosixStore(Path(own["target"])), first_generation("own"), side_by_side=map)
+    return load(PosixStore(Path(own["target"])), first_generation("own"))
 
 
 def directory(tmp_path: Path, step: int) -> Path:

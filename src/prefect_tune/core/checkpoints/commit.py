@@ -77,7 +77,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.reasons import Reason
 from prefect_tune.core.storage.documents import Document, read_sealed, seal, seal_and_read_back
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import Digest, digest_of
 
 
@@ -154,7 +154,6 @@ def commit(
     about: About,
     *,
     reuse: Reusable,
-    side_by_side: ParallelMap,
     reverification: Reverification | None = None,
     complete: Callable[[Manifest], Manifest] | None = None,
 ) -> Save:
@@ -175,19 +174,19 @@ def commit(
     """
     _, about = seal_and_read_back(about)
     work = list(groups(pieces(source.files)))
-    blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
+    blobs = list(store.map(lambda group: _place(store, key, source, group, reuse), work))
     written = _written(blobs)
     manifest = Manifest(**_contents(key, source, blobs), about=about)
     unverified: dict[str, Unverified] = {}
     if reverification is not None:
         due = _due_reads(manifest, reuse, reverification)
-        looked = side_by_side(lambda read: verify_read(store, manifest, read), due)
+        looked = store.map(lambda read: verify_read(store, manifest, read), due)
         unverified = {each.path: each for each in looked if each is not None}
     if unverified:
         # No whole blob is reused either: none of those was read back.
         good = Reusable({digest: at for digest, at in reuse.chunks.items() if at.path not in unverified})
         again = [any(at.path in unverified for _, _, at in blob.chunks) for blob in blobs]
-        redone = side_by_side(lambda group: _place(store, key, source, group, good), compress(work, again))
+        redone = store.map(lambda group: _place(store, key, source, group, good), compress(work, again))
         blobs = [*compress(blobs, map(not_, again)), *redone]
         written |= _written(blobs)
         manifest = Manifest(**_contents(key, source, blobs), about=about)
@@ -386,9 +385,7 @@ class PartsOfSave:
     """Returns the nodes that are gone, with the reason."""
 
 
-def send_files(
-    store: ObjectStore, key: CheckpointKey, source: Source, *, reuse: Reusable, side_by_side: ParallelMap
-) -> dict[str, Any]:
+def send_files(store: ObjectStore, key: CheckpointKey, source: Source, *, reuse: Reusable) -> dict[str, Any]:
     """Send a node's files of the checkpoint `key`; return the fields of its `Contents`. Commits nothing.
 
     Raises:
@@ -396,20 +393,14 @@ def send_files(
         StagedFilesChanged: the directory was written to meanwhile.
     """
     work = groups(pieces(source.files))
-    blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
+    blobs = list(store.map(lambda group: _place(store, key, source, group, reuse), work))
     source.require_unchanged()
     require_stored(store, key.trial.blobs, _written(blobs))
     return _contents(key, source, blobs)
 
 
 def send_part(
-    store: ObjectStore,
-    key: CheckpointKey,
-    source: Source,
-    *,
-    of: tuple[NodesKey, int, int],
-    reuse: Reusable,
-    side_by_side: ParallelMap,
+    store: ObjectStore, key: CheckpointKey, source: Source, *, of: tuple[NodesKey, int, int], reuse: Reusable
 ) -> None:
     """Send a node's files of the checkpoint `key`, then its part; `of` are its attempt, its number and the term.
 
@@ -417,7 +408,7 @@ def send_part(
         StoreUnavailable, CommitUnknown: the next try reuses what was sent.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    _create_part(store, key, of, send_files(store, key, source, reuse=reuse, side_by_side=side_by_side))
+    _create_part(store, key, of, send_files(store, key, source, reuse=reuse))
 
 
 def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], why: str) -> None:

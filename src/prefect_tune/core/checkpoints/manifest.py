@@ -21,7 +21,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, PortablePath, TrialKey, number_in, numbered
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 
 # A directory's bytes as chunks and blobs: large files split, small files packed together.
@@ -331,37 +331,6 @@ def _verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
                 f"found {found[:12]}… ({wanted.chunk.length} bytes)"
             )
     return data
-
-
-# Compare a directory with a committed checkpoint.
-
-
-def has_same_files(manifest: Manifest, source: Source, *, side_by_side: ParallelMap = map) -> bool:
-    """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
-
-    It reads the directory, and nothing from the target.
-
-    Raises:
-        StagedFilesChanged: a file is shorter now than when it was listed.
-    """
-    sizes = {file.path: file.size_bytes for file in source.files}
-    if sizes != {file.path: file.size_bytes for file in manifest.files}:
-        return False
-    if set(source.empty_directories) != set(manifest.empty_directories):
-        return False
-    indexes = {file.path: index for index, file in enumerate(source.files)}
-    chunks = (
-        (Piece(indexes[file.path], offset, chunk.length), chunk)
-        for file in manifest.files
-        for offset, chunk in file.placed_chunks()
-    )
-
-    def is_same(wanted: tuple[Piece, ChunkRef]) -> bool:
-        buffer = memoryview(bytearray(wanted[0].length))
-        source.read_into(wanted[0], buffer)
-        return digest_of(buffer) == wanted[1].digest
-
-    return all(side_by_side(is_same, chunks))
 
 
 # User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.

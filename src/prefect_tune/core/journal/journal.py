@@ -66,13 +66,7 @@ from prefect_tune.core.storage.documents import (
 )
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import JournalKey, number_in
-from prefect_tune.core.storage.object_store import (
-    Buffer,
-    ObjectStore,
-    ParallelMap,
-    create_or_recognize,
-    require_conditional_create,
-)
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore, create_or_recognize, require_conditional_create
 from prefect_tune.core.values import Digest, Stamp, digest_of, parse
 
 _RACES = 16
@@ -104,15 +98,13 @@ def decode_entry(data: Buffer, path: str) -> Entry:
     return entry
 
 
-def _entries(
-    store: ObjectStore, key: JournalKey, after: int, side_by_side: ParallelMap
-) -> Iterator[tuple[Entry, Digest]]:
+def _entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
     """Yield the entries after `after`, read by number up to the first absent one: a stale listing hides none."""
     listed = store.list(key.entries, after=key.entry_path(after) if after else "")
     last = max((after, *(number_in(key.entries, each.path) or 0 for each in listed)))
     # Lazily: a foreign file named like the ten-billionth entry must not make a list of ten billion paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
-    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+    for path, data in store.map(lambda path: (path, read_listed(store, path)), paths):
         yield decode_entry(data, path), digest_of(data)
     while (late := read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
         yield decode_entry(late, path), digest_of(late)
@@ -128,17 +120,15 @@ def _unless_deleted(store: ObjectStore, key: JournalKey) -> Iterator[None]:
         raise
 
 
-def each_entry(
-    store: ObjectStore, journal: JournalKey, after: int = 0, *, side_by_side: ParallelMap
-) -> Iterator[tuple[Entry, Digest]]:
+def each_entry(store: ObjectStore, journal: JournalKey, after: int = 0) -> Iterator[tuple[Entry, Digest]]:
     """Yield every entry after number `after`, with the digest of its bytes, and keep none. Raises as `load`."""
     with _unless_deleted(store, journal):
-        yield from _entries(store, journal, after, side_by_side)
+        yield from _entries(store, journal, after)
 
 
-def history(store: ObjectStore, journal: JournalKey, after: int = 0, *, side_by_side: ParallelMap) -> Sequence[Entry]:
+def history(store: ObjectStore, journal: JournalKey, after: int = 0) -> Sequence[Entry]:
     """Return every entry after number `after`, for curves, timelines and audits. Raises as `load`."""
-    return [entry for entry, _ in each_entry(store, journal, after, side_by_side=side_by_side)]
+    return [entry for entry, _ in each_entry(store, journal, after)]
 
 
 def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
@@ -151,7 +141,7 @@ def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | 
     return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
 
 
-def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Experiment:
+def load(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
 
     Reads the newest snapshot that can be read, and the entries after it. Where they do not follow from it, reads all
@@ -168,15 +158,15 @@ def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) 
         unusable.add(numbers[0])  # damaged, or deleted since it has a successor: list again
     if snapshot is not None:
         with suppress(JournalCorrupt):
-            return _follow(store, snapshot, side_by_side)
+            return _follow(store, snapshot)
     with _unless_deleted(store, journal):
-        return _follow(store, nothing_yet(journal), side_by_side)
+        return _follow(store, nothing_yet(journal))
 
 
-def _follow(store: ObjectStore, experiment: Experiment, side_by_side: ParallelMap) -> Experiment:
+def _follow(store: ObjectStore, experiment: Experiment) -> Experiment:
     """Apply the entries that come after `experiment`; where there is none, check the last one."""
     number = experiment.number
-    for entry, digest in _entries(store, experiment.key, number, side_by_side):
+    for entry, digest in _entries(store, experiment.key, number):
         experiment = apply(experiment, entry, digest)
     if number and experiment.number == number:
         path = experiment.key.entry_path(number)
@@ -186,9 +176,7 @@ def _follow(store: ObjectStore, experiment: Experiment, side_by_side: ParallelMa
     return experiment
 
 
-def as_of(
-    store: ObjectStore, journal: JournalKey, number: int | None, *, side_by_side: ParallelMap
-) -> tuple[Experiment, Sequence[Entry]]:
+def as_of(store: ObjectStore, journal: JournalKey, number: int | None) -> tuple[Experiment, Sequence[Entry]]:
     """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
 
     Raises:
@@ -197,7 +185,7 @@ def as_of(
     """
     state, entries = nothing_yet(journal), list[Entry]()
     with _unless_deleted(store, journal):
-        for entry, digest in _entries(store, journal, 0, side_by_side):
+        for entry, digest in _entries(store, journal, 0):
             state = apply(state, entry, digest)
             entries.append(entry)
             if number == entry.number:
@@ -229,12 +217,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 
 
 def append_as_guest(
-    store: ObjectStore,
-    journal: JournalKey,
-    events_for: Callable[[Experiment], Sequence[GuestEvent]],
-    stamp: Stamp,
-    *,
-    side_by_side: ParallelMap,
+    store: ObjectStore, journal: JournalKey, events_for: Callable[[Experiment], Sequence[GuestEvent]], stamp: Stamp
 ) -> Experiment:
     """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
 
@@ -247,7 +230,7 @@ def append_as_guest(
         CommitUnknown: the target did not say whether it wrote; call again, `events_for` may find its events written.
     """
     for _ in range(_RACES):
-        found = load(store, journal, side_by_side=side_by_side)
+        found = load(store, journal)
         if not (events := events_for(found)):
             return found
         require_conditional_create(store, found.key)
@@ -325,7 +308,6 @@ def take_over(
     owner: Owner,
     stamp: Stamp,
     *,
-    side_by_side: ParallelMap,
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
     known: Experiment | None = None,
 ) -> Experiment:
@@ -343,7 +325,7 @@ def take_over(
     """
     lost: Superseded | None = None
     for _ in range(_RACES):
-        found = _catch_up(store, known, side_by_side) if known else load(store, journal, side_by_side=side_by_side)
+        found = _catch_up(store, known) if known else load(store, journal)
         if found.opened_at:
             opening = next_entry(store, journal, found.opened_at - 1)
             if opening is not None and opening.write_id == stamp.write_id:
@@ -366,19 +348,19 @@ def take_over(
     raise Superseded(f"{journal}: lost {_RACES} races to open it") from lost
 
 
-def _catch_up(store: ObjectStore, known: Experiment, side_by_side: ParallelMap) -> Experiment:
+def _catch_up(store: ObjectStore, known: Experiment) -> Experiment:
     """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
     if not known.number:
         return known  # if a first entry exists by now, writing ours fails, and the journal is read then
     with suppress(JournalCorrupt):
-        return _follow(store, known, side_by_side)
-    return load(store, known.key, side_by_side=side_by_side)
+        return _follow(store, known)
+    return load(store, known.key)
 
 
 # The owners of a journal's earlier terms.
 
 
-def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelMap) -> Sequence[Owner]:
+def earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[Owner]:
     """Return the owners before the present one, oldest first.
 
     Terms increase along the journal, so each is found by bisection: some log(entries) reads for each earlier term.
@@ -400,7 +382,7 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
         return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
 
     with _unless_deleted(store, key):
-        return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
+        return [owner for owner in store.map(owner_of, range(1, experiment.term)) if owner is not None]
 
 
 # A snapshot: the whole experiment after an entry, read in place of the entries up to that one.

@@ -27,13 +27,13 @@ from prefect_tune.core.storage.generations import (
     objects_before,
 )
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 
 _ROUNDS = 16
 
 
-def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap) -> int:
+def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stamp) -> int:
     """Delete a generation of an experiment, and what is left of those before; a process that runs it is superseded.
 
     Returns the number of deleted objects. If it is killed at any time, a second call finishes the deletion. What stays
@@ -45,13 +45,11 @@ def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stam
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
     if not is_deleted(store, experiment):
-        known = load(store, experiment, side_by_side=side_by_side)
+        known = load(store, experiment)
         if not known.number:
             return 0
-        state = take_over(
-            store, experiment, owner, stamp, side_by_side=side_by_side, also=lambda _: [Deletion()], known=known
-        )
-        writers = _writers(store, state, owner, side_by_side)
+        state = take_over(store, experiment, owner, stamp, also=lambda _: [Deletion()], known=known)
+        writers = _writers(store, state, owner)
         end_generation(store, experiment, at=stamp.at, by=str(owner), writers=writers)
     deleted = 0
     for _ in range(_ROUNDS):  # superseded processes may write meanwhile
@@ -77,10 +75,10 @@ def generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | No
     return None
 
 
-def _writers(store: ObjectStore, state: Experiment, by: Owner, side_by_side: ParallelMap) -> Sequence[str]:
+def _writers(store: ObjectStore, state: Experiment, by: Owner) -> Sequence[str]:
     """Return the identities of the experiment's owners, without those of the run that deletes it: it knows of it."""
     try:
-        owners = earlier_owners(store, state, side_by_side=side_by_side)
+        owners = earlier_owners(store, state)
     except JournalCorrupt:  # an entry of old that a snapshot stands for is damaged, and must not make it undeletable
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))

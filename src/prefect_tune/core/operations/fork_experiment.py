@@ -48,7 +48,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 
 
@@ -86,14 +86,14 @@ class Fork:
     """By trial, oldest first."""
 
 
-def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, side_by_side: ParallelMap) -> Past:
+def past_of(store: ObjectStore, experiment: JournalKey, number: int | None) -> Past:
     """Return the past of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
         InvalidInput: there is no such entry, the experiment is being deleted, is an incomplete fork, or is no search.
         JournalCorrupt: its journal is inconsistent.
     """
-    found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
+    found, entries = as_of(store, experiment, number)
     if found.is_removed:
         raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
     if not found.is_whole:
@@ -117,11 +117,9 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, s
     return Past(found, events, found.settings, warm_starts)
 
 
-def deleted_since(
-    store: ObjectStore, past: Past, *, side_by_side: ParallelMap
-) -> Mapping[str, Sequence[CheckpointRef]]:
+def deleted_since(store: ObjectStore, past: Past) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return by trial the checkpoints of the past that the origin has retired or quarantined since."""
-    used = _used(past.experiment, load(store, past.experiment.key, side_by_side=side_by_side))
+    used = _used(past.experiment, load(store, past.experiment.key))
     return _without(past.experiment, used)
 
 
@@ -144,9 +142,7 @@ def _without(past: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Se
     return {trial: refs for trial, refs in lost.items() if refs}
 
 
-def begin_fork(
-    store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap
-) -> Experiment:
+def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp) -> Experiment:
     """Open the experiment `into` to make it a fork of `origin`, or because it is one already.
 
     A second call for an incomplete fork opens the same fork.
@@ -166,10 +162,10 @@ def begin_fork(
             raise InvalidInput(f"{into}: expected a fork of {origin}, found {what}: use another name")
         return []
 
-    return take_over(store, into, owner, stamp, side_by_side=side_by_side, also=also)
+    return take_over(store, into, owner, stamp, also=also)
 
 
-def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: ParallelMap) -> Fork:
+def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork:
     """Make the experiment that `begin_fork` opened a fork of `past`, and return the complete fork.
 
     If it is killed at any time, call `begin_fork` and this again: what exists already is kept.
@@ -181,7 +177,7 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     """
     if into.is_whole:
         return Fork(into)
-    copied = _copy_checkpoints(store, past, into, side_by_side)
+    copied = _copy_checkpoints(store, past, into)
     lost = _without(past.experiment, copied)
     trials = {
         name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
@@ -193,9 +189,7 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     return Fork(complete, lost)
 
 
-def _copy_checkpoints(
-    store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap
-) -> Sequence[CheckpointKey]:
+def _copy_checkpoints(store: ObjectStore, past: Past, into: Experiment) -> Sequence[CheckpointKey]:
     """Copy the checkpoints of the past that the origin still uses, and return the keys of all that the fork has.
 
     Raises:
@@ -207,9 +201,7 @@ def _copy_checkpoints(
     copied = [key for key in wanted if _key_in_fork(key, into).manifest_path in existing]
     if len(copied) == len(wanted):
         return copied
-    sources = [
-        key for key in _used(past.experiment, _load_origin(store, past, into, side_by_side)) if key not in copied
-    ]
+    sources = [key for key in _used(past.experiment, _load_origin(store, past, into)) if key not in copied]
 
     def read(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
         """Return the manifest of `key` with its newest metadata; None where that is deleted or damaged."""
@@ -220,7 +212,7 @@ def _copy_checkpoints(
         about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
         return key, manifest.model_copy(update={"about": about})
 
-    manifests = {key: manifest for key, manifest in side_by_side(read, sources) if manifest}
+    manifests = {key: manifest for key, manifest in store.map(read, sources) if manifest}
     # Paths of blobs are relative to the folder of either experiment.
     sizes = {blob.path: blob.size_bytes for manifest in manifests.values() for blob in manifest.blobs}
     origin_folder, fork_folder = past.experiment.key.folder, into.key.folder
@@ -233,7 +225,7 @@ def _copy_checkpoints(
             return path  # its checkpoint was retired and deleted meanwhile
         return None
 
-    deleted = set(side_by_side(copy_blob, missing))
+    deleted = set(store.map(copy_blob, missing))
     whole = {
         key: manifest for key, manifest in manifests.items() if deleted.isdisjoint(blob.path for blob in manifest.blobs)
     }
@@ -245,9 +237,9 @@ def _copy_checkpoints(
         publish(store, key_in_fork, whole[key].model_copy(update=names_of(key_in_fork)))
         return key
 
-    copied += side_by_side(publish_manifest, whole)
+    copied += store.map(publish_manifest, whole)
     if len(copied) < len(wanted):
-        _load_origin(store, past, into, side_by_side)
+        _load_origin(store, past, into)
     return copied
 
 
@@ -255,11 +247,11 @@ def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
     return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 
-def _load_origin(store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap) -> Experiment:
+def _load_origin(store: ObjectStore, past: Past, into: Experiment) -> Experiment:
     """Return the present state of the origin; raise InvalidInput if it is being deleted."""
     key = past.experiment.key
     with suppress(Superseded):
-        now = load(store, key, side_by_side=side_by_side)
+        now = load(store, key)
         if not now.is_removed and now.number >= past.experiment.number:
             return now
     raise InvalidInput(f"{key} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")

@@ -26,7 +26,7 @@ from prefect_tune.core.journal.journal import append_as_guest
 from prefect_tune.core.journal_events import GuestEvent, Quarantined
 from prefect_tune.core.restore import is_live_now, read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
 # Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
@@ -46,12 +46,7 @@ from prefect_tune.core.values import Stamp, digest_of
 
 
 def quarantine(
-    store: ObjectStore,
-    journal: JournalKey,
-    damaged: Mapping[CheckpointKey, str],
-    stamp: Stamp,
-    *,
-    side_by_side: ParallelMap,
+    store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: Stamp
 ) -> Sequence[CheckpointKey]:
     """Quarantine checkpoints of an experiment, each for the reason given; return those that are quarantined now.
 
@@ -70,12 +65,12 @@ def quarantine(
             if (key := state.trial_key(trial.trial).checkpoint_key(ref)) in damaged
         ]
 
-    after = append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
+    after = append_as_guest(store, journal, events, stamp)
     return [key for key in damaged if any(is_quarantined(trial, key) for trial in after.trials.values())]
 
 
 def reinstate(
-    store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: ParallelMap
+    store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: Stamp
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return those that are live now.
 
@@ -91,7 +86,7 @@ def reinstate(
             if state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint) in keys
         ]
 
-    after = append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
+    after = append_as_guest(store, journal, events, stamp)
     return [key for key in keys if any(is_live(trial, key) for trial in after.trials.values())]
 
 
@@ -159,7 +154,6 @@ def inspect(
     state: Experiment,
     share: DailyShare = EVERYTHING,
     *,
-    side_by_side: ParallelMap,
     max_bytes: float = math.inf,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Inspection:
@@ -182,9 +176,7 @@ def inspect(
             if count and (max_bytes <= 0 or not has_time()):
                 return count, False
             try:
-                found = unless_unreadable(
-                    store, key.trial, key.folder, partial(inspect_one, store, key, side_by_side=side_by_side)
-                )
+                found = unless_unreadable(store, key.trial, key.folder, partial(inspect_one, store, key))
             except DeadlineExceeded as late:
                 if count:
                     return count, True
@@ -206,17 +198,17 @@ def inspect(
     return Inspection(tuple(live), tuple(inspected), len(chosen) - count, tuple(unreadable))
 
 
-def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> Sequence[Inspected]:
+def inspect_one(store: ObjectStore, key: CheckpointKey) -> Sequence[Inspected]:
     """Read every byte of a live checkpoint; the result is empty if it is damaged but no longer live."""
-    found = read_one(store, key, side_by_side=side_by_side)
-    return [found] if found.damage is None or is_live_now(store, key, side_by_side=side_by_side) else []
+    found = read_one(store, key)
+    return [found] if found.damage is None or is_live_now(store, key) else []
 
 
-def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> Inspected:
+def read_one(store: ObjectStore, key: CheckpointKey) -> Inspected:
     """Read every byte of a checkpoint, live or not."""
     try:
         manifest = read_manifest(store, key)
-        verify(store, manifest, side_by_side=side_by_side)
+        verify(store, manifest)
     except (CheckpointCorrupt, CheckpointNotFound) as damage:
         return Inspected(key, damage=str(damage))
     return Inspected(key, manifest.size_bytes, len(manifest.files))

@@ -46,7 +46,7 @@ from prefect_tune.core.prefect_events import best_checkpoints
 from prefect_tune.core.restore import OutdatedStateError, read_manifest, require_still_needed
 from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore, ParallelMap
+from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore
 from prefect_tune.core.values import Stamp
 
 _Result = TypeVar("_Result")
@@ -55,14 +55,7 @@ _Result = TypeVar("_Result")
 # What a trial keeps, and what it does not.
 
 
-def collect(
-    store: ObjectStore,
-    trial: TrialKey,
-    state: Trial,
-    doomed: Collection[CheckpointKey],
-    *,
-    side_by_side: ParallelMap,
-) -> int:
+def collect(store: ObjectStore, trial: TrialKey, state: Trial, doomed: Collection[CheckpointKey]) -> int:
     """Delete retired checkpoints of `trial`: blobs that no other checkpoint needs, metadata, then manifests.
 
     The manifest goes last, so that the next call finds and finishes an interrupted deletion. Checkpoints that
@@ -87,10 +80,10 @@ def collect(
     while True:
         try:
             keys = [key for key in doomed if key.trial == trial and is_collectable(state, key)]
-            blobs = {key: paths for key, paths in side_by_side(blobs_of, keys) if paths is not None}
+            blobs = {key: paths for key, paths in store.map(blobs_of, keys) if paths is not None}
             if not blobs:
                 return 0
-            unneeded = sorted(frozenset().union(*blobs.values()) - _reachable(store, trial, state, side_by_side))
+            unneeded = sorted(frozenset().union(*blobs.values()) - _reachable(store, trial, state))
         except OutdatedStateError as outdated:
             state = outdated.current
             continue
@@ -133,12 +126,7 @@ def leftover(
 
 
 def orphans(
-    store: ObjectStore,
-    trial: TrialKey,
-    state: Trial,
-    listed: Sequence[Listed] | None = None,
-    *,
-    side_by_side: ParallelMap,
+    store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[Listed] | None = None
 ) -> Sequence[Listed]:
     """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
 
@@ -153,7 +141,7 @@ def orphans(
     """
     if listed is not None and not listed:
         return []
-    reachable = _reachable(store, trial, state, side_by_side)
+    reachable = _reachable(store, trial, state)
     return [
         blob
         for blob in (store.list(trial.blobs) if listed is None else listed)
@@ -161,7 +149,7 @@ def orphans(
     ]
 
 
-def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: ParallelMap) -> set[str]:
+def _reachable(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
     """Return the paths of the trial's blobs that live or quarantined checkpoints, or clones elsewhere, refer to."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
@@ -174,13 +162,13 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
 
     held = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
     needed = list(dict.fromkeys(key for key in (*live_keys(trial, state), *held) if key.trial == trial))
-    manifests = dict(zip(needed, side_by_side(read_needed, needed), strict=True))
+    manifests = dict(zip(needed, store.map(read_needed, needed), strict=True))
     if bad := {key: found for key, found in manifests.items() if isinstance(found, CheckpointCorrupt)}:
-        require_still_needed(store, trial, bad, side_by_side=side_by_side)
+        require_still_needed(store, trial, bad)
     blobs = {path for found in manifests.values() if isinstance(found, Manifest) for path in found.blob_paths()}
     quarantined = (trial.checkpoint_key(each.checkpoint) for each in state.quarantined_checkpoints)
     own = [key for key in quarantined if key.trial == trial]
-    return blobs.union(*side_by_side(lambda key: _quarantined_blobs(store, key), own))
+    return blobs.union(*store.map(lambda key: _quarantined_blobs(store, key), own))
 
 
 def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
@@ -262,7 +250,7 @@ def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candid
     try:
         limited = after(trial, Retired(trial=trial.trial, retires=()), "guest")
         checkpoints = store.list(key.checkpoints)
-        blobs = orphans(store, key, limited, side_by_side=map)
+        blobs = orphans(store, key, limited)
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
         return None
     left = leftover(store, key, limited, checkpoints)
@@ -278,7 +266,6 @@ def collect_experiment(
     stamp: Stamp,
     *,
     only: Collection[str] | None = None,
-    side_by_side: ParallelMap,
     dry_run: bool = False,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Garbage:
@@ -302,7 +289,7 @@ def collect_experiment(
                 return None
             return unless_unreadable(store, key, key.folder, lambda: act(key, state.trial(name)))
 
-        return list(side_by_side(act_in_time, names))
+        return list(store.map(act_in_time, names))
 
     def limits(state: Experiment) -> Sequence[Retired]:
         return [Retired(trial=name, retires=()) for name in limited if has_ended(state.trial(name))]
@@ -311,12 +298,10 @@ def collect_experiment(
     found = {name: each for name, each in zip(names, looked, strict=True) if isinstance(each, _Candidates)}
     limited = [name for name, each in found.items() if each.need_limit and store.conditional_create]
     if limited and not dry_run:
-        state = append_as_guest(store, state.key, limits, stamp, side_by_side=side_by_side)
+        state = append_as_guest(store, state.key, limits, stamp)
     for limit in limits(state) if dry_run else ():
         state = after_event(state, limit, state.number + 1, "guest")
-    collected = for_each(
-        lambda key, trial: collect_from(store, key, trial, found.get(trial.trial), side_by_side=map, dry_run=dry_run)
-    )
+    collected = for_each(lambda key, trial: collect_from(store, key, trial, found.get(trial.trial), dry_run=dry_run))
     delete = objects_before if dry_run else delete_objects_before
     return Garbage(
         [
@@ -330,13 +315,7 @@ def collect_experiment(
 
 
 def collect_from(
-    store: ObjectStore,
-    key: TrialKey,
-    trial: Trial,
-    found: _Candidates | None = None,
-    *,
-    side_by_side: ParallelMap,
-    dry_run: bool = False,
+    store: ObjectStore, key: TrialKey, trial: Trial, found: _Candidates | None = None, *, dry_run: bool = False
 ) -> Collected:
     """Delete the garbage of a trial, and return what was deleted. The next call finishes an interrupted one.
 
@@ -354,7 +333,7 @@ def collect_from(
     while True:
         try:
             left = leftover(store, key, trial, checkpoints)
-            blobs = orphans(store, key, trial, None if found is None else found.blobs, side_by_side=side_by_side)
+            blobs = orphans(store, key, trial, None if found is None else found.blobs)
             break
         except OutdatedStateError as outdated:  # the owner retires checkpoints meanwhile
             trial = outdated.current
@@ -406,13 +385,7 @@ def prunable(experiment: Experiment, policy: Retention) -> Sequence[Retired]:
 
 
 def prune(
-    store: ObjectStore,
-    journal: JournalKey,
-    policy: Retention,
-    stamp: Stamp,
-    *,
-    side_by_side: ParallelMap,
-    dry_run: bool = False,
+    store: ObjectStore, journal: JournalKey, policy: Retention, stamp: Stamp, *, dry_run: bool = False
 ) -> Sequence[Retired]:
     """Retire what is `prunable` in one entry, and return the retirements. Their bytes are deleted by `collect_from`.
 
@@ -424,7 +397,7 @@ def prune(
         StoreUnavailable, CommitUnknown: call again.
     """
     if dry_run:
-        return prunable(load(store, journal, side_by_side=side_by_side), policy)
+        return prunable(load(store, journal), policy)
     retirements: Sequence[Retired] = ()
 
     def events(state: Experiment) -> Sequence[Retired]:
@@ -432,5 +405,5 @@ def prune(
         retirements = prunable(state, policy)
         return retirements
 
-    append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
+    append_as_guest(store, journal, events, stamp)
     return retirements

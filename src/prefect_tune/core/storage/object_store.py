@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -15,6 +15,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -131,15 +133,12 @@ class ObjectStore(Protocol):
         """Delete the objects; one that does not exist is no error."""
         ...
 
+    def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """Call `function`, which uses this store, with each item, and yield the results in the order of the items.
 
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
-
-
-class ParallelMap(Protocol):
-    """`map`, or a thread pool's `map`: runs independent reads and writes, in parallel where it is a pool's."""
-
-    def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
+        Several calls are made at once where that is faster. The first error cancels those that have not begun.
+        """
+        ...
 
 
 # Create an object only if absent, resolve an unknown outcome, and refuse guests where it is not atomic.

@@ -12,13 +12,11 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 from uuid import uuid4
 
 from prefect_tune.core.checkpoints.manifest import (
@@ -28,7 +26,7 @@ from prefect_tune.core.checkpoints.manifest import (
     FileStat,
     Manifest,
     Piece,
-    has_same_files,
+    Source,
     newest_metadata,
 )
 from prefect_tune.core.errors import (
@@ -41,50 +39,10 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap, is_inside, is_too_long
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
 from prefect_tune.core.values import digest_of
+from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
-TRANSFERS = 8
-
-
-@contextmanager
-def transfer_pool(workers: int = TRANSFERS) -> Iterator[ParallelMap]:
-    """Yield a `map` that runs up to `workers` calls at once, in threads; the first error cancels the rest.
-
-    At most `2 * workers` calls are submitted ahead of the result that is awaited.
-    """
-    with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
-
-        def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
-            waiting = iter(items)
-            first = list(islice(waiting, 2 * workers))
-            if len(first) == 1:  # for a single call, a thread costs more than it saves
-                yield function(first[0])
-                return
-            running = [_begun(pool, function, item) for item in first]
-            try:
-                while running:
-                    yield running.pop(0).result()
-                    running.extend(_begun(pool, function, item) for item in islice(waiting, 1))
-            finally:
-                for future in running:
-                    future.cancel()
-
-        yield windowed
-
-
-def _begun(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
-    """Begin a call in the pool; make it here where no thread can be started, as after the end of the main thread."""
-    try:
-        return pool.submit(function, item)
-    except RuntimeError:
-        made: Future[_Out] = Future()
-        made.set_result(function(item))
-        return made
-
 
 _Status: TypeAlias = tuple[int, int, int, int]
 """Size, mode, modification time in ns and inode of a file when its directory was listed; a later write changes it."""
@@ -209,11 +167,38 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
 
 
+def has_same_files(manifest: Manifest, source: Source) -> bool:
+    """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
+
+    It reads the directory, and nothing from the target.
+
+    Raises:
+        StagedFilesChanged: a file is shorter now than when it was listed.
+    """
+    sizes = {file.path: file.size_bytes for file in source.files}
+    if sizes != {file.path: file.size_bytes for file in manifest.files}:
+        return False
+    if set(source.empty_directories) != set(manifest.empty_directories):
+        return False
+    indexes = {file.path: index for index, file in enumerate(source.files)}
+    chunks = (
+        (Piece(indexes[file.path], offset, chunk.length), chunk)
+        for file in manifest.files
+        for offset, chunk in file.placed_chunks()
+    )
+
+    def is_same(wanted: tuple[Piece, ChunkRef]) -> bool:
+        buffer = memoryview(bytearray(wanted[0].length))
+        source.read_into(wanted[0], buffer)
+        return digest_of(buffer) == wanted[1].digest
+
+    return all(parallel_map(is_same, chunks))
+
+
 def holds_exactly(manifest: Manifest, directory: Path) -> bool:
     """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""
     try:
-        with transfer_pool() as readers:
-            return has_same_files(manifest, StagedFiles(directory), side_by_side=readers)
+        return has_same_files(manifest, StagedFiles(directory))
     except (InvalidInput, StagedFilesChanged):
         return False
 
@@ -319,11 +304,11 @@ def fetch_committed(
         CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
     """
     copy = manifest_of_copy(manifest, metadata)
-    with transfer_pool() as transfers, restored_directory(copy, destination) as sink:
+    with restored_directory(copy, destination) as sink:
         if metadata is not None:
             sink.write(len(copy.files) - 1, 0, memoryview(metadata))
             copy = copy.model_copy(update={"files": copy.files[:-1]})
-        restore(store, copy, sink, side_by_side=transfers)
+        restore(store, copy, sink)
 
 
 def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
@@ -336,10 +321,10 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
 
 
-def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef, side_by_side: ParallelMap = map) -> bytearray:
+def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
     """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
     memory = _Memory(file.size_bytes)
-    restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=side_by_side)
+    restore(store, manifest.model_copy(update={"files": (file,)}), memory)
     return memory.data
 
 
@@ -403,7 +388,7 @@ def fetch_plain(
             raise StoreUnavailable(f"{path} at {offset}: expected {length} bytes, found {len(data)}; read it again")
         _write_at(f"{building}/{name}", offset, data)
 
-    with fresh_directory(destination) as building, transfer_pool() as transfers:
+    with fresh_directory(destination) as building:
         building.mkdir()
         for each in tree.folders:
             (building / each).mkdir(parents=True, exist_ok=True)
@@ -414,7 +399,7 @@ def fetch_plain(
             for file in tree.files
             for offset in range(0, file.size_bytes, _READ_BYTES)
         )
-        for _ in transfers(copy, runs):
+        for _ in store.map(copy, runs):
             pass
         if plain_tree(store, folder, without=without) != tree:
             raise StoreUnavailable(f"{folder or 'the directory'}: was written to while it was read; read it again")
