@@ -9,8 +9,9 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import certifi
@@ -79,22 +80,36 @@ class _Scheduling(LoadScopeScheduling):
     """xdist's own groups do nothing with pytest 9.2: it does not see them any more in the names of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(_BROWSER):
-            return _BROWSER
-        module = nodeid.partition("::")[0]
-        return module if module in _TOGETHER else nodeid
+        return _scope_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Assign the next tests that the worker may run; end it if none are left for it."""
-        with_server = frozenset(_server_tests(_HOME).read_text().splitlines())
-        may_start_server = node in self.nodes[:_SERVERS]
-        scopes = (each for each, tests in self.workqueue.items() if may_start_server or with_server.isdisjoint(tests))
-        chosen = next(scopes, None)
+        """Assign the next tests that the worker may run; end it if none are left for it.
+
+        A worker with a server first runs all that need it: afterwards its server ends.
+        """
+        chosen = None
+        if node in self.nodes[:_SERVERS]:
+            chosen = next((scope for scope in self._server_scopes if scope in self.workqueue), None)
+        if chosen is None:
+            chosen = next((scope for scope in self.workqueue if scope not in self._server_scopes), None)
         if chosen is None:
             node.shutdown()
             return
         self.workqueue.move_to_end(chosen, last=False)
         super()._assign_work_unit(node)
+
+    @cached_property
+    def _server_scopes(self) -> Mapping[str, None]:
+        """The scopes with a test that needs a server, the longest first."""
+        return dict.fromkeys(_scope_of(nodeid) for nodeid in _server_tests(_HOME).read_text().splitlines())
+
+
+def _scope_of(nodeid: str) -> str:
+    """Return the name of the tests that one worker runs together."""
+    if nodeid.startswith(_BROWSER):
+        return _BROWSER
+    module = nodeid.partition("::")[0]
+    return module if module in _TOGETHER else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
@@ -102,17 +117,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return _Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give the tests that need a Prefect server time, and begin with those that take longest.
+    """Give the tests that need a Prefect server time, and begin with them and with those that take longest.
 
     The first that needs a server waits for it to start; and a long one at the end has all other workers wait.
     """
-    with_server = [item for item in items if "prefect_server" in getattr(item, "fixturenames", ())]
-    for item in with_server:
-        if item.get_closest_marker("timeout") is None:
+    for item in items:
+        if _needs_server(item) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
-    items.sort(key=_patience, reverse=True)
-    _server_tests(_shared_folder(config)).write_text("\n".join(item.nodeid for item in with_server))
+    items.sort(key=lambda item: (_needs_server(item), _patience(item)), reverse=True)
+    _server_tests(_shared_folder(config)).write_text("\n".join(item.nodeid for item in items if _needs_server(item)))
+
+
+def _needs_server(item: pytest.Item) -> bool:
+    return "prefect_server" in getattr(item, "fixturenames", ())
 
 
 def _server_tests(shared: Path) -> Path:
@@ -175,12 +194,27 @@ def _audited(request: pytest.FixtureRequest) -> Iterator[None]:
         assert differences_below(folder) == []
 
 
+_SERVER = pytest.StashKey[ExitStack]()
+"""What the fixture `prefect_server` has opened in this process."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, None]:
+    """End the Prefect server when no following test needs it: it takes CPU time as long as it runs."""
+    yield
+    if nextitem is not None and not _needs_server(nextitem) and _SERVER in item.config.stash:
+        scope = _scope_of(nextitem.nodeid)
+        if not any(_needs_server(other) for other in item.session.items if _scope_of(other.nodeid) == scope):
+            item.config.stash[_SERVER].close()
+            del item.config.stash[_SERVER]
+
+
 @pytest.fixture(scope="session")
 def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     """Return the API address of a Prefect server on an empty database, shared by the session's tests.
 
-    Started when first asked for. Flows and tasks called in the test use it by default; give the
-    address as `PREFECT_API_URL` to child processes.
+    Started when first asked for, ended after the last test that asks for it. Flows and tasks called in the test use it
+    by default; give the address as `PREFECT_API_URL` to child processes.
     """
     from prefect.settings import get_current_settings
     from prefect.testing import utilities
@@ -189,10 +223,12 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
 
     folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
     shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilities, "mkdtemp", lambda: folder)
-        with utilities.prefect_test_harness(server_startup_timeout=180):
-            yield str(get_current_settings().api.url)
+    with ExitStack() as stack:
+        pytestconfig.stash[_SERVER] = stack
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(utilities, "mkdtemp", lambda: folder)
+            stack.enter_context(utilities.prefect_test_harness(server_startup_timeout=180))
+        yield str(get_current_settings().api.url)
 
 
 @pytest.fixture
