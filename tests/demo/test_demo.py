@@ -12,7 +12,6 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.demo import demo_plan
-from prefect_tune.demo.model import Digits
 from tests.flows.driver import until
 
 
@@ -23,6 +22,8 @@ def test_the_upload_of_the_last_checkpoint_but_one_is_hit(steps: int, save_every
 
 
 def test_the_model_that_was_loaded_goes_on_with_the_very_bits(tmp_path: Path) -> None:
+    from prefect_tune.demo.model import Digits  # brings scikit-learn and SciPy, which other workers do not need
+
     undisturbed, resumed = Digits(), Digits()
     undisturbed.setup({"width": 32})
     for step in range(6):
@@ -39,6 +40,8 @@ def test_the_model_that_was_loaded_goes_on_with_the_very_bits(tmp_path: Path) ->
 
 
 def test_the_model_learns() -> None:
+    from prefect_tune.demo.model import Digits
+
     model = Digits()
     model.setup({"width": 4000})
     for _ in range(24):
