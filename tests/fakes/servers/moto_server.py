@@ -47,7 +47,7 @@ def moto_server() -> Iterator[str]:
 
 @cache
 def aws_client(url: str, service: str = "s3") -> Any:
-    """Return Amazon's own client of the server, to prepare it and to look into it: to make one takes 0.3 CPU seconds."""
+    """Return Amazon's own client of the server, to prepare it and to look into it: one, since it takes 0.3 CPU s."""
     keys = {"aws_access_key_id": "test-key-id", "aws_secret_access_key": "test-secret-key"}
     return boto3.Session().client(service, endpoint_url=url, region_name="us-east-1", **keys)
 
