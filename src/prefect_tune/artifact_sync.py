@@ -266,7 +266,8 @@ class TargetSyncer(Syncer):
         self._running: _Command | None = None
         self._began_seconds = 0.0
         self._mirrors: dict[tuple[str, str], ArtifactMirror] = {}
-        self._warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
+        self.warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
+        """Reports what a sync up leaves out; a pickled copy logs it, as by default."""
         self._named: set[str] = set()
         self._failures = 0
         self._not_before_seconds = 0.0
@@ -281,10 +282,6 @@ class TargetSyncer(Syncer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
-
-    def warn_with(self, warn: Callable[[str], None]) -> None:
-        """Report with `warn` what a sync up leaves out; a pickled copy logs it, as by default."""
-        self._warn = warn
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a sync of the changed files of `local_dir`, and return True.
@@ -446,7 +443,7 @@ class TargetSyncer(Syncer):
         )
         named = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED))
         more = f", and {len(new) - _MAX_NAMED:,} more" if len(new) > _MAX_NAMED else ""
-        self._warn(f"left out of the sync of artifacts: {named}{more}")
+        self.warn(f"left out of the sync of artifacts: {named}{more}")
 
     def _place(self, remote: str) -> tuple[StorageTarget, str]:
         """Return the target and the folder on it that `remote` names; without a target of its own, the parent's."""

@@ -212,12 +212,10 @@ class MemoryLimit:
 
     def kills(self) -> int:
         """Return how many processes the kernel has killed in it for memory; without a count, on the whole machine."""
-        for folder in self._folders[:1]:
-            for name in ("memory.events", "memory.oom_control"):
-                with suppress(OSError, ValueError, IndexError):
-                    return _number_after(_read(f"{folder}/{name}"), "oom_kill ")
-        with suppress(OSError, ValueError, IndexError):
-            return _number_after(_read("/proc/vmstat"), "oom_kill ")
+        names = ("memory.events", "memory.oom_control")
+        for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
+            with suppress(OSError, ValueError, IndexError):  # it is not there, or has no such line
+                return int(_read(path).partition("oom_kill ")[2].split(maxsplit=1)[0])
         return 0
 
     def _numbers(self, *names: str) -> Iterator[int]:
@@ -225,11 +223,6 @@ class MemoryLimit:
             for name in names:
                 with suppress(OSError, ValueError):  # "max" is no limit
                     yield int(_read(f"{folder}/{name}"))
-
-
-def _number_after(text: str, name: str) -> int:
-    """Return the number after `name`. Raises `ValueError` if there is none."""
-    return int(text.partition(name)[2].split(maxsplit=1)[0])
 
 
 def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:

@@ -520,7 +520,7 @@ class TrialArtifacts:
         self._excludes = list(spec.sync.excludes)
         self._had_files = False
         if isinstance(self._syncer, TargetSyncer):
-            self._syncer.warn_with(log.warning)
+            self._syncer.warn = log.warning
 
     def begin(self, attempt: int) -> None:
         """Download the files of earlier attempts, so that logs are continued.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -53,14 +53,12 @@ class Series:
 
     __slots__ = ("_most", "_since", "_steps", "_stride", "_values")
 
-    def __init__(self, points: Iterable[tuple[float, float]] = (), *, most: int = 96) -> None:
+    def __init__(self, *, most: int = 96) -> None:
         self._most = most
         self._steps = array("d")
         self._values = array("d")
         self._stride = 1
         self._since = 1
-        for step, value in points:
-            self.add(step, value)
 
     def add(self, step: float, value: float) -> None:
         """Add the next number; a step that is not after the last one is ignored. `cut` first to replace steps."""

@@ -307,14 +307,10 @@ class ObstoreStore(ParallelStore):
         conditional_create: bool = True,
     ) -> None:
         self._deadline = deadline
-        self._conditional_create = conditional_create
+        self.conditional_create = conditional_create
         self._limit_seconds = request_limit.total_seconds()
         self._clients = _Ladder(connect, min(request_limit, deadline.timeout).total_seconds())
         self._bucket_seen = False
-
-    @property
-    def conditional_create(self) -> bool:
-        return self._conditional_create
 
     def close(self) -> None:
         """Close the connections."""

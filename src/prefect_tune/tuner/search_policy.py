@@ -77,15 +77,11 @@ class SearchPolicy:
         self._proposals = proposals
         self.schedule = schedule
         """Asked directly for what it decides about no single trial: whether it waits, which paused trial is next."""
-        self._proposed = 0
+        self.proposed = 0
+        """The number of trials that the journal holds."""
         self._suggested: int | None = None  # the search itself proposed it: no `recall` needed
         self._paused: set[str] = set()
         self._decided: dict[str, int] = {}  # the step of each trial's last decision, in the history of its weights
-
-    @property
-    def proposed(self) -> int:
-        """The number of trials that the journal holds."""
-        return self._proposed
 
     def warm_start(self, prior: Iterable[PriorTrial]) -> int:
         """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
@@ -115,9 +111,9 @@ class SearchPolicy:
         """Return the next configuration; it counts as proposed once the journal holds its trial."""
         if isinstance(enough := self._tally.verdict(), NoMore):
             return Exhausted(reason=str(enough.reason))
-        suggestion = self._proposals.suggest(self._proposed)
+        suggestion = self._proposals.suggest(self.proposed)
         if isinstance(suggestion, Proposed):
-            self._suggested = self._proposed
+            self._suggested = self.proposed
         return suggestion
 
     def decide(self, trial: Trial, report: StepReport) -> Decision:
@@ -161,10 +157,10 @@ class SearchPolicy:
             case "added":
                 proposed = trial.proposed or trial.config
                 self._tally.added(trial.trial)
-                if number == self._proposed:
+                if number == self.proposed:
                     if self._suggested != number:
                         self._proposals.recall(number, proposed)
-                    self._proposed += 1
+                    self.proposed += 1
                 self.schedule.added(trial.trial, proposed)
             case "resumed":
                 self._paused.discard(trial.trial)

@@ -125,29 +125,25 @@ class TrialChannel:
 
     def __init__(self, connection: Connection, body: ProcessHandle, output: TrialOutput | None = None) -> None:
         """Args: output: of its process. Default: that is logged elsewhere."""
-        self._connection, self._output = connection, output
+        self.connection, self._output = connection, output
+        """What to wait for until a message arrives."""
         self._reader = _reader_of(connection)
         self._body = body
         self._sending = threading.Lock()
         self.has_begun = False
         """Whether the process has begun the attempt: what it does then is the trainable's, its import included."""
 
-    @property
-    def connection(self) -> Connection:
-        """What to wait for until a message arrives."""
-        return self._connection
-
     def go_over_to(self, connection: Connection, body: ProcessHandle, output: TrialOutput) -> None:
         """Switch to another process."""
         with self._sending:
-            self._connection, self._reader, self._body = connection, _reader_of(connection), body
+            self.connection, self._reader, self._body = connection, _reader_of(connection), body
             self._output = output
             self.has_begun = False
 
     def tell(self, message: ToTrial) -> None:
         """Send a message; if the trial is gone the message is dropped, and `receive` raises."""
         with self._sending, suppress(OSError):  # the trial is gone, or the channel was just closed
-            self._connection.send_bytes(message.model_dump_json().encode())
+            self.connection.send_bytes(message.model_dump_json().encode())
 
     def receive(self, patience: timedelta) -> FromTrial | None:
         """Return the next message; None if none arrives within `patience`.

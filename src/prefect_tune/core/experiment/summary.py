@@ -187,7 +187,8 @@ class Curves:
 
     def __init__(self) -> None:
         self._reports: dict[str, dict[int, StepReport]] = {}
-        self._report_count = 0
+        self.report_count = 0
+        """How many reports were added so far, repeated steps included."""
 
     def tell(self, entry: Entry) -> None:
         """Add the reports of the next entry."""
@@ -204,14 +205,9 @@ class Curves:
                 self._reports[trial] = {copy.step: copy.report}
             case Reported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
-                self._report_count += 1
+                self.report_count += 1
             case _:
                 pass
-
-    @property
-    def report_count(self) -> int:
-        """How many reports were added so far, repeated steps included."""
-        return self._report_count
 
     def of(self, trial: str) -> Sequence[StepReport]:
         """Return the curve of a trial, by step; empty where it has no report."""

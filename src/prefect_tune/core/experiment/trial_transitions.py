@@ -46,7 +46,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.schedulers.base import Decision, Exploit
-from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.shown_text import first_line, shorten
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds, slot_freed
 from prefect_tune.core.values import StepReport, TrialId, Value
@@ -240,7 +240,7 @@ class Trial(Value):
         if self.status is Status.ERRORED:
             facts["reason"] = first_line(self.reason)
         shown = {name: repr(value) for name, value in facts.items()}
-        cut = (f"{name}={text if len(text) <= 400 else f'{text[:399]}…'}" for name, text in shown.items())
+        cut = (f"{name}={shorten(text, 400)}" for name, text in shown.items())
         return f"Trial({', '.join(cut)})"
 
     __str__ = __repr__
