@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ from prefect_tune.blocks.resolve_target import resolve_target, target_from_field
 from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.page_elements import Table, Text, cell_html
 from prefect_tune.core.values import AS_NUMBER, MAX_LIVE_PERIOD_SECONDS, Number, Whole
 
 _LivePeriod = Annotated[float, Field(ge=1, le=MAX_LIVE_PERIOD_SECONDS, allow_inf_nan=False), AS_NUMBER]
@@ -209,8 +209,7 @@ class SyncConfig(StrictBlock):
             ("Sync on checkpoint", str(self.sync_on_checkpoint)),
             ("Sync period", f"{self.sync_period_seconds:g} s"),
         )
-        cells = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-        return f"<table><caption>SyncConfig</caption>{cells}</table>"
+        return cell_html(Text(["SyncConfig"], kind="strong"), Table((), rows))
 
 
 def _is_import_string(value: object) -> bool:

@@ -11,17 +11,8 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.summary import status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
-from prefect_tune.core.shown_text import (
-    Html,
-    cell_html,
-    escaped,
-    facts_table,
-    first_line,
-    paragraph,
-    plural,
-    soft,
-    values_table,
-)
+from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, cell_html, values_table
+from prefect_tune.core.shown_text import first_line, plural, shorten
 from prefect_tune.core.values import ExperimentName, Number, Whole, flat
 from prefect_tune.parameters.forms import (
     ConfigField,
@@ -63,15 +54,17 @@ class TrialResult:
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
-        facts = {
-            "metrics": values_table(flat(self.metrics)),
-            "trained": escaped(f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}"),
-            "trained again": escaped(wasted_words(self.wasted_steps, at_least=self.wasted_at_least)),
-            "reason": escaped(first_line(self.reason)),
-            "checkpoint": Html(f"<code>{escaped(str(self.checkpoint))}</code>") if self.checkpoint else soft("none"),
+        facts: dict[str, Cell] = {
+            "trained": f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}",
+            "trained again": wasted_words(self.wasted_steps, at_least=self.wasted_at_least),
+            "reason": shorten(first_line(self.reason), 300),
+            "checkpoint": Verbatim(str(self.checkpoint)) if self.checkpoint else "none",
         }
-        title = f"{self.experiment} · {status_label(self.status, self.step)}"
-        return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
+        return cell_html(
+            Text([f"{self.experiment} · {status_label(self.status, self.step)}"], kind="strong"),
+            values_table("metric", flat(self.metrics)),
+            Table((), [(name, cell) for name, cell in facts.items() if cell]),
+        )
 
 
 @flow_with_server(name="durable-trainable", persist_result=False, call_context=search_output)

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -91,11 +91,10 @@ def has_process_ended(owner: Owner) -> bool:
     if owner.host != socket.gethostname():
         return False
     try:
-        os.kill(owner.pid, 0)
+        with suppress(PermissionError):
+            os.kill(owner.pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
-        return False
     return False
 
 

@@ -35,6 +35,7 @@ from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
 from prefect_tune.core.operations.scrub import DailyShare
+from prefect_tune.core.page_elements import Heading, Table, Text, Verbatim
 from prefect_tune.core.shown_text import plural, shorten, shown_size
 from prefect_tune.core.storage.generations import (
     current_journal,
@@ -46,7 +47,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import digest_of, valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
-from prefect_tune.reporting.page import Heading, Table, Text, Verbatim, as_markdown
+from prefect_tune.reporting.page import as_markdown
 from prefect_tune.storage_retries import on_target
 from prefect_tune.tasks.maintenance import (
     collect_garbage,
@@ -198,7 +199,7 @@ def markdown(report: MaintenanceReport) -> str:
     return as_markdown(
         [
             Heading("Dry run: nothing on the target was changed" if report.dry_run else "Maintenance", 1),
-            Text([f"{state}: ", Verbatim(report.target)], strong=True),
+            Text([f"{state}: ", Verbatim(report.target)], kind="strong"),
             Text([f"{report.summary}."]),
             Table(("experiment", "what", "result"), rows[:_SHOWN_ROWS]),
             *([Text([f"and {more} more"])] if more > 0 else []),

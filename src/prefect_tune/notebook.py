@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -12,38 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from enum import StrEnum
-from html import escape
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.cost import ExperimentCost, cost_sentence
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
-from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search_view import SearchSnapshot, Series, numbers_in
-from prefect_tune.core.shown_text import (
-    Html,
-    cell_html,
-    code,
-    escaped,
-    first_line,
-    format_duration,
-    paragraph,
-    plural,
-    soft,
-)
-from prefect_tune.core.values import metric_in
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, cell_html
+from prefect_tune.core.search_view import Series, numbers_in
+from prefect_tune.core.shown_text import first_line, format_duration, plural, shorten
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
-from prefect_tune.reporting.svg import learning_curves
-from prefect_tune.terminal.formatting import errors_by_cause, facts_table, format_counts, format_value, names_of
+from prefect_tune.reporting.page import best_trial, errors, facts_and_headline, figures, table_of_trials
+from prefect_tune.terminal.formatting import text_of
 from prefect_tune.terminal.live_display import QuietFilter, console_handlers
-from prefect_tune.terminal.progress_view import ProgressState, common_metrics, format_config, frame, trials_table
+from prefect_tune.terminal.progress_view import ProgressState, common_metrics, frame, trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,20 +47,20 @@ class Ending(StrEnum):
     FAILED = "failed"
 
 
-Draw: TypeAlias = "Callable[[Ending, str], tuple[Html, str]]"
+Draw: TypeAlias = "Callable[[Ending, str], tuple[str, str]]"
 """Returns the output as HTML and as one line of text; its arguments are the ending, and the error of a failure."""
 
 
 class CellOutput:
     """A display in the cell that created it, with an id by which it is updated. Call it from any thread."""
 
-    def __init__(self, html: Html, text: str) -> None:
+    def __init__(self, html: str, text: str) -> None:
         from IPython.display import display
 
         self._handle = display({"text/html": html, "text/plain": text}, raw=True, display_id=True)
         self.is_used = False
 
-    def show(self, html: Html, text: str) -> None:
+    def show(self, html: str, text: str) -> None:
         """Replace what is displayed."""
         self.is_used = True
         self._handle.update({"text/html": html, "text/plain": text}, raw=True)
@@ -99,7 +84,7 @@ def search_output(what: str) -> Iterator[None]:
     if not can_show_output():
         yield
         return
-    output = CellOutput(cell_html(paragraph(soft(f"{what}: starting …"))), f"{what}: starting")
+    output = CellOutput(cell_html(Text([f"{what}: starting …"], kind="legend")), f"{what}: starting")
     token = _here.set(output)
     unused = "nothing was left to do"
     try:
@@ -113,7 +98,7 @@ def search_output(what: str) -> Iterator[None]:
     finally:
         _here.reset(token)
         if not output.is_used:
-            output.show(cell_html(paragraph(soft(f"{what}: {unused}"))), f"{what}: {unused}")
+            output.show(cell_html(Text([f"{what}: {unused}"], kind="legend")), f"{what}: {unused}")
 
 
 @contextmanager
@@ -224,50 +209,38 @@ _WIDTH = 120
 _HEIGHT = 34
 """In characters and lines: of the terminal whose output a cell shows."""
 _MAX_CHARACTERS = 20_000
-_MAX_ERRORS = 3
 
 
-def terminal_html(*parts: RenderableType) -> Html:
-    """Return what a terminal would show, as text in the color of the cell."""
-    console = Console(color_system=None, force_jupyter=False, width=_WIDTH, file=io.StringIO())
-    with console.capture() as captured:
-        for part in parts:
-            console.print(part)
-    return code("\n".join(line.rstrip() for line in captured.get().splitlines()), _MAX_CHARACTERS)
+def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
+    """Return a table with a row per trial: status, step, metrics, the differing parameters; `more` is said below it."""
+    table, hidden = trials_table(trials, metrics, width=_WIDTH)
+    notes = (Text([note], kind="legend") for note in (hidden, more) if note)
+    return cell_html(*([Code(text_of(table, width=_WIDTH), "text")] if trials else []), *notes)
 
 
-def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: Mapping[str, list[str]] | None = None) -> Html:
-    """Return a table with a row per trial: status, step, metrics, the columns `more`, the differing parameters."""
-    if not trials:
-        return Html("")
-    table, hidden = trials_table(trials, metrics, more or {}, width=_WIDTH)
-    return Html(terminal_html(table) + (paragraph(soft(hidden)) if hidden else ""))
-
-
-def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> Html:
+def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> str:
     """Return the output of a running search, or how it ended; `why` is the error of a failure, `link` its run's URL."""
     after = f"after {format_duration(state.elapsed)}"
+    headline: list[Cell] = []
     match ending:
         case Ending.RUNNING:
-            headline = escaped(f"running for {format_duration(state.elapsed)}")
+            headline = [f"running for {format_duration(state.elapsed)}"]
         case Ending.DONE if state.ended_because:
-            headline = escaped(f"ended early {after}: {state.ended_because}")
+            headline = [f"ended early {after}: {state.ended_because}"]
         case Ending.DONE if not state.has_trained:
-            headline = escaped(
-                "nothing to train: every trial had ended before. A new experiment name begins a new search"
-            )
+            headline = ["nothing to train: every trial had ended before. A new experiment name begins a new search"]
         case Ending.DONE:
-            headline = escaped(f"done {after}")
+            headline = [f"done {after}"]
         case Ending.INTERRUPTED:
-            name = escaped(repr(state.outlook.experiment))
-            headline = Html(
-                f"interrupted {after}. To resume it, run the cell again with <code>experiment={name}</code>"
-            )
+            same_name = Verbatim(f"experiment={state.outlook.experiment!r}")
+            headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
         case Ending.FAILED:
-            headline = escaped(f"failed {after}: {why}")
-    address = f'<a href="{escape(link)}" target="_blank" rel="noopener">in the Prefect UI</a>' if link else ""
-    kind = "pt-bad" if ending is Ending.FAILED else ""
-    return cell_html(paragraph(headline, kind=kind), terminal_html(frame(state, _WIDTH, _HEIGHT)), Html(address))
+            headline = [f"failed {after}: {why}"]
+    parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
+    address = [Text([Link("in the Prefect UI", link)])] if link else []
+    kind: Literal["", "bad"] = "bad" if ending is Ending.FAILED else ""
+    table = text_of(frame(state, _WIDTH, _HEIGHT), width=_WIDTH)
+    return cell_html(Text(parts, kind=kind), Code(table[-_MAX_CHARACTERS:], "text"), *address)
 
 
 Points: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
@@ -276,69 +249,26 @@ ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], Points]"
 """Reads the curves of trials, by metric."""
 MAX_ROWS = 20
 _MAX_METRICS = 4
-_CHART_TRIALS = 2
 
 
-def results_html(
-    experiment: Experiment,
-    objective: Objective | None,
-    uri: str,
-    read_curves: ReadCurves,
-    read_cost: Callable[[], ExperimentCost],
-) -> Html:
-    """Return the output: the best 20 trials and 60 curves, for any number of trials.
+def results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
+    """Return the output: the report without its runs and settings, for any number of trials.
 
     `read_curves` and `read_cost` may read the target: an error of it takes the place of the curves, and hides the cost.
     """
-    trials = list(experiment.trials.values())
-    losses = {trial.trial: compared for trial, compared in ranked(trials, objective)}
-    view = ReportInput(experiment, uri, datetime.now(UTC), objective, SearchSnapshot(experiment), trials, losses)
-    parts = list(_results_parts(view, read_curves))
+    metrics = report.objective.metrics if report.objective else common_metrics(report.first_trials)[:_MAX_METRICS]
+    blocks = [*facts_and_headline(report), *best_trial(report)]
+    try:
+        curves = read_curves([trial.trial for trial in spread([*report.ranking] or report.trials, DRAWN)], metrics)
+    except TuneError as error:
+        blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
+        curves = {}
+    history = replace(report.history, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
+    blocks += [*figures(replace(report, history=history)), *table_of_trials(report), *errors(report)]
     with suppress(TuneError):
         if sentence := cost_sentence(read_cost()):
-            parts.append(paragraph(escaped(sentence)))
-    return cell_html(*parts)
-
-
-def _results_parts(view: ReportInput, read_curves: ReadCurves) -> Iterator[Html]:
-    objective = view.objective
-    ordered = [*view.ranking, *(trial for trial in view.trials if trial.trial not in view.losses)]
-    metrics = objective.metrics if objective else common_metrics(ordered)[:_MAX_METRICS]
-    facts = {
-        "trials": format_counts(counted(view.experiment)),
-        "target": view.uri,
-        "ended early": first_line(view.experiment.ends),
-    }
-    if view.best and objective is not None:
-        best, compared = view.best[0], zip(objective.metrics, objective.modes, strict=True)
-        values = [f"{name} {format_value(metric_in(best.metrics, name))} ({mode})" for name, mode in compared]
-        facts[best_label(objective)] = (
-            f"trial {named(best.trial, best.status)}, {', '.join(values)} at step {best.step}"
-        )
-        facts[""] = format_config(best)
-    shown = ordered[:MAX_ROWS]
-    newest = [newest_checkpoint(trial) for trial in shown]
-    yield paragraph(escaped(view.experiment.name), kind="pt-title")
-    yield terminal_html(facts_table({name: text for name, text in facts.items() if text}))
-    yield trials_html(shown, metrics, {"checkpoint": [f"step {each.step}" if each else "" for each in newest]})
-    yield paragraph(soft(more_trials(len(view.trials) - len(shown))))
-    errors = errors_by_cause([trial for trial in view.trials if trial.status is Status.ERRORED])
-    for cause, trials in errors[:_MAX_ERRORS]:
-        yield paragraph(escaped(f"{names_of(trials)} {cause}"), kind="pt-bad")
-    if len(errors) > _MAX_ERRORS:
-        yield paragraph(soft(f"and {plural(len(errors) - _MAX_ERRORS, 'other error', 'other errors')}: results.errors"))
-    # The learning curves of the best trials and of a selection of the others, as the report draws them.
-    drawn = [trial.trial for trial in spread([*view.ranking] or view.trials, DRAWN)]
-    try:
-        points = read_curves(drawn, metrics)
-    except TuneError as error:
-        yield paragraph(soft(f"The learning curves could not be read: {first_line(str(error))}"))
-        return
-    svg = learning_curves(replace(view, history=replace(view.history, metrics=tuple(metrics), curves=points)))
-    if svg is not None:
-        yield Html(svg)
-        if objective is not None and len(view.trials) > _CHART_TRIALS:
-            yield paragraph(soft("Orange: the best. Blue: the next ones; paler: the others."))
+            blocks.append(Text([sentence]))
+    return cell_html(*blocks)
 
 
 def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> Points:

@@ -14,8 +14,6 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rich.console import Console
-
 from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_reports, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
@@ -45,13 +43,15 @@ from prefect_tune.core.messages.target_messages import live_status_of
 from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import cell_html, first_line, nearest, paragraph, soft
+from prefect_tune.core.search_view import SearchSnapshot
+from prefect_tune.core.shown_text import first_line, nearest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import CheckpointKey, Rows
 from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
 from prefect_tune.notebook import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
+from prefect_tune.reporting.facts import report_input_of
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.terminal.formatting import output_width
+from prefect_tune.terminal.formatting import format_counts, output_width, text_of
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
 if TYPE_CHECKING:
@@ -138,15 +138,12 @@ class Trials(Mapping[str, Trial]):
         if not self:
             return "no trials"
         first, metrics, more = self._first()
-        console = Console(color_system=None, force_jupyter=False, width=output_width())
         table, hidden = trials_table(first, metrics)
-        with console.capture() as text:
-            console.print(table)
-        return "\n".join(filter(None, [*(line.rstrip() for line in text.get().splitlines()), hidden, more]))
+        return "\n".join(filter(None, (text_of(table, width=output_width()), hidden, more)))
 
     def _repr_html_(self) -> str:
         first, metrics, more = self._first()
-        return cell_html(trials_html(first, metrics), paragraph(soft(more if first else "no trials")))
+        return trials_html(first, metrics, more if first else "no trials")
 
     def _first(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials that are shown, the metrics of them, and how many more there are."""
@@ -397,8 +394,10 @@ class Results:
 
     def _repr_html_(self) -> str:
         """Return the results for a notebook; curves and live status are read from the target, for at most 20 s each."""
-        read_cost = partial(self._read_cost, _DISPLAY_TIMEOUT)
-        return results_html(self.experiment, self.objective, self.target.uri, self._points, read_cost)
+        report = report_input_of(
+            SearchSnapshot(self.experiment), objective=self.objective, uri=self.target.uri, now=datetime.now(UTC)
+        )
+        return results_html(report, self._points, partial(self._read_cost, _DISPLAY_TIMEOUT))
 
     def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
         """Return the learning curves of some trials, thinned out. Raises the target's errors."""
@@ -406,12 +405,11 @@ class Results:
         return curve_points(reports, trials, metrics)
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
         best = ""
         if self.objective is not None and (found := ranked(self.trials.values(), self.objective)):
             values = ", ".join(f"{name} {metric_in(found[0][0].metrics, name)}" for name in self.objective.metrics)
             best = f", {best_label(self.objective)}: {found[0][0].trial} with {values}"
-        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'}{best})"
+        return f"Results(experiment={self.experiment.name!r}, trials: {format_counts(counted(self.experiment))}{best})"
 
 
 # Why there is no best trial.

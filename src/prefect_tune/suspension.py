@@ -40,7 +40,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import Value, argument_error, metric_in
+from prefect_tune.core.values import Value, argument_error
 from prefect_tune.journal_access import JournalWriter, new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
 from prefect_tune.parameters import plan_checks
@@ -54,6 +54,7 @@ from prefect_tune.reporting.page import escaped
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.tasks.experiments import open_experiment
 from prefect_tune.tasks.maintenance import damage_of_checkpoint
+from prefect_tune.terminal.formatting import format_counts, format_trial
 
 # What a person may choose, the check of an answer, and its effect on the stop criterion.
 
@@ -292,12 +293,11 @@ def page_of(state: Experiment, uri: str, objective: Objective | None, code: str,
     """Return the text above the form that asks how to continue: the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
     if len(trials) != 1 or trials[0].of_search:
-        counts = ", ".join(f"{count} {status}" for status, count in counted(state).items())
-        facts.append(f"trials: {len(trials)} ({counts})")
+        facts.append(f"trials: {len(trials)} ({format_counts(counted(state))})")
     if objective is not None and (compared := ranked(trials, objective)):
         best = compared[0][0]
-        metrics = ", ".join(f"{escaped(name)} {metric_in(best.metrics, name):.6g}" for name in objective.metrics)
-        facts.append(f"{escaped(best_label(objective))}: trial {best.trial}, {metrics} at step {best.step}")
+        best_trial = escaped(f"{best_label(objective)}: {format_trial(best, objective.metrics)}")
+        facts.append(f"{best_trial} at step {best.step}")
     if len(trials) == 1:
         (trial,) = trials
         facts.append(f"step {trial.step}, attempt {trial.attempt}, steps redone: {trial.wasted_count}")

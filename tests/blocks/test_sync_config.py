@@ -94,8 +94,8 @@ def test_a_syncer_of_the_users_own_is_asked_instead() -> None:
 def test_a_notebook_shows_where_and_when() -> None:
     shown = SyncConfig(upload_dir="s3://bucket/<runs>", sync_period_seconds=60)._repr_html_()
     assert "<td>s3://bucket/&lt;runs&gt;</td>" in shown
-    assert "<th>Sync period</th><td>60 s</td>" in shown
-    assert "<th>Sync on checkpoint</th><td>True</td>" in shown
+    assert "<td>Sync period</td><td>60 s</td>" in shown
+    assert "<td>Sync on checkpoint</td><td>True</td>" in shown
     assert "syncer" not in shown.lower().replace("syncconfig", "")
 
 

@@ -39,16 +39,13 @@ TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)
 GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
 
 
-class Shelf:
-    """The saved blocks, by id."""
-
-    def slug(self, document: str) -> str | None:
-        saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}
-        return saved.get(document) or (document if document in saved.values() else None)
+def slug_of(document: str) -> str | None:
+    saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}
+    return saved.get(document) or (document if document in saved.values() else None)
 
 
 def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
-    return checked(parameters, schema, Shelf(), complete=complete)
+    return checked(parameters, schema, slug_of, complete=complete)
 
 
 @pytest.mark.parametrize(

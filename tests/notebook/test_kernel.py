@@ -73,7 +73,7 @@ def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kerne
 def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_line(kernel: Kernel) -> None:
     kernel.run(search("shown"))
     results = kernel.run("results").result
-    assert "<svg" in results["text/html"]
+    assert "data:image/svg+xml" in results["text/html"]
     assert "2 completed" in results["text/html"]
     assert results["text/plain"] == (
         "Results(experiment='shown', trials: 2 completed, best: 00001 with loss 0.09765625)"
@@ -95,7 +95,7 @@ def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> 
     trial = kernel.run("results.trials['00001']").result["text/html"]
     assert "&lt;img src=x onerror=alert(1)&gt;" in trial
     for html in (shown.html, trial, kernel.run("results").result["text/html"]):
-        assert "<img" not in html
+        assert "<img src=x" not in html
         assert "<script" not in html
 
 

@@ -1,4 +1,4 @@
-"""Text that people read: made safe to show, counts and sizes, the name that was meant; and HTML of notebooks.
+"""Text that people read: made safe to show, counts and sizes, the name that was meant.
 
 `readable` is for what is stored: JSON, the journal, Prefect's database. `visible` is for what is shown: each terminal,
 page, notebook, artifact, log line and error message passes text of a target through it.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from difflib import get_close_matches
-from html import escape
-from typing import NewType
 
 _LONGEST = 100_000
 _HALF = _LONGEST // 2 - 50
@@ -152,79 +150,3 @@ def other_signature(function: Callable[..., object], argument_count: int) -> str
     except TypeError:
         return f"{getattr(function, '__qualname__', function)}{signature}"
     return ""
-
-
-# HTML for a notebook's cells: it takes the cell's colors, loads nothing, and shows users' text as text.
-
-Html = NewType("Html", str)
-"""Markup. Any other text is escaped when it becomes a part of markup."""
-
-_MAX_FACTS = 60
-# The class is named twice, to outweigh JupyterLab's own rules for tables. Lines are half transparent, so that they are
-# visible on a light page and on a dark one; text has the page's color.
-_STYLE = """
-.prefect-tune{font-size:13px;line-height:1.5;color:inherit;overflow-x:auto}
-.prefect-tune p{margin:.3em 0}.prefect-tune .pt-title{font-size:15px;font-weight:600}.prefect-tune .pt-soft{opacity:.7}
-.prefect-tune .pt-bad{border-left:3px solid #df4b4b;padding-left:8px}
-.prefect-tune.prefect-tune table{border-collapse:collapse;margin:.5em 0;border:none;font-size:inherit;color:inherit;
-width:auto}
-.prefect-tune.prefect-tune table tr,.prefect-tune.prefect-tune table tr:nth-child(n){background:none}
-.prefect-tune.prefect-tune table td,.prefect-tune.prefect-tune table th{text-align:left;vertical-align:top;border:none;
-padding:3px 16px 3px 0;color:inherit;background:none;font-variant-numeric:tabular-nums}
-.prefect-tune.prefect-tune table th{font-weight:600;opacity:.7;white-space:nowrap}
-.prefect-tune.prefect-tune table.pt-rows td,.prefect-tune.prefect-tune table.pt-rows th{white-space:nowrap;
-border-bottom:1px solid rgba(128,128,128,.3)}
-.prefect-tune.prefect-tune table.pt-facts td{overflow-wrap:anywhere}
-.prefect-tune.prefect-tune table.pt-facts table{margin:0}
-.prefect-tune.prefect-tune table.pt-facts table tr:first-child>*{padding-top:0}
-.prefect-tune.prefect-tune code,.prefect-tune.prefect-tune pre{font-family:ui-monospace,"SF Mono",Menlo,Consolas,
-monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
-.prefect-tune pre{white-space:pre;margin:0;max-height:40em;overflow:auto}
-.prefect-tune svg{max-width:min(100%,760px);height:auto;display:block}
-"""
-
-
-def cell_html(*parts: Html) -> Html:
-    """Return the output of a cell."""
-    return Html(f'<div class="prefect-tune"><style>{_STYLE}</style>{"".join(parts)}</div>')
-
-
-def escaped(text: str, most: int = 300) -> Html:
-    """Return text from anywhere as markup that shows it, on one line and in at most `most` characters."""
-    return Html(escape(shorten(visible(" ".join(text.split())), most)))
-
-
-def code(text: str, most: int = 4_000) -> Html:
-    """Return preformatted lines; of very long ones the last `most` characters, where a traceback has its error."""
-    return Html(f"<pre>{escape(visible(text if len(text) <= most else f'…{text[-most:]}'))}</pre>")
-
-
-def soft(text: str) -> Html:
-    """Return text that is less visible than the text around it."""
-    return Html(f'<span class="pt-soft">{escaped(text)}</span>')
-
-
-def paragraph(*parts: Html, kind: str = "") -> Html:
-    """Return a paragraph; `kind` is a class of the style."""
-    return Html(f"<p{f' class={kind}' if kind else ''}>{''.join(parts)}</p>")
-
-
-def facts_table(facts: Mapping[str, Html]) -> Html:
-    """Return a table with a row for each name, with markup beside it; those that are empty are left out."""
-    shown = [(name, value) for name, value in facts.items() if value]
-    rows = "".join(f"<tr><th>{escaped(name, 60)}</th><td>{value}</td></tr>" for name, value in shown[:_MAX_FACTS])
-    more = f"<tr><th></th><td>and {len(shown) - _MAX_FACTS} more</td></tr>" if len(shown) > _MAX_FACTS else ""
-    return Html(f'<table class="pt-facts">{rows}{more}</table>')
-
-
-def rows_table(names: Sequence[str], rows: Iterable[Sequence[Html]]) -> Html:
-    """Return a table of markup with a header."""
-    head = "".join(f"<th>{escaped(name, 60)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return Html(f'<table class="pt-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
-
-
-def values_table(values: Mapping[str, object]) -> Html:
-    """Return a table of parameters or metrics, which are `flat`."""
-    shown = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in values.items()}
-    return facts_table({name: escaped(text) for name, text in shown.items()})

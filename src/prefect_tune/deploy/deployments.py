@@ -6,10 +6,11 @@ Their parameters are validated before, and hold no credentials.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from uuid import UUID
 
 from prefect import Flow
@@ -42,33 +43,25 @@ from prefect_tune.tuner.run_search import begun, source_names
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
 
 
-class Blocks(Protocol):
-    """Looks up saved blocks, without reading their secrets."""
-
-    def slug(self, document: str) -> str | None:
-        """Return `type/name` of the block whose id or `type/name` is `document`; None if there is none."""
+SlugOf: TypeAlias = Callable[[str], str | None]
+"""Returns `type/name` of the saved block whose id or `type/name` is given; None if there is none."""
 
 
-class SavedBlocks:
-    """The saved blocks of a Prefect server."""
-
-    def __init__(self, client: SyncPrefectClient) -> None:
-        self._client = client
-
-    def slug(self, document: str) -> str | None:
-        try:
-            if BLOCK_SLUG.fullmatch(document):
-                kind, name = document.split("/")
-                self._client.read_block_document_by_name(name, kind, include_secrets=False)
-                return document
-            found = self._client.read_block_document(UUID(document), include_secrets=False)
-        except (ObjectNotFound, ValueError):
-            return None
-        return f"{found.block_type.slug}/{found.name}" if found.block_type else None
+def slug_on_server(client: SyncPrefectClient, document: str) -> str | None:
+    """Return as `SlugOf`, of the blocks of a Prefect server, without reading their secrets."""
+    try:
+        if BLOCK_SLUG.fullmatch(document):
+            kind, name = document.split("/")
+            client.read_block_document_by_name(name, kind, include_secrets=False)
+            return document
+        found = client.read_block_document(UUID(document), include_secrets=False)
+    except (ObjectNotFound, ValueError):
+        return None
+    return f"{found.block_type.slug}/{found.name}" if found.block_type else None
 
 
 def checked(
-    parameters: Mapping[str, Any], schema: Mapping[str, Any], blocks: Blocks, *, complete: bool
+    parameters: Mapping[str, Any], schema: Mapping[str, Any], slug_of: SlugOf, *, complete: bool
 ) -> dict[str, Any]:
     """Return the parameters as the deployment stores them: blocks by their names, never by their fields.
 
@@ -83,9 +76,9 @@ def checked(
             raise InvalidInput(f"parameters: no parameter {name!r}: {hint}")
     found = dict(parameters)
     if "target" in found:
-        found["target"] = _named(found["target"], "target", blocks)
+        found["target"] = _named(found["target"], "target", slug_of)
     if isinstance(sync := found.get("sync"), Mapping):
-        found["sync"] = _sync(sync, blocks)
+        found["sync"] = _sync(sync, slug_of)
     given = {name: value for name, value in found.items() if value is not None}
     is_resume = "fork" in schema["properties"]  # whose journal has the other settings
     if "trusted_packages" in given:
@@ -105,19 +98,19 @@ def checked(
     return found
 
 
-def _sync(sync: Mapping[str, Any], blocks: Blocks) -> object:
+def _sync(sync: Mapping[str, Any], slug_of: SlugOf) -> object:
     if "$ref" in sync:
-        return {"$ref": {"block_document_slug": _saved(sync["$ref"], "sync", blocks)}}
+        return {"$ref": {"block_document_slug": _saved(sync["$ref"], "sync", slug_of)}}
     SyncConfig(**{**sync, "upload_dir": None})
     target = sync.get("upload_dir")
-    return dict(sync) if target is None else {**sync, "upload_dir": _named(target, "sync.upload_dir", blocks)}
+    return dict(sync) if target is None else {**sync, "upload_dir": _named(target, "sync.upload_dir", slug_of)}
 
 
-def _named(target: object, where: str, blocks: Blocks) -> str:
+def _named(target: object, where: str, slug_of: SlugOf) -> str:
     """Return a URI, or `type/name`: text that Prefect does not resolve to the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
-            return _saved(target["$ref"], where, blocks)
+            return _saved(target["$ref"], where, slug_of)
         raise InvalidInput(
             f"{where}: expected a URI or the name of a saved block, found a block's fields, whose credentials would be "
             "readable in the deployment: save it as a block, and name it: "
@@ -127,22 +120,22 @@ def _named(target: object, where: str, blocks: Blocks) -> str:
         raise InvalidInput(f"{where}: expected a URI or the type/name of a saved block, found {type(target).__name__}")
     if isinstance(target, str):
         if template := _TEMPLATE.fullmatch(target.strip()):
-            return _saved(f"{template[1]}/{template[2]}", where, blocks)
+            return _saved(f"{template[1]}/{template[2]}", where, slug_of)
         validate_target(target)
         require_absolute(target, where)
         if BLOCK_SLUG.fullmatch(target):
-            return _saved(target, where, blocks)
+            return _saved(target, where, slug_of)
     try:
         return target_reference(resolve_target(target))
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
 
 
-def _saved(reference: object, where: str, blocks: Blocks) -> str:
+def _saved(reference: object, where: str, slug_of: SlugOf) -> str:
     document = reference
     if isinstance(reference, Mapping):
         document = reference.get("block_document_slug", reference.get("block_document_id"))
-    found = blocks.slug(str(document))
+    found = slug_of(str(document))
     if found is None:
         raise InvalidInput(f"{where}: no block {str(document)!r} is saved on the Prefect server")
     return found
@@ -261,7 +254,9 @@ def _ready(client: SyncPrefectClient, wanted: DeploymentSpec, pool: Pool) -> _Re
     flow: Flow[Any, Any] = getattr(import_module(module), name)
     times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
     flat = flow.flat if isinstance(flow, GroupedFlow) else flow
-    parameters = checked(flattened(wanted.parameters), form_of(flat), SavedBlocks(client), complete=bool(times))
+    parameters = checked(
+        flattened(wanted.parameters), form_of(flat), partial(slug_on_server, client), complete=bool(times)
+    )
     strategy = ConcurrencyOptions(collision_strategy=_STRATEGIES[wanted.collision])
     fields = {
         "description": wanted.offer.description,

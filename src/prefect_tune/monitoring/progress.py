@@ -33,7 +33,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.reasons import AnyReason, Reason, without_result
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import Html, first_line, visible
+from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.values import metric_in
 from prefect_tune.monitoring.live_report import link_to
@@ -88,7 +88,7 @@ class Progress(SearchObserver):
         """Return the progress as a table."""
         return progress_view.frame(self._reader.state(time.monotonic()), width, height)
 
-    def draw_html(self, ending: Ending, why: str) -> tuple[Html, str]:
+    def draw_html(self, ending: Ending, why: str) -> tuple[str, str]:
         """Return the progress as the output of a notebook's cell, and as one line."""
         state = self._reader.state(time.monotonic())
         return progress_html(state, ending, why, self._link), progress_view.line(state)

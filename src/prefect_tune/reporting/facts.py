@@ -227,11 +227,21 @@ def elapsed_seconds(period: OwnershipPeriod) -> float:
 
 
 def report_input_of(
-    snapshot: SearchSnapshot, *, uri: str, now: datetime, links: Links, expected: int | None = None, age: str = ""
+    snapshot: SearchSnapshot,
+    *,
+    uri: str,
+    now: datetime,
+    links: Links = lambda _: None,
+    objective: Objective | None = None,
+    expected: int | None = None,
+    age: str = "",
 ) -> ReportInput:
-    """Return the data for a report of the experiment; the snapshot has the curves of `drawn_trials`."""
+    """Return the data for a report of the experiment; the snapshot has the curves of `drawn_trials`.
+
+    Trials are compared by `objective`, or by that of the search.
+    """
     experiment = snapshot.experiment
-    objective = objective_in(experiment.settings)
+    objective = objective or objective_in(experiment.settings)
     trials = [with_report(trial, snapshot.newest(trial.trial)) for trial in experiment.trials.values()]
     configs = [flat(trial.config) for trial in trials]
     names = list(dict.fromkeys(name for config in configs for name in config))[:_MAX_PARAMETERS]

@@ -5,84 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 from shlex import quote
 from typing import TypeAlias, assert_never
 
 from prefect_tune.core.experiment.summary import counted, named, shown_settings, status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, newest_checkpoint, newest_key
+from prefect_tune.core.page_elements import (
+    Block,
+    Cell,
+    Code,
+    Figure,
+    Heading,
+    Link,
+    Table,
+    Text,
+    Verbatim,
+    data_uri,
+    elements_of,
+    escaped_html,
+)
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.shown_text import first_line, format_span, plural, shorten, shown_size, visible, visible_line
 from prefect_tune.core.storage.layout import below
 from prefect_tune.core.values import flat, metric_in
 from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, elapsed_seconds
-from prefect_tune.reporting.svg import SMALL_CURVES, data_uri, learning_curves, parallel_coordinates, timeline
+from prefect_tune.reporting.svg import SMALL_CURVES, learning_curves, parallel_coordinates, timeline
 from prefect_tune.terminal.formatting import LEAST_SECONDS, format_cell, format_counts, format_metrics
-
-# The elements of a page.
-
-
-@dataclass(frozen=True)
-class Link:
-    """Text with a hyperlink."""
-
-    text: str
-    address: str
-
-
-@dataclass(frozen=True)
-class Verbatim:
-    """Text to copy: a path, a command."""
-
-    text: str
-
-
-Cell: TypeAlias = str | Link | Verbatim
-
-
-@dataclass(frozen=True)
-class Heading:
-    """A title; level 1 is the page's."""
-
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True)
-class Text:
-    """A paragraph."""
-
-    parts: Sequence[Cell]
-    strong: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture, its description, and its legend."""
-
-    svg: str
-    shows: str
-    legend: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of cells; without names of columns, the first cell of each row names it."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-
-
-@dataclass(frozen=True)
-class Code:
-    """Preformatted lines."""
-
-    text: str
-    language: str = "json"
-
-
-Block: TypeAlias = Heading | Text | Figure | Table | Code
 
 # The page: at most about 300 KB, for any number of trials.
 
@@ -121,13 +69,14 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 
 def page_of(report: ReportInput) -> Sequence[Block]:
     """Return the page."""
-    sections = (_top, _best, _figures, _trials, _errors, _cost, _runs, _space_and_settings)
+    sections = (facts_and_headline, best_trial, figures, table_of_trials, errors, _cost, _runs, _space_and_settings)
     return [block for section in sections for block in section(report)]
 
 
-def _top(report: ReportInput) -> Iterator[Block]:
+def facts_and_headline(report: ReportInput) -> Iterator[Block]:
+    """Yield the title, the most important in one line, and a table of facts."""
     yield Heading(report.experiment.name, 1)
-    yield Text([_headline(report)], strong=True)
+    yield Text([_headline(report)], kind="strong")
     objective, periods = report.objective, [period for period, _ in report.runs]
     by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     rows: list[tuple[str, Cell]] = [
@@ -170,7 +119,7 @@ def _headline(report: ReportInput) -> str:
     return " · ".join(parts)
 
 
-def _best(report: ReportInput) -> Iterator[Block]:
+def best_trial(report: ReportInput) -> Iterator[Block]:
     """Yield the best trial, or the only one: its metrics, configuration, and newest checkpoint."""
     if len(report.best) != 1 and (report.is_search or not report.trials):
         return
@@ -204,7 +153,8 @@ def _best(report: ReportInput) -> Iterator[Block]:
         yield Code(f"{below(report.uri, key.folder)}\n{export}", "text")
 
 
-def _figures(report: ReportInput) -> Iterator[Block]:
+def figures(report: ReportInput) -> Iterator[Block]:
+    """Yield the pictures that can be drawn, each with its heading; instead of one that fails, the error."""
     for title, draw, usual_legend in _FIGURES:
         try:
             svg = draw(report)
@@ -226,7 +176,8 @@ def _figures(report: ReportInput) -> Iterator[Block]:
         yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
-def _trials(report: ReportInput) -> Iterator[Block]:
+def table_of_trials(report: ReportInput) -> Iterator[Block]:
+    """Yield the table of a search's trials, the best first, and where their checkpoints are."""
     if not report.is_search:
         return
     yield Heading("Trials")
@@ -295,10 +246,10 @@ def _without_repetition(columns: Iterable[Column]) -> Iterator[Block]:
     yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
 
-def _errors(report: ReportInput) -> Iterator[Block]:
+def errors(report: ReportInput) -> Iterator[Block]:
     """Yield the errors in one line each; of several, one that an earlier trial has too is said once."""
-    errors = report.errors
-    if not errors:
+    errored = report.errors
+    if not errored:
         return
     count = sum(trial.status is Status.ERRORED for trial in report.trials)
     causes = [format_error(trial.end_reason) for trial in errors]
@@ -415,9 +366,9 @@ def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
             yield f"{'#' * level} {escaped(text)}"
-        case Text(parts=parts, strong=strong):
+        case Text(parts=parts, kind=kind):
             text = "".join(map(_markdown_cell, parts))
-            yield f"**{text.strip()}**" if strong else text
+            yield f"**{text.strip()}**" if kind == "strong" else text
         case Figure():
             shows = escaped(block.shows)
             yield f"![{shows}]({data_uri(block.svg)})" if has_pictures else f"[{shows}: a picture, see --output]"
@@ -457,14 +408,10 @@ def _markdown_cell(cell: Cell) -> str:
             quoted = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
             return f"[{escaped(text)}]({quoted})"
         case Verbatim(text=text):
-            return _verbatim(text)
+            line = visible_line(text)
+            return escaped(line) if "`" in line or "|" in line else f"`{line}`"
         case str():
             return escaped(cell)
-
-
-def _verbatim(text: str) -> str:
-    line = visible_line(text)
-    return escaped(line) if "`" in line or "|" in line else f"`{line}`"
 
 
 def escaped(text: str) -> str:
@@ -474,7 +421,6 @@ def escaped(text: str) -> str:
 
 # Render a page as one self-contained HTML file, light or dark as the browser prefers.
 
-_STRONG = ' class="strong"'
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--line:#d8dee4;--wash:#f6f8fa;--link:#0969da}
 @media(prefers-color-scheme:dark){:root{--paper:#0e1116;--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--wash:#161b22;
@@ -504,47 +450,6 @@ def as_html(blocks: Sequence[Block]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main>\n"
+        f"<title>{escaped_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    return head + "\n".join(each for block in blocks for each in _elements(block)) + "\n</main></body></html>\n"
-
-
-def _elements(block: Block) -> Iterator[str]:
-    match block:
-        case Heading(text=text, level=level):
-            yield f"<h{level}>{_text(text)}</h{level}>"
-        case Text(parts=parts, strong=strong):
-            yield f"<p{_STRONG if strong else ''}>{''.join(map(_html_cell, parts))}</p>"
-        case Figure():
-            yield f'<img src="{data_uri(block.svg)}" alt="{_text(block.shows)}">'
-            if block.legend:
-                yield f'<p class="legend">{_text(block.legend)}</p>'
-        case Table():
-            yield from _html_table(block)
-        case Code(text=text):
-            yield f"<pre>{_text(text)}</pre>"
-        case never:
-            assert_never(never)
-
-
-def _html_table(table: Table) -> Iterator[str]:
-    yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
-    if table.head:
-        yield f"<tr>{''.join(f'<th>{_text(name)}</th>' for name in table.head)}</tr>"
-    for row in table.rows:
-        yield f"<tr>{''.join(f'<td>{_html_cell(cell)}</td>' for cell in row)}</tr>"
-    yield "</table></div>"
-
-
-def _html_cell(cell: Cell) -> str:
-    match cell:
-        case Link(text=text, address=address):
-            return f'<a href="{_text(address)}">{_text(text)}</a>'
-        case Verbatim(text=text):
-            return f"<code>{_text(text)}</code>"
-        case str():
-            return _text(cell)
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))
+    return head + "\n".join(each for block in blocks for each in elements_of(block)) + "\n</main></body></html>\n"

@@ -7,7 +7,6 @@ theme of its page. So it has no background, and colors halfway between black and
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -133,11 +132,6 @@ class Drawing:
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="12">'
         patterns = f"<defs>{''.join(self._hatches.values())}</defs>" if self._hatches else ""
         return f"{head}{patterns}{''.join(self._shapes)}</svg>"
-
-
-def data_uri(svg: str) -> str:
-    """Return the picture as a `data:` URI."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def safe(text: str) -> str:

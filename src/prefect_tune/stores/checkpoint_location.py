@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.checkpoints.manifest import Manifest
-    from prefect_tune.core.shown_text import Html
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.scratch import DirectoryContent
@@ -311,12 +310,14 @@ class TargetPlace:
 _OPENS = "with checkpoint.as_directory() as directory: ..."
 
 
-def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html:
+def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> str:
     """Return the checkpoint at `place`. Its manifest is read; an error of the target is shown, and not raised."""
-    from prefect_tune.core.shown_text import Html, cell_html, escaped, facts_table, paragraph
+    from prefect_tune.core.page_elements import Block, Cell, Table, Text, Verbatim, cell_html, values_table
+    from prefect_tune.core.shown_text import plural, shorten, shown_size
+    from prefect_tune.core.values import flat
 
-    found: Manifest | None = None
-    problem = Html("")
+    title, metrics, problem = "Checkpoint", list[Block](), list[Block]()
+    rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(place.name, 1000)))]
     try:
         there = place.now()
         if isinstance(there, LocalPlace):
@@ -324,27 +325,16 @@ def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html
         else:
             with there.open(timeout=timeout) as store:
                 found = there.manifest(store)
+            if found:
+                title = f"Checkpoint of step {found.step}, trial {found.trial} of {found.experiment}"
+                size = shown_size(sum(file.size_bytes for file in found.files))
+                rows += [
+                    ("step", f"{found.step:,}"),
+                    ("size", f"{size} in {plural(len(found.files), 'file', 'files')}"),
+                    ("saved", f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
+                ]
+                metrics = [values_table("metric", flat(found.about.metrics))]
     except TuneError as error:
-        problem = Html(f'<span class="pt-bad">{escaped(f"{type(error).__name__}: {error}")}</span>')
-    facts = {
-        "location": Html(f"<code>{escaped(place.name, 1000)}</code>"),
-        **(_facts_of(found) if found else {}),
-        "problem": problem,
-        "open": Html(f"<code>{escaped(_OPENS)}</code>"),
-    }
-    title = f"Checkpoint of step {found.step}, trial {found.trial} of {found.experiment}" if found else "Checkpoint"
-    return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
-
-
-def _facts_of(found: Manifest) -> dict[str, Html]:
-    from prefect_tune.core.shown_text import escaped, plural, shown_size, soft, values_table
-    from prefect_tune.core.values import flat
-
-    size_bytes = sum(each.size_bytes for each in found.files)
-    metrics = flat(found.about.metrics)
-    return {
-        "step": escaped(f"{found.step:,}"),
-        "size": escaped(f"{shown_size(size_bytes)} in {plural(len(found.files), 'file', 'files')}"),
-        "metrics": values_table(metrics) if metrics else soft("none"),
-        "saved": escaped(f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
-    }
+        problem = [Text([shorten(f"{type(error).__name__}: {error}", 300)], kind="bad")]
+    rows.append(("open", Verbatim(_OPENS)))
+    return cell_html(Text([title], kind="strong"), *metrics, Table((), rows), *problem)

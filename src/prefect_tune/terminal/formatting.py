@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -10,18 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.target_messages import ExperimentView
 from prefect_tune.core.metrics import shown
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.shown_text import format_duration, format_span, shown_amount, shown_size, visible
 from prefect_tune.core.usage_records import RankEnd
-from prefect_tune.core.values import flat, parse_time
+from prefect_tune.core.values import flat, metric_in, parse_time
 
 # Tables, and what is printed to stdout.
 
@@ -44,6 +46,15 @@ def print_parts(*parts: Table | str) -> None:
             console.print(shown_part, markup=False, soft_wrap=isinstance(part, str))
     lines = (line.rstrip(" ") for line in printed.get().split("\n"))  # a table fills its rows with blanks
     console.file.write("\n".join(lines))
+
+
+def text_of(*parts: RenderableType, width: int) -> str:
+    """Return what a terminal of this width would show, without colors."""
+    console = Console(color_system=None, force_jupyter=False, width=width, file=io.StringIO())
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def borderless_table(*names: str) -> Table:
@@ -84,6 +95,12 @@ def format_value(value: object) -> str:
             return ""
         case _:
             return str(value)
+
+
+def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
+    """Return the name of the best trial, or of another one, and these metrics: `trial 00003, errored, loss 0.25`."""
+    values = ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
+    return f"trial {named(trial.trial, trial.status)}, {values}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.summary import best_label, named, ranked, status_label
+from prefect_tune.core.experiment.summary import best_label, ranked, status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint, with_report
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
@@ -29,6 +29,7 @@ from prefect_tune.terminal.formatting import (
     UNLIMITED_WIDTH,
     borderless_table,
     format_counts,
+    format_trial,
     format_value,
     output_width,
     plain_cells,
@@ -367,7 +368,7 @@ def line(state: ProgressState) -> str:
         if state.lacking_count and objective is not None:
             parts.append(f"{state.lacking_count} without {', '.join(objective.metrics)} in the last report")
         if state.best is not None and objective is not None:
-            parts.append(f"{best_label(objective)}: {_format_best(state.best, objective)}")
+            parts.append(f"{best_label(objective)}: {format_trial(state.best, objective.metrics)}")
     return f"{state.outlook.experiment}: {'; '.join(filter(None, parts))}"
 
 
@@ -391,7 +392,7 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
     best, objective = state.best, state.outlook.objective
     if best is not None and objective is not None:
         of_another = ", of the checkpoint that it continues from" if best.inherits else ""
-        facts[best_label(objective)] = f"{_format_best(best, objective)} at step {best.step}{of_another}"
+        facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{of_another}"
         facts[""] = format_config(best)
     return facts
 
@@ -411,11 +412,6 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
         "config": format_config(trial),
     }
     return {name: text for name, text in facts.items() if text}
-
-
-def _format_best(best: Trial, objective: Objective) -> str:
-    compared = ", ".join(f"{name} {format_value(metric_in(best.metrics, name))}" for name in objective.metrics)
-    return f"trial {named(best.trial, best.status)}, {compared}"
 
 
 def _format_pace(state: ProgressState) -> str:

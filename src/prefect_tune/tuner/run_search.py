@@ -23,7 +23,7 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed,
 from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.failure_policy import same_errors_reason
 from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
+from prefect_tune.core.experiment.summary import best_label, best_of, counted
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Configured, Event, PriorTrial, WarmStart
@@ -32,7 +32,7 @@ from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.core.shown_text import plural, shorten, visible
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import canonical_json, leaves, metric_in, valid_name
+from prefect_tune.core.values import canonical_json, leaves, valid_name
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import (
@@ -89,7 +89,7 @@ from prefect_tune.suspension import (
     take_over,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
-from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
+from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_trial, format_value
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import SearchEstimate, resumes_paused
 from prefect_tune.trust import signed_settings
@@ -188,8 +188,7 @@ def _found(found: Experiment, objective: Objective | None) -> str:
     best = best_of(found)
     if best is None or objective is None:
         return said
-    values = ", ".join(f"{name} {format_value(metric_in(best.metrics, name))}" for name in objective.metrics)
-    return f"{said}; {best_label(objective)}: trial {named(best.trial, best.status)}, {values}"
+    return f"{said}; {best_label(objective)}: {format_trial(best, objective.metrics)}"
 
 
 _LOOK_EVERY = timedelta(seconds=0.5)

@@ -24,7 +24,8 @@ from typing import Self
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, unsaved_seconds
-from prefect_tune.core.shown_text import Html, cell_html, escaped, format_seconds, paragraph, plural, rows_table
+from prefect_tune.core.page_elements import Table, Text, cell_html
+from prefect_tune.core.shown_text import format_seconds, plural
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd
 from prefect_tune.core.values import parse_time
 
@@ -122,13 +123,13 @@ class ExperimentCost:
 
     def _repr_html_(self) -> str:
         total = self.slot_seconds or 1.0
-        cells = [
-            [escaped(text) for text in (each, format_seconds(seconds), format_share(seconds / total), each.meaning)]
-            for each, seconds in self.seconds.items()
+        rows = [
+            (str(category), format_seconds(seconds), format_share(seconds / total), category.meaning)
+            for category, seconds in self.seconds.items()
             if seconds / total >= _LEAST_SHARE
         ]
-        sentence = paragraph(escaped(cost_sentence(self) or "no slot was held yet"))
-        return cell_html(sentence, rows_table(["slots", "time", "share", ""], cells) if cells else Html(""))
+        sentence = cost_sentence(self) or "no slot was held yet"
+        return cell_html(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts of each trial that has any."""

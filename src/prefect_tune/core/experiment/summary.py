@@ -12,21 +12,10 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded
+from prefect_tune.core.page_elements import Cell, Code, Table, Text, Verbatim, cell_html, values_table
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import (
-    Html,
-    cell_html,
-    code,
-    escaped,
-    facts_table,
-    first_line,
-    paragraph,
-    plural,
-    shown_size,
-    soft,
-    values_table,
-)
+from prefect_tune.core.shown_text import first_line, plural, shorten, shown_size
 from prefect_tune.core.values import StepReport, flat
 
 if TYPE_CHECKING:
@@ -303,6 +292,8 @@ def named(trial: str, status: str) -> str:
 
 # A trial in words, and as HTML.
 
+_MAX_PAST = 8
+_MAX_TRACEBACK = 4_000
 _ENDED_SHORT = frozenset({Status.PRUNED, Status.INTERRUPTED, Status.PAUSED})
 
 
@@ -316,33 +307,34 @@ def wasted_words(steps: int, *, at_least: bool) -> str:
     return f"{'at least ' * at_least}{plural(steps, 'step', 'steps')}" if steps else ""
 
 
-def trial_html(trial: Trial) -> Html:
+def trial_html(trial: Trial) -> str:
     """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
     wasted = wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least)
     again = f", {wasted} trained again" if wasted else ""
-    past = [words for each in trial.past if (words := _words_of(each))]
-    earlier_count = max(0, len(past) - 8)
-    earlier = [soft(plural(earlier_count, "earlier event", "earlier events"))] if earlier_count else []
-    newest, checkpoint = newest_checkpoint(trial), soft("none")
-    if newest is not None:
+    rows: list[tuple[str, Cell]] = [("trained", f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{again}")]
+    past = [words for event in trial.past if (words := _words_of(event))]
+    earlier_count = max(0, len(past) - _MAX_PAST)
+    earlier = [plural(earlier_count, "earlier event", "earlier events")] if earlier_count else []
+    rows += [("" if index else "history", words) for index, words in enumerate([*earlier, *past[earlier_count:]])]
+    if (newest := newest_checkpoint(trial)) is None:
+        rows.append(("checkpoint", "none"))
+    else:
         others = f"; {len(trial.checkpoints)} are kept" if len(trial.checkpoints) > 1 else ""
         size = f", {shown_size(newest.size_bytes)}" if newest.size_bytes else ""
-        how = f"<code>{escaped(f'results.checkpoint({trial.trial!r})')}</code>"
-        checkpoint = Html(f"{escaped(f'step {newest.step}{size}{others}')}: {how}")
+        rows.append(("checkpoint", f"step {newest.step}{size}{others}"))
+        rows.append(("", Verbatim(f"results.checkpoint({trial.trial!r})")))
     is_errored = trial.status is Status.ERRORED
-    facts = {
-        "metrics": values_table(flat(trial.metrics)),
-        "config": values_table(flat(trial.config)),
-        "trained": escaped(f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{again}"),
-        "history": Html("<br>".join([*earlier, *map(escaped, past[earlier_count:])])),
-        "checkpoint": checkpoint,
-        "error": code(trial.reason) if is_errored else Html(""),
-        "reason": Html("") if is_errored else escaped(first_line(trial.reason)),
-    }
-    title = f"Trial {trial.trial} · {status_label(trial.status, trial.step)}"
-    return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
+    if trial.reason and not is_errored:
+        rows.append(("reason", first_line(trial.reason)))
+    return cell_html(
+        Text([f"Trial {trial.trial} · {status_label(trial.status, trial.step)}"], kind="strong"),
+        values_table("metric", flat(trial.metrics)),
+        values_table("parameter", flat(trial.config)),
+        Table((), [(name, cell if isinstance(cell, Verbatim) else shorten(str(cell), 300)) for name, cell in rows]),
+        *([Code(trial.reason[-_MAX_TRACEBACK:], "text")] if is_errored else []),
+    )
 
 
 def _words_of(past_event: PastEvent) -> str:

@@ -1,0 +1,166 @@
+"""The elements of what people read, and their HTML, of a page of its own or in the output of a notebook's cell.
+
+Text from anywhere is escaped, and nothing is loaded: pictures are part of the markup.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal, TypeAlias, assert_never
+
+from prefect_tune.core.shown_text import shorten, visible, visible_line
+
+
+@dataclass(frozen=True)
+class Link:
+    """Text with a hyperlink."""
+
+    text: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Text to copy: a path, a command."""
+
+    text: str
+
+
+Cell: TypeAlias = str | Link | Verbatim
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title; level 1 is the page's."""
+
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    parts: Sequence[Cell]
+    kind: Literal["", "strong", "legend", "bad"] = ""
+    """How it stands out; empty if it does not."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture, its description, and its legend."""
+
+    svg: str
+    shows: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells; without names of columns, the first cell of each row names it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Preformatted lines."""
+
+    text: str
+    language: str = "json"
+
+
+Block: TypeAlias = Heading | Text | Figure | Table | Code
+
+_MAX_VALUES = 60
+
+
+def values_table(name: str, values: Mapping[str, object]) -> Table:
+    """Return a table of parameters or metrics, which are `flat`: of many the first 60, and how many more there are."""
+    shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
+    rows = [(shorten(visible_line(key), 60), shorten(visible_line(text), 300)) for key, text in shown.items()]
+    more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []
+    return Table((name, "value"), [*rows[:_MAX_VALUES], *more])
+
+
+def elements_of(block: Block) -> Iterator[str]:
+    """Yield the HTML of a block. Names chosen by users are escaped."""
+    match block:
+        case Heading(text=text, level=level):
+            yield f"<h{level}>{escaped_html(text)}</h{level}>"
+        case Text(parts=parts, kind=kind):
+            attribute = f' class="{kind}"' if kind else ""
+            yield f"<p{attribute}>{''.join(map(_html_cell, parts))}</p>"
+        case Figure():
+            yield f'<img src="{data_uri(block.svg)}" alt="{escaped_html(block.shows)}">'
+            if block.legend:
+                yield f'<p class="legend">{escaped_html(block.legend)}</p>'
+        case Table():
+            yield from _html_table(block)
+        case Code(text=text):
+            yield f"<pre>{escaped_html(text)}</pre>"
+        case never:
+            assert_never(never)
+
+
+def _html_table(table: Table) -> Iterator[str]:
+    if not table.rows:
+        return
+    yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
+    if table.head:
+        yield f"<tr>{''.join(f'<th>{escaped_html(name)}</th>' for name in table.head)}</tr>"
+    for row in table.rows:
+        yield f"<tr>{''.join(f'<td>{_html_cell(cell)}</td>' for cell in row)}</tr>"
+    yield "</table></div>"
+
+
+def _html_cell(cell: Cell) -> str:
+    match cell:
+        case Link(text=text, address=address):
+            return f'<a href="{escaped_html(address)}" target="_blank" rel="noopener">{escaped_html(text)}</a>'
+        case Verbatim(text=text):
+            return f"<code>{escaped_html(text)}</code>"
+        case str():
+            return escaped_html(cell)
+
+
+def escaped_html(text: str) -> str:
+    """Return any text as markup that shows it."""
+    return escape(visible(text))
+
+
+def data_uri(svg: str) -> str:
+    """Return the picture as a `data:` URI."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
+# The output of a notebook's cell. The class is named twice, to outweigh JupyterLab's own rules for tables. Lines are
+# half transparent, so that they are visible on a light page and on a dark one; text has the page's color.
+_STYLE = """
+.prefect-tune{font-size:13px;line-height:1.5;color:inherit;overflow-x:auto}
+.prefect-tune p{margin:.3em 0}.prefect-tune .strong{font-size:15px;font-weight:600}.prefect-tune .legend{opacity:.7}
+.prefect-tune .bad{border-left:3px solid #df4b4b;padding-left:8px}
+.prefect-tune h1,.prefect-tune h2{font-size:15px;font-weight:600;margin:.6em 0 .2em}
+.prefect-tune.prefect-tune table{border-collapse:collapse;margin:.5em 0;border:none;font-size:inherit;color:inherit;
+width:auto}
+.prefect-tune.prefect-tune table tr,.prefect-tune.prefect-tune table tr:nth-child(n){background:none}
+.prefect-tune.prefect-tune table td,.prefect-tune.prefect-tune table th{text-align:left;vertical-align:top;border:none;
+padding:3px 16px 3px 0;color:inherit;background:none;font-variant-numeric:tabular-nums;white-space:nowrap;
+border-bottom:1px solid rgba(128,128,128,.3)}
+.prefect-tune.prefect-tune table th,.prefect-tune.prefect-tune table.facts td:first-child{opacity:.7}
+.prefect-tune.prefect-tune table.facts td{border:none;white-space:normal;overflow-wrap:anywhere}
+.prefect-tune.prefect-tune code,.prefect-tune.prefect-tune pre{font-family:ui-monospace,"SF Mono",Menlo,Consolas,
+monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
+.prefect-tune pre{white-space:pre;margin:0;max-height:40em;overflow:auto}
+.prefect-tune img{max-width:min(100%,760px);height:auto;display:block}
+"""
+
+
+def cell_html(*blocks: Block) -> str:
+    """Return the output of a cell."""
+    elements = "".join(element for block in blocks for element in elements_of(block))
+    return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'
