@@ -25,7 +25,7 @@ from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, ce
 from prefect_tune.core.search_view import Series, numbers_in
 from prefect_tune.core.shown_text import first_line, format_duration, plural, shorten
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
-from prefect_tune.reporting.page import best_trial, errors, facts_and_headline, figures, table_of_trials
+from prefect_tune.reporting.page import best_trial, figures, headline_and_facts, table_of_errors, table_of_trials
 from prefect_tune.terminal.formatting import text_of
 from prefect_tune.terminal.live_display import QuietFilter, console_handlers
 from prefect_tune.terminal.progress_view import ProgressState, common_metrics, frame, trials_table
@@ -257,14 +257,14 @@ def results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callab
     `read_curves` and `read_cost` may read the target: an error of it takes the place of the curves, and hides the cost.
     """
     metrics = report.objective.metrics if report.objective else common_metrics(report.first_trials)[:_MAX_METRICS]
-    blocks = [*facts_and_headline(report), *best_trial(report)]
+    blocks = [*headline_and_facts(report), *best_trial(report)]
     try:
         curves = read_curves([trial.trial for trial in spread([*report.ranking] or report.trials, DRAWN)], metrics)
     except TuneError as error:
         blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
         curves = {}
     history = replace(report.history, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
-    blocks += [*figures(replace(report, history=history)), *table_of_trials(report), *errors(report)]
+    blocks += [*figures(replace(report, history=history)), *table_of_trials(report), *table_of_errors(report)]
     with suppress(TuneError):
         if sentence := cost_sentence(read_cost()):
             blocks.append(Text([sentence]))

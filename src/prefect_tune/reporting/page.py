@@ -69,11 +69,20 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 
 def page_of(report: ReportInput) -> Sequence[Block]:
     """Return the page."""
-    sections = (facts_and_headline, best_trial, figures, table_of_trials, errors, _cost, _runs, _space_and_settings)
+    sections = (
+        headline_and_facts,
+        best_trial,
+        figures,
+        table_of_trials,
+        table_of_errors,
+        _cost,
+        _runs,
+        _space_and_settings,
+    )
     return [block for section in sections for block in section(report)]
 
 
-def facts_and_headline(report: ReportInput) -> Iterator[Block]:
+def headline_and_facts(report: ReportInput) -> Iterator[Block]:
     """Yield the title, the most important in one line, and a table of facts."""
     yield Heading(report.experiment.name, 1)
     yield Text([_headline(report)], kind="strong")
@@ -246,10 +255,10 @@ def _without_repetition(columns: Iterable[Column]) -> Iterator[Block]:
     yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
 
-def errors(report: ReportInput) -> Iterator[Block]:
+def table_of_errors(report: ReportInput) -> Iterator[Block]:
     """Yield the errors in one line each; of several, one that an earlier trial has too is said once."""
-    errored = report.errors
-    if not errored:
+    errors = report.errors
+    if not errors:
         return
     count = sum(trial.status is Status.ERRORED for trial in report.trials)
     causes = [format_error(trial.end_reason) for trial in errors]
