@@ -7,7 +7,7 @@ import re
 import shlex
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +18,17 @@ from typing import Any, ClassVar, Self
 from urllib.parse import quote, urlencode, urlsplit
 
 from prefect.blocks.core import Block, schema_extra
-from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    HttpUrl,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.blocks.credentials import import_named_blocks
@@ -236,6 +246,9 @@ class StorageTarget(StrictBlock, ABC):
 class ObjectTarget(StorageTarget, ABC):
     """A prefix in a bucket (or container) that is reached over HTTP."""
 
+    _ways_to_sign: ClassVar[tuple[str, ...]] = ()
+    """The fields of which one at most may be set."""
+
     prefix: str = Field(default="", description="The folder within the bucket or container. Empty: its root.")
     endpoint_url: str | None = Field(
         default=None,
@@ -283,6 +296,13 @@ class ObjectTarget(StorageTarget, ABC):
     def _plain_http_is_said_aloud(self) -> Self:
         if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
             raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is intended")
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        given = [name for name in self._ways_to_sign if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} contradict each other: keep one")
         return self
 
     @classmethod
@@ -343,30 +363,21 @@ class ObjectTarget(StorageTarget, ABC):
         return options
 
 
-def one_at_most(ways: Mapping[str, object]) -> None:
-    """Refuse more than one of several alternative fields.
+def bare_name(kind: str, pattern: str) -> AfterValidator:
+    """Return the validator of the name of a bucket or container: no URI, no path, and it matches `pattern`."""
 
-    Raises:
-        ValueError: more than one is set.
-    """
-    given = [name for name, value in ways.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} contradict each other: keep one")
+    def validated(name: str) -> str:
+        if "://" in name:
+            raise ValueError(f"expected the {kind}'s name alone, found the URI {name!r}: use resolve_target for URIs")
+        if "/" in name:
+            raise ValueError(
+                f"expected the {kind}'s name alone, found {name!r}: put the part after the '/' into prefix"
+            )
+        if not re.fullmatch(pattern, name):
+            raise ValueError(f"{name!r} is not a valid name of a {kind}")
+        return name
 
-
-def bare_name(kind: str, name: str, pattern: str) -> str:
-    """Return `name` if it is a valid name of a bucket or container.
-
-    Raises:
-        ValueError: it is a URI, a path, or does not match `pattern`.
-    """
-    if "://" in name:
-        raise ValueError(f"expected the {kind}'s name alone, found the URI {name!r}: use resolve_target for URIs")
-    if "/" in name:
-        raise ValueError(f"expected the {kind}'s name alone, found {name!r}: put the part after the '/' into prefix")
-    if not re.fullmatch(pattern, name):
-        raise ValueError(f"{name!r} is not a valid name of a {kind}")
-    return name
+    return AfterValidator(validated)
 
 
 def http_endpoint(url: str) -> str:

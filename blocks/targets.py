@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from prefect.types import SecretDict
@@ -33,7 +33,6 @@ from prefect_tune.blocks.storage_target import (
     StorageTarget,
     bare_name,
     block_logo,
-    one_at_most,
 )
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -246,7 +245,11 @@ class S3Target(ObjectTarget):
     _logo_url: ClassVar[HttpUrl | None] = block_logo("aws")
     _client: ClassVar[Client | None] = Client.S3
 
-    bucket: str = Field(description="The bucket's name, without 's3://'.")
+    _ways_to_sign: ClassVar[tuple[str, ...]] = ("access_key_id", "credentials", "anonymous")
+
+    bucket: Annotated[str, bare_name("bucket", r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")] = Field(
+        description="The bucket's name, without 's3://'."
+    )
     region: str | None = Field(
         default=None, description="The bucket's region. Empty: from the environment, else us-east-1."
     )
@@ -266,18 +269,12 @@ class S3Target(ObjectTarget):
         "TLS protects the payload already.",
     )
 
-    @field_validator("bucket")
-    @classmethod
-    def _bucket_name(cls, bucket: str) -> str:
-        return bare_name("bucket", bucket, r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
-
     @model_validator(mode="after")
-    def _one_way_to_sign(self) -> Self:
+    def _whole_keys(self) -> Self:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key require each other: set both, or neither")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token belongs to an access_key_id and a secret_access_key")
-        one_at_most({"keys": self.access_key_id, "credentials": self.credentials, "anonymous": self.anonymous})
         return self
 
     @property
@@ -347,19 +344,17 @@ class GcsTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "gcs-target"
     _logo_url: ClassVar[HttpUrl | None] = block_logo("googlecloud")
     _client: ClassVar[Client | None] = Client.GCS
+    _ways_to_sign: ClassVar[tuple[str, ...]] = ("service_account_json", "credentials", "anonymous")
 
-    bucket: str = Field(description="The bucket's name, without 'gs://'.")
+    bucket: Annotated[str, bare_name("bucket", r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")] = Field(
+        description="The bucket's name, without 'gs://'."
+    )
     service_account_json: SecretStr | None = Field(
         default=None, description="The content of a service account's key file."
     )
     credentials: GcpBlock = Field(
         default=None, description="A GcpCredentials block of prefect-gcp, instead of service_account_json."
     )
-
-    @field_validator("bucket")
-    @classmethod
-    def _bucket_name(cls, bucket: str) -> str:
-        return bare_name("bucket", bucket, r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
     @field_validator("service_account_json")
     @classmethod
@@ -373,17 +368,6 @@ class GcsTarget(ObjectTarget):
         if not isinstance(key, dict) or not {"client_email", "private_key"} <= key.keys():
             raise ValueError("expected the JSON of a service account's key, with client_email and private_key")
         return secret
-
-    @model_validator(mode="after")
-    def _one_way_to_sign(self) -> Self:
-        one_at_most(
-            {
-                "service_account_json": self.service_account_json,
-                "credentials": self.credentials,
-                "anonymous": self.anonymous,
-            }
-        )
-        return self
 
     @property
     def uri(self) -> str:
@@ -421,8 +405,17 @@ class AzureTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "azure-target"
     _logo_url: ClassVar[HttpUrl | None] = block_logo("microsoft-azure")
     _client: ClassVar[Client | None] = Client.AZURE
+    _ways_to_sign: ClassVar[tuple[str, ...]] = (
+        "account_key",
+        "sas_token",
+        "connection_string",
+        "credentials",
+        "anonymous",
+    )
 
-    container: str = Field(description="The container's name.")
+    container: Annotated[str, bare_name("container", r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")] = Field(
+        description="The container's name."
+    )
     account_name: str | None = Field(
         default=None,
         description="The storage account. Empty: from the connection string or the environment.",
@@ -436,30 +429,12 @@ class AzureTarget(ObjectTarget):
         default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead of the fields above."
     )
 
-    @field_validator("container")
-    @classmethod
-    def _container_name(cls, container: str) -> str:
-        return bare_name("container", container, r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
-
     @field_validator("connection_string")
     @classmethod
     def _readable(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None:
             connection_options(secret.get_secret_value())
         return secret
-
-    @model_validator(mode="after")
-    def _one_way_to_sign(self) -> Self:
-        one_at_most(
-            {
-                "account_key": self.account_key,
-                "sas_token": self.sas_token,
-                "connection_string": self.connection_string,
-                "credentials": self.credentials,
-                "anonymous": self.anonymous,
-            }
-        )
-        return self
 
     @classmethod
     def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others

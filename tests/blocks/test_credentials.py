@@ -56,7 +56,7 @@ class TestAws:
         assert "Credential=of-the-team/" in server.asked[0]["authorization"]
 
     def test_keys_beside_a_block_are_refused(self, aws: Any) -> None:
-        with pytest.raises(InvalidInput, match="keys and credentials contradict each other"):
+        with pytest.raises(InvalidInput, match="access_key_id and credentials contradict each other"):
             S3Target(bucket="bucket", credentials=aws.AwsCredentials(), **KEYS)
 
     @pytest.mark.usefixtures("prefect_server")
