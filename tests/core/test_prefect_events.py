@@ -43,7 +43,6 @@ from prefect_tune.core.prefect_events import (
     event_name,
     labels_of,
     payload_of,
-    short,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import objective_of
@@ -99,7 +98,7 @@ def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = payloads(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    assert (ended["cause"], ended["reason"]) == ("machine", short(LONG))
+    assert (ended["cause"], ended["reason"]) == ("machine", abbreviated(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")

@@ -88,26 +88,23 @@ COMMANDS: Mapping[str, Sequence[str]] = {
 _ORDER = [name for names in COMMANDS.values() for name in names]
 
 
-class Group(TyperGroup):
-    """A group of commands, without the type of flags in its help."""
+class _WithoutTypeOfFlags:
+    """Leaves `<bool>` out of the help: typer shows it for a flag, as if the flag took a value."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
-        return _without_type_of_flags(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the other base class
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
 
-class Command(TyperCommand):
-    """A command, without the type of flags in its help."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type_of_flags(super().get_params(ctx))
+class Group(_WithoutTypeOfFlags, TyperGroup):
+    """A group of commands."""
 
 
-def _without_type_of_flags(parameters: list[Any]) -> list[Any]:
-    """Leave `<bool>` out of the help: typer shows it for a flag, as if the flag took a value."""
-    for each in parameters:
-        if getattr(each, "is_flag", False):
-            each.metavar = ""
-    return parameters
+class Command(_WithoutTypeOfFlags, TyperCommand):
+    """A command."""
 
 
 class _InOrder(Group):

@@ -189,16 +189,11 @@ def labels_of(payload: Mapping[str, object]) -> dict[str, str]:
     return {f"prefect-tune.{name}": word for name, word in words.items()}
 
 
-def short(text: str) -> str:
-    """Return the first line of a text, cut to 500 characters."""
-    return shorten(first_line(text), _TEXT)
-
-
 def abbreviated(value: Json) -> Json:
-    """Return a JSON value with texts made `short`, and the first 20 items of each list and table."""
+    """Return a JSON value with the first 500 characters of each text's first line, and 20 items of lists and tables."""
     match value:
         case str():
-            return short(value)
+            return shorten(first_line(value), _TEXT)
         case dict():
             return {name: abbreviated(each) for name, each in islice(value.items(), _ITEMS)}
         case list():
