@@ -58,7 +58,10 @@ BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
         "require each other: set both, or neither",
     ),
     "a token alone": (lambda: S3Target(bucket="bucket", session_token=SECRET), "session_token belongs to"),
-    "keys, and none": (lambda: S3Target(bucket="bucket", anonymous=True, **KEYS), "access_key_id and anonymous contradict"),
+    "keys, and none": (
+        lambda: S3Target(bucket="bucket", anonymous=True, **KEYS),
+        "access_key_id and anonymous contradict",
+    ),
     "a plain http endpoint": (
         lambda: S3Target(bucket="bucket", endpoint_url="http://minio:9000"),
         "has no TLS: set allow_http=True if that is intended",

@@ -22,7 +22,7 @@ from prefect_tune.core.journal_events import (
     Paused,
     QuarantinedCheckpoint,
 )
-from prefect_tune.core.prefect_events import short
+from prefect_tune.core.prefect_events import abbreviated
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
 from prefect_tune.suspension import page_of
@@ -94,6 +94,6 @@ def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> Non
     upkeep = Upkeep("e", damaged=[damaged], not_looked_at=[NotLookedAt("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
-    for shown in (markdown(report), str(DamageFound(report.alarm, report)), *errors, short(HOSTILE)):
+    for shown in (markdown(report), str(DamageFound(report.alarm, report)), *errors, str(abbreviated(HOSTILE))):
         require_visible(shown)
         assert "\\u202e" in shown
