@@ -27,9 +27,10 @@ def write_profile(path: Path, key: str) -> None:
 class RotatingS3(S3Sink):
     """`S3Sink` that knows one access key at a time, and refuses requests that are signed with another one.
 
-    The first key expires once `trials` of them have committed a checkpoint; `expired` is called then. For `outage`
-    no key is accepted, and for as long as there is a trial that has not met a refusal. Then `renew` is called with the
-    next key, which may be the same (`renews_key=False`: what was refused is allowed again).
+    The first key expires once `trials` of them wait for that with no request under way: one whose last commit is not
+    journaled yet would wait for the journal, and meet no refusal. `expired` is called then. For `outage` no key is
+    accepted, and for as long as there is a trial that has not met a refusal. Then `renew` is called with the next key,
+    which may be the same (`renews_key=False`: what was refused is allowed again).
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RotatingS3(S3Sink):
         refusal: tuple[str, str],
         *,
         trials: int,
+        count_waiting: Callable[[], int],
         outage: timedelta,
         expired: Callable[[], None],
         renew: Callable[[str], None],
@@ -45,13 +47,13 @@ class RotatingS3(S3Sink):
         super().__init__()
         self._refusal = failure(*refusal)
         self._trials = trials
+        self._count_waiting = count_waiting
         self._outage = outage
         self._on_expiry, self._renew = expired, renew
         self._next_key = "KEY2" if renews_key else "KEY1"
         self._accepted: str | None = "KEY1"
         self._expired_at: float | None = None
         self._changing = threading.Lock()
-        self.committed: set[str] = set()
         self.refused: set[str] = set()
         self.refusals = 0
 
@@ -67,19 +69,15 @@ class RotatingS3(S3Sink):
             signed = _SIGNED_BY.search(asked.headers.get("authorization", ""))
             is_accepted = signed is not None and signed[1] == self._accepted
             if not is_accepted:
-                self._note(self.refused, asked)
+                if trial := _TRIAL.search(asked.key):
+                    self.refused.add(trial[1])
                 self.refusals += 1
-        if not is_accepted:
-            return self._refusal
-        reply = super()._reply(asked, fault)
-        if asked.method == "PUT" and asked.key.endswith("/manifest.json") and reply.status.startswith("2"):
-            self._note(self.committed, asked)
-        return reply
+        return super()._reply(asked, fault) if is_accepted else self._refusal
 
     def _turn(self) -> None:
         """Take the step that is due: from the first key to none, from none to the next."""
         if self._expired_at is None:
-            if len(self.committed) >= self._trials:
+            if self._count_waiting() >= self._trials:
                 self._expired_at, self._accepted = time.monotonic(), None
                 self._on_expiry()
         elif self._accepted is None:
@@ -87,7 +85,3 @@ class RotatingS3(S3Sink):
             if is_over and len(self.refused) >= self._trials:
                 self._accepted = self._next_key
                 self._renew(self._next_key)
-
-    def _note(self, trials: set[str], asked: Asked) -> None:
-        if found := _TRIAL.search(asked.key):
-            trials.add(found[1])

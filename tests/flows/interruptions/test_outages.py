@@ -156,6 +156,7 @@ def rotating(
     with RotatingS3(
         refusal,
         trials=trials,
+        count_waiting=lambda: len(list(profile.parent.glob("expired.waits-*"))),
         outage=timedelta(seconds=seconds),
         expired=lambda: profile.with_name("expired").touch(),
         renew=lambda key: write_profile(profile, key),
