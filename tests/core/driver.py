@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -116,6 +116,10 @@ class Session:
 
     def broken(self, *, tidy: bool = True) -> list[str]:
         return after_recovery(self.store, self.witness, self.steps, alone=self.is_alone, tidy=tidy)
+
+    def outcome(self) -> Hashable:
+        assert isinstance(self.store, MemoryStore)
+        return frozenset(self.store.objects.items()), repr(self.witness), self.steps, self.is_alone
 
     @property
     def trial(self) -> Trial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -28,7 +28,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp
 from tests.core.driver import retried
 from tests.core.operations.test_fork_experiment import forked
-from tests.core.protocol.exploring import Act, Explored, IsPoint, everywhere, explore, meet, meet_at_random
+from tests.core.protocol.exploring import Act, Explored, IsPoint, Verdicts, everywhere, explore, meet, meet_at_random
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Chronicle, Search
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
@@ -273,6 +273,9 @@ class Scene:
                 broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
         return [*broken, *(f"left behind: {path}" for path in left(self.store) if tidy)]
 
+    def outcome(self) -> Hashable:
+        return frozenset(self.store.objects.items()), tuple(self.done), self.leaves_no_trace
+
 
 def _of_experiment(store: MemoryStore, name: str) -> list[str]:
     """Check an experiment, unless it is missing, incomplete or being deleted."""
@@ -381,7 +384,7 @@ def at_looks(method: str, path: str) -> bool:
 def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Explored:
     """Run each of the two completely before each point (or each `every`-th point) of the other, and after its end."""
     before, *both = MEETINGS[name]
-    last_choice = [0]
+    last_choice, verdicts = [0], Verdicts()
 
     def attempt(first: int, turns: int) -> list[str]:
         taken = last_choice[0] = 0
@@ -394,7 +397,7 @@ def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough
             return wanted if wanted in running else running[0]
 
         scene = replace(begun(before).again(), leaves_no_trace=is_point is at_looks and name in WITHOUT_TRACE)
-        return meet(scene, both, choose, is_point)
+        return meet(scene, both, choose, is_point, verdicts)
 
     def tries() -> Iterator[tuple[str, Callable[[], list[str]]]]:
         for first in (0, 1):

@@ -6,13 +6,14 @@ A scene is a store and the processes that use it. It is copied for each try; aft
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Protocol, Self, TypeVar, cast
+
+from greenlet import getcurrent, greenlet
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -41,6 +42,10 @@ class Scene(Protocol):
         """Return the broken promises, once every process has ended. `tidy`: no write arrived late."""
         ...
 
+    def outcome(self) -> Hashable:
+        """Return everything that `broken` reads of a scene on a `MemoryStore`."""
+        ...
+
 
 _Scene = TypeVar("_Scene", bound=Scene)
 Act = Callable[[_Scene], None]
@@ -66,6 +71,26 @@ class Explored:
         assert not self.broken, self.broken[:9]
 
 
+class Verdicts:
+    """The broken promises of scenes, looked for once per outcome: of a thousand orders most end alike.
+
+    For one exploration: a mutant changes what is looked for.
+    """
+
+    def __init__(self) -> None:
+        self._by_outcome: dict[Hashable, Sequence[str]] = {}
+
+    def broken_promises(self, scene: Scene) -> Sequence[str]:
+        """Return the promises that a scene breaks on which no write arrived late."""
+        return self.look_up(scene.outcome(), scene.broken)
+
+    def look_up(self, outcome: Hashable, look: Callable[[], Sequence[str]]) -> Sequence[str]:
+        """Return the promises that `look` finds broken, which depend on `outcome` only."""
+        if outcome not in self._by_outcome:
+            self._by_outcome[outcome] = look()
+        return self._by_outcome[outcome]
+
+
 def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Explored:
     """Try them all, each with a name; end early once `enough` broken promises were found."""
     explored = Explored()
@@ -77,25 +102,27 @@ def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: in
     return explored
 
 
-def meet(scene: _Scene, acts: Sequence[Act[_Scene]], choose: Choice, is_point: IsPoint) -> list[str]:
+def meet(
+    scene: _Scene, acts: Sequence[Act[_Scene]], choose: Choice, is_point: IsPoint, verdicts: Verdicts
+) -> list[str]:
     """Let the acts run one operation at a time; return the broken promises."""
 
     def process(act: Act[_Scene]) -> Process:
         return lambda store: act(scene.on(store))
 
     died = in_turns(scene.store, [process(act) for act in acts], choose, is_point)
-    return [*died, *scene.broken()]
+    return [*died, *verdicts.broken_promises(scene)]
 
 
 def meet_in_every_order(
     scene: _Scene, acts: Sequence[Act[_Scene]], is_point: IsPoint, *, limit: int, enough: int | None = None
 ) -> Explored:
     """Run the acts in every order of their points."""
-    explored = Explored()
+    explored, verdicts = Explored(), Verdicts()
 
     def run(choose: Choice) -> None:
         if enough is None or len(explored.broken) < enough:
-            explored.broken += meet(scene.again(), acts, choose, is_point)
+            explored.broken += meet(scene.again(), acts, choose, is_point, verdicts)
 
     explored.points = every_order(run, limit)
     return explored
@@ -105,15 +132,17 @@ def meet_at_random(
     scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int], *, enough: int | None = None
 ) -> Explored:
     """Run the acts in random orders of all their operations."""
+    verdicts = Verdicts()
 
     def attempt(seed: int) -> list[str]:
-        return meet(scene.again(), acts, drawn(seed), everywhere)
+        return meet(scene.again(), acts, drawn(seed), everywhere, verdicts)
 
     return explore(((f"seed {seed}", partial(attempt, seed)) for seed in seeds), enough)
 
 
 def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int]) -> Explored:
     """The same, and each act may fail at a random operation in a random way."""
+    verdicts = Verdicts()
 
     def dying(act: Act[_Scene], nth: int, way: Way) -> Act[_Scene]:
         def act_or_die(view: _Scene) -> None:
@@ -125,7 +154,7 @@ def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int])
     def attempt(seed: int) -> list[str]:
         rng = random.Random(seed)
         failing = [dying(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
-        return meet(scene.again(), failing, drawn(seed), everywhere)
+        return meet(scene.again(), failing, drawn(seed), everywhere, verdicts)
 
     return explore((f"seed {seed}", partial(attempt, seed)) for seed in seeds)
 
@@ -142,11 +171,12 @@ def die_everywhere(
     twin = scene.again()
     counting = DyingStore(twin.store, 0, only=only)
     act(twin.on(counting))
+    verdicts = Verdicts()
 
     def attempt(nth: int, way: Way) -> Iterator[str]:
         twin = scene.again()
         yield from failure_of(lambda: act(twin.on(DyingStore(twin.store, nth, way, only=only))))
-        yield from twin.broken()
+        yield from verdicts.broken_promises(twin)
 
     points = product(range(1, counting.total + 1), tuple(ways))
     return explore(((f"#{nth} {way.name}", partial(attempt, nth, way)) for nth, way in points), enough)
@@ -199,7 +229,7 @@ class SeenBeforeError(BaseException):
 
 
 def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
-    """Run `processes`, each in a thread, one at a time; return the errors that ended them."""
+    """Run `processes`, each in a greenlet, one at a time; return the errors that ended them."""
     runners = [_Runner(inner, process, is_point) for process in processes]
 
     def state() -> State:
@@ -278,37 +308,32 @@ class _Runner(StoreAround):
         self._process = process
         self._is_point = is_point
         self._is_abandoned = False
-        self._turn = threading.Semaphore(0)
-        self._done = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._caller = getcurrent()
+        self._greenlet = greenlet(self._run)  # no thread: a switch takes no time, however busy the machine is
 
     def go(self) -> None:
         """Run the process to its next point, or to its end."""
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._turn.release()
-        self._done.acquire()
+        self._greenlet.switch()
 
     def abandon(self) -> None:
         """End the process where it is."""
         self._is_abandoned = True
-        self._turn.release()
-        self._thread.join()
+        if not self.has_ended:
+            self._greenlet.switch()
 
     def _run(self) -> None:
         try:
             self._process(self)
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: reported by `in_turns`
+        except BaseException as error:  # noqa: BLE001 - the process's edge: reported by `in_turns`
             self.died_of = error
         finally:
             self.has_ended = True
-            self._done.release()
 
     def around(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
+        if self._is_abandoned:
+            raise SeenBeforeError
         if self._is_point(method, path):
-            self._done.release()
-            self._turn.acquire()
+            self._caller.switch()
         if self._is_abandoned:
             raise SeenBeforeError
         try:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Reported
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.core.driver import KEY, Session, Witness, after_recovery, run_to
-from tests.core.protocol.exploring import Explored, explore, failure_of, late_writes
+from tests.core.driver import KEY, Session, Witness, run_to
+from tests.core.protocol.exploring import Explored, Verdicts, explore, failure_of, late_writes
 from tests.fakes.stores.dying_store import DyingStore, Way
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.stores.memory_store import MemoryStore
@@ -145,13 +145,16 @@ def fail_everywhere(
     enough: int | None = None,
 ) -> Explored:
     """Run `story` (after a complete `before`) with every failure at every point, and recover from each."""
+    verdicts = Verdicts()
 
     def run(world: World, nth: int, way: Way) -> Iterator[str]:
         witness = Witness()
         if before:
             before(world.dying(0, way), witness)
         yield from failure_of(lambda: story(world.dying(nth, way), witness))
-        yield from after_recovery(world.left(), witness, STEPS, alone=True) if nth else ()
+        if nth:
+            session = Session(world.left(), witness, steps=STEPS, is_alone=True)
+            yield from verdicts.broken_promises(session)
 
     whole = world()
     assert list(run(whole, 0, Way.CRASH_BEFORE)) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -47,6 +47,9 @@ class Scene:
 
     def broken(self, *, tidy: bool = True) -> list[str]:
         return after_everybody_returned(self.store, self.chronicle, tidy=tidy)
+
+    def outcome(self) -> Hashable:
+        return frozenset(self.store.objects.items()), repr(self.chronicle)
 
 
 def without_a_clone() -> Scene:
