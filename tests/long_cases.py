@@ -1,12 +1,21 @@
-"""Cases of a parametrized test that run only in the long suite (`make long`)."""
+"""Cases of a parametrized test that run only in the long suite, and how many examples the deep suite draws."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+
+DEEP_FACTOR = float(os.environ.get("PREFECT_TUNE_TEST_DEPTH", "1"))
+"""The deep suite draws so many times its usual examples and kills: 1 takes an hour, a night has time for 8."""
+
+
+def deep_count(usual: int) -> int:
+    """Return how many examples or kills a deep test draws whose number is arbitrary."""
+    return max(1, round(usual * DEEP_FACTOR))
 
 
 def long_after(count: int, cases: Iterable[Any]) -> list[ParameterSet]:

@@ -4,12 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.histories import cut_small, snapshots_every
+from tests.core.histories import cut_small, decoding_once, snapshots_every
 
 
 @pytest.fixture
 def tiny_blobs() -> Iterator[None]:
     with cut_small():
+        yield
+
+
+@pytest.fixture
+def decoded_once() -> Iterator[None]:
+    with decoding_once():
         yield
 
 

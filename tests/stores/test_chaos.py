@@ -29,7 +29,7 @@ from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.servers.chaos_s3 import PASSING, ChaosS3
 from tests.fakes.servers.s3_sink import Fault
 from tests.fakes.stores.object_stores import object_store, until
-from tests.long_cases import long_after
+from tests.long_cases import deep_count, long_after
 
 DATA = bytes(range(256)) * 64
 
@@ -221,7 +221,10 @@ def _retried(act: Callable[[], object]) -> object:
     raise AssertionError("50 times in a row")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(3, 30))])
+@pytest.mark.parametrize(
+    "seed",
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(12)))],
+)
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
     """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""
     chaos.storm(seed, 0.25, [kind for kind in PASSING if kind not in (Fault.STALL, Fault.STALL_BODY)])

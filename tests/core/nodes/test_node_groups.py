@@ -22,7 +22,7 @@ from tests.core.protocol.owners import at_decisions, takes_over, takes_over_and_
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 Record = Callable[[str, object], None]
 SAVE = CheckpointKey(trial=KEY, step=4, sequence=7)

@@ -35,8 +35,9 @@ from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Search, promises_broken
 from tests.fakes.stores.dying_store import Way
 from tests.fakes.stores.memory_files import restored
+from tests.long_cases import deep_count
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 Record = Callable[[str, object], None]
 Before = Callable[[], Scene]
@@ -288,8 +289,8 @@ def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, recor
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(), acts, range(1000, 1500))
-    explored.add(meet_dying(before(), acts, range(500)))
+    explored = meet_at_random(before(), acts, range(1000, 1000 + deep_count(300)))
+    explored.add(meet_dying(before(), acts, range(deep_count(300))))
     explored.require_kept(record_property, "orders of clones, posts and owners, at random")
 
 

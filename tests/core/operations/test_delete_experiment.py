@@ -35,9 +35,9 @@ from tests.core.small_search import SmallSearch, own_state, search_of_three, unr
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore, StoreAround
-from tests.long_cases import long_after
+from tests.long_cases import deep_count, long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 OWNER = Owner(name="deleter", host="here", pid=3)
 _T = TypeVar("_T")
@@ -438,7 +438,7 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, everywhere)
-    explored.add(in_drawn_orders(name, range(1000, 1300)))
+    explored.add(in_drawn_orders(name, range(1000, 1000 + deep_count(200))))
     explored.require_kept(record_property, "orders of deletions and others")
 
 

@@ -29,7 +29,7 @@ from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 OWNER = Owner(name="forker", host="here", pid=2)
 Record = Callable[[str, object], None]

@@ -43,8 +43,9 @@ from tests.core.protocol.population import SEARCH, Search, promises_broken
 from tests.fakes.stores.dying_store import WRITES, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.long_cases import deep_count
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 Record = Callable[[str, object], None]
 Before = Callable[[], Scene]
@@ -193,9 +194,12 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
 ) -> None:
     before, acts = MEETINGS[meeting]
     scene = before()
-    explored = meet_at_random(scene, acts, range(1000, 1400))
+    explored = meet_at_random(scene, acts, range(1000, 1000 + deep_count(250)))
     points = at_writes if len(acts) == 2 else at_commits  # three processes have too many orders of all their writes
-    for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, points, limit=20_000)):
+    for more in (
+        meet_dying(scene, acts, range(deep_count(200))),
+        meet_in_every_order(scene, acts, points, limit=20_000),
+    ):
         explored.add(more)
     explored.require_kept(record_property, "orders of maintenance and owners")
 

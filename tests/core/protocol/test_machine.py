@@ -43,6 +43,7 @@ from tests.core.protocol.family import Family
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
+from tests.long_cases import deep_count
 
 Save = tuple[int, int]
 """Step and sequence."""
@@ -341,7 +342,7 @@ CI = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False)
+DEEP = settings(CI, stateful_step_count=50, derandomize=False)
 
 
 @pytest.fixture
@@ -379,7 +380,7 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
 
 @pytest.mark.deep
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("machine", "examples"), [(Trial, 2000), (Family, 600)])
+@pytest.mark.parametrize(("machine", "examples"), [(Trial, deep_count(500)), (Family, deep_count(150))])
 def test_whatever_happens_for_long_it_is_as_the_models_have_it(
     machine: type[RuleBasedStateMachine], examples: int
 ) -> None:

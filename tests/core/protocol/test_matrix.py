@@ -21,7 +21,7 @@ from tests.core.protocol.matrix import (
 from tests.fakes.stores.dying_store import Way
 from tests.long_cases import long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "frequent_snapshots")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once", "frequent_snapshots")
 
 STORIES = [
     pytest.param(None, fresh_run, id="fresh run"),

@@ -41,6 +41,7 @@ from tests.fakes.stores.slow_store import SlowStore
 KEY = JournalKey(experiment="e", generation=1)
 TRIAL = KEY.trial_key("t")
 _PATIENCE = 5
+pytestmark = pytest.mark.usefixtures("decoded_once")
 _Result = TypeVar("_Result")
 
 

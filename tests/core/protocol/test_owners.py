@@ -19,9 +19,9 @@ from tests.core.protocol.owners import (
     takes_over_and_saves,
     uploads,
 )
-from tests.long_cases import long_after
+from tests.long_cases import deep_count, long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
 
 Record = Callable[[str, object], None]
 
@@ -80,5 +80,5 @@ def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(re
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
 def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
-    explored = meet_at_random(old_owner(checkpoints), acts, range(1000))
+    explored = meet_at_random(old_owner(checkpoints), acts, range(deep_count(300)))
     explored.require_kept(record_property, "orders of four owners, at random")

@@ -25,7 +25,7 @@ from tests.fakes.task_runners import worker_of
 from tests.flows.driver import Driver, Drivers, Flow, Write, until
 from tests.flows.interruptions.killing import Campaign, Victim, redone
 from tests.flows.training import experiment_at
-from tests.long_cases import long_after
+from tests.long_cases import deep_count, long_after
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.witness import Act, acts_of
 
@@ -88,7 +88,7 @@ def test_many_kills_change_nothing_either(
     commit: str, victim: Victim, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
 ) -> None:
     assert commit in ("sync", "async")
-    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # checked above
+    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), deep_count(5))  # type: ignore[arg-type]  # checked above
 
 
 def _acts(*lines: str) -> list[Act]:
@@ -111,7 +111,7 @@ Record = Callable[[str, object], None]
 _SEED = 17
 _INTERVAL = 2
 _SLOWEST_KILL_SECONDS = 3.0
-_KILLS_AMONG_DEPLOYMENTS = 20
+_KILLS_AMONG_DEPLOYMENTS = deep_count(8)
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,8 @@ def _require_same_in_the_end(search: _Search, kills: int, seed: int) -> int:
     return struck
 
 
+_MANY = deep_count(14)
+"""Trials of a search, and kills of it."""
 _DEEP, _LONG = (pytest.mark.deep, pytest.mark.timeout(900)), (pytest.mark.deep, pytest.mark.timeout(7200))
 _SCHEDULERS: Mapping[str, Scheduler] = {
     "fifo": FIFO(),
@@ -207,9 +209,9 @@ _SCHEDULERS: Mapping[str, Scheduler] = {
     [
         pytest.param("promotion", 1, 9, 2, marks=pytest.mark.timeout(400)),
         pytest.param("fifo", 2, 9, 2, marks=_DEEP),
-        pytest.param("fifo", 2, 40, 40, marks=_LONG),
-        pytest.param("stopping", 1, 40, 40, marks=_LONG),
-        pytest.param("promotion", 1, 40, 40, marks=_LONG),
+        pytest.param("fifo", 2, _MANY, _MANY, marks=_LONG),
+        pytest.param("stopping", 1, _MANY, _MANY, marks=_LONG),
+        pytest.param("promotion", 1, _MANY, _MANY, marks=_LONG),
     ],
 )
 def test_a_search_that_is_killed_ends_with_the_table_of_an_undisturbed_one(

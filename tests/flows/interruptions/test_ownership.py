@@ -37,6 +37,7 @@ from tests.flows.training import (
     state_of_flow_run,
     trial_at,
 )
+from tests.long_cases import deep_count
 from tests.trainables.digits_table import EPOCHS
 from tests.trainables.witness import acts_of
 
@@ -123,7 +124,7 @@ def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
 
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(deep_count(5)))
 def test_an_owner_that_was_paused_at_any_moment_commits_and_deletes_nothing(contest: _Contest, seed: int) -> None:
     chance = random.Random(seed)
     _woken_owner_is_harmless(contest, chance.choice(["flow", "machine"]), chance.choice(["during", "after"]), chance)
