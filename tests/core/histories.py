@@ -24,7 +24,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage import documents
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport, digest_of
+from prefect_tune.core.values import Stamp, StepReport, digest_of, parse
 from tests.core.driver import JOURNAL
 
 _CHUNK_BYTES = 8
@@ -58,10 +58,10 @@ def cut_small() -> Iterator[None]:
 @contextmanager
 def decoding_once() -> Iterator[None]:
     """Decode equal bytes of a document once: of a thousand orders, each reads mostly what the others have read."""
-    verify, parse = (lru_cache(maxsize=10_000)(function) for function in (documents.verified, documents.parse))
+    verify, parse_once = (lru_cache(maxsize=10_000)(function) for function in (documents.verified, parse))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "verified", lambda model, data, *rest: verify(model, bytes(data), *rest))
-        patch.setattr(documents, "parse", parse)
+        patch.setattr(documents, "parse", parse_once)
         yield
 
 

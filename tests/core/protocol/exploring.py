@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from typing import Protocol, Self, TypeVar, cast
 
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # the package has no types
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
