@@ -185,23 +185,6 @@ STORIES: Mapping[str, tuple[Before, Act]] = {
     "the search is resumed, and goes on with it": (elsewhere_with_a_clone, takes_over(lambda new: new.receive("s"))),
     "the search is resumed, and fences it off": (elsewhere_with_a_clone, takes_over(resume("s"))),
 }
-ESSENTIAL = [
-    "a trial clones",
-    "a clone is trained on, and retired",
-    "the source deletes what a clone needed",
-    "an attempt elsewhere saves",
-    "its posts are received",
-    "the search is resumed, and fences it off",
-]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("story", ESSENTIAL)
-def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
-    before, act = STORIES[story]
-    explored = die_everywhere(before(), act, [Way.CRASH_BEFORE])
-    explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
 @pytest.mark.timeout(900)
@@ -214,8 +197,8 @@ def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_pr
     explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(3600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("story", STORIES)
 def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
@@ -275,22 +258,13 @@ def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_pro
     explored.require_kept(record_property, "orders of posts and the end of their outbox, every one")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
-    before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(), acts, range(10))
-    explored.require_kept(record_property, "orders of clones, posts and owners, at random")
-
-
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(), acts, range(1000, 1000 + deep_count(300)))
-    explored.add(meet_dying(before(), acts, range(deep_count(300))))
+    explored = meet_at_random(before(), acts, range(1000, 1000 + deep_count(500)))
+    explored.add(meet_dying(before(), acts, range(deep_count(500))))
     explored.require_kept(record_property, "orders of clones, posts and owners, at random")
 
 

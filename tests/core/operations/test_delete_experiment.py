@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -409,21 +409,10 @@ def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough
     return explore(tries(), enough)
 
 
-def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
-    before, *both = MEETINGS[name]
-    return meet_at_random(begun(before), both, seeds)
-
-
 @pytest.mark.parametrize("name", long_after(4, MEETINGS))
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, at_writes, every=3)
     explored.require_kept(record_property, "orders of deletions and others")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MEETINGS)
-def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
-    in_drawn_orders(name, range(8)).require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_TRACE))
@@ -437,8 +426,9 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
+    before, *both = MEETINGS[name]
     explored = one_within_the_other(name, everywhere)
-    explored.add(in_drawn_orders(name, range(1000, 1000 + deep_count(200))))
+    explored.add(meet_at_random(begun(before), both, range(1000, 1000 + deep_count(300))))
     explored.require_kept(record_property, "orders of deletions and others")
 
 
