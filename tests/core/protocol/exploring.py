@@ -82,12 +82,9 @@ class Verdicts:
 
     def broken_promises(self, scene: Scene) -> Sequence[str]:
         """Return the promises that a scene breaks on which no write arrived late."""
-        return self.look_up(scene.outcome(), scene.broken)
-
-    def look_up(self, outcome: Hashable, look: Callable[[], Sequence[str]]) -> Sequence[str]:
-        """Return the promises that `look` finds broken, which depend on `outcome` only."""
+        outcome = scene.outcome()
         if outcome not in self._by_outcome:
-            self._by_outcome[outcome] = look()
+            self._by_outcome[outcome] = scene.broken()
         return self._by_outcome[outcome]
 
 
