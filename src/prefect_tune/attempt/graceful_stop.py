@@ -66,7 +66,11 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, re
             _begin(work, stop, done, abandoned)
             while not _wait(done, _SLICE_SECONDS):
                 if is_suspended():
-                    _suspend(stop, done)
+                    stop.set()
+                    get_run_logger().warning(
+                        "suspended: every trial saves and ends, and then a form asks how to continue"
+                    )
+                    _wait(done)
                 if is_cancelled():
                     raise_cancellation()
         except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
@@ -116,12 +120,6 @@ def _begin(
             done.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="durable-trainable", daemon=True).start()
-
-
-def _suspend(stop: threading.Event, done: Future[_T]) -> None:
-    stop.set()
-    get_run_logger().warning("suspended: every trial saves and ends, and then a form asks how to continue")
-    _wait(done)
 
 
 def _wait_out(done: Future[_T], grace: timedelta) -> None:
