@@ -210,13 +210,16 @@ class _Attempts:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = failure_message(error, start.trial)
+        self._send_end(ended)
+        if ended.waits:
+            free_memory()
+        return ended.waits
+
+    def _send_end(self, ended: TrialEnded) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:
             self._session.end(ended)
-        if ended.waits:
-            free_memory()
-        return ended.waits
 
     def clean_up(self) -> None:
         """Call `cleanup` of a trainable that was kept for another trial."""
