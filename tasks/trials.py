@@ -87,6 +87,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     log: Log = get_run_logger()
     if spec.of_search:  # each message of a search's trial names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
+    link.watch()  # a request to stop may arrive while it waits for a slot, for other nodes or for an import
     with (
         quiet_inner_tasks(),
         retrying_refusals(),

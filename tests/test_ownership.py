@@ -107,3 +107,4 @@ def test_a_scheduled_run_does_not_take_an_experiment_from_the_living(states: lis
 def test_a_scheduled_run_goes_on_where_the_last_one_has_ended(states: list[State[Any]]) -> None:
     assert owning(str(_last_run(*states)), 0, scheduled=True).by_hand is False
     assert owning(str(uuid4()), 0, scheduled=True).by_hand is False  # the server no longer has that run
+    assert owning("a forged id", 0, scheduled=True).by_hand is False

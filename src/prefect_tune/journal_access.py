@@ -12,7 +12,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
@@ -300,7 +300,7 @@ def _set_crashed(dead: Owner, owner: Owner, run_count: int | None) -> None:
         successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)
     threading.Thread(
         target=copy_context().run,
-        args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
+        args=(set_crashed, dead.flow_run, attempts_of(dead, run_count)),
         kwargs={
             "successor": successor,
             "has_ended": is_same_run or has_process_ended(dead),

@@ -44,12 +44,13 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_acceptable, newest_checkpoint
 from prefect_tune.core.journal.journal import earlier_owners, history, load
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Committed,
     Event,
     Owner,
     Requeued,
@@ -209,7 +210,8 @@ def _leave_to_the_living(experiment: str, owner: Owner) -> None:
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
         return
-    with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
+    # A journal may name what is no id of a run.
+    with suppress(PrefectException, HTTPError, OSError, ValueError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
         if is_alive(other, client):
             why = f"experiment {experiment!r}: its last run, {other.name}, has not ended"
@@ -364,7 +366,8 @@ def write_if_unchanged(target: StorageTarget, known: Experiment, trial: str, eve
 def writer_of_trial(trial: str) -> EntryWriter:
     """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
 
-    It raises `Superseded` also if another attempt of the trial has begun, or this one was ended.
+    It raises `Superseded` also if another attempt of the trial has begun, or this one was ended; `SaveOvertaken` if
+    another task has retired a checkpoint since a save of these events began, whose bytes this one may reuse.
     """
 
     def write(
@@ -379,6 +382,9 @@ def writer_of_trial(trial: str) -> EntryWriter:
                     f"trial {trial!r} of {now.key}: another task of the same flow run has begun attempt "
                     f"{theirs.attempt} or ended this one. Stop here: every committed checkpoint is kept"
                 )
+            saves = [event.checkpoint for event in events if isinstance(event, Committed)]
+            if theirs and any(not is_acceptable(theirs, save.sequence) for save in saves):
+                raise SaveOvertaken(f"{now.key}: another task has deleted a checkpoint of trial {trial!r} meanwhile")
 
         return with_retries(lambda: append_beside_others(target, experiment, events, once, require))
 

@@ -34,6 +34,7 @@ from prefect_tune.core.journal_events import (
     Finished,
     Owner,
     Reported,
+    Retired,
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import StepDone
@@ -42,7 +43,8 @@ from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.journal_access import EntryWriter, JournalWriter, new_write_id
+from prefect_tune.ownership import writer_of_trial
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
@@ -130,7 +132,7 @@ class CommitHarness:
     folder: Path
     committed: list[int] = field(default_factory=list)
 
-    def attempt(self) -> CommitWorker:
+    def attempt(self, writer: EntryWriter = write) -> CommitWorker:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
@@ -140,7 +142,7 @@ class CommitHarness:
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
             state = append(store, state, [Adopted(), *added, *lost], new_write_id())
             state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
-        journal = WrittenEntries(TRIAL.trial, JournalWriter(self.plan.target, state, write))
+        journal = WrittenEntries(TRIAL.trial, JournalWriter(self.plan.target, state, writer))
         tasks, log = DirectTasks(self.plan), getLogger("commits")
         return CommitWorker(self.plan, state.term, journal, NoArtifacts(), tasks, log)
 
@@ -323,6 +325,25 @@ def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_rem
         harness.save(commit_worker, 1)
         raise ZeroDivisionError
     assert harness.committed == [1]
+
+
+def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_again(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt(writer_of_trial(TRIAL.trial))
+    harness.save(commit_worker, 1)
+    until(lambda: harness.committed == [1])
+
+    def deletes_the_first(path: str) -> None:
+        if path.startswith(TRIAL.checkpoints):
+            INJECTED.after = lambda _path: None
+            with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+                state = load(store, TRIAL.of_experiment, side_by_side=map)
+                append(store, state, [Retired(trial=TRIAL.trial, retires=(1,))], new_write_id())
+
+    INJECTED.after = deletes_the_first
+    harness.save(commit_worker, 2)
+    lose(commit_worker)
+    assert (harness.committed, harness.reported(), [key.step for key in harness.live()]) == ([1, 2], [1, 2], [2])
+    assert harness.manifests() == 2, "that of the overtaken save is deleted"
 
 
 def damaged(harness: CommitHarness) -> Sequence[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.messages.process_messages import StopAndSave
+from prefect_tune.core.messages.target_messages import UNASKED, answer
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_executor import StoreLink
@@ -44,6 +46,7 @@ from prefect_tune.journal_access import (
     open_journal,
     write_directly,
 )
+from prefect_tune.tasks import trials
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.far_attempts import plan_at
@@ -162,6 +165,23 @@ def test_a_retry_of_a_task_that_failed_within_its_attempt_is_a_further_attempt(r
     causes = [event.cause for event in events if isinstance(event, AttemptEnded)]
     assert [event.attempt for event in events if isinstance(event, Started)] == [1, 2]
     assert causes == [Cause.MACHINE]
+
+
+def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def waits_for_ever(_limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
+        assert stop.wait(30)
+        yield
+
+    monkeypatch.setattr(trials, "holding_concurrency_limits", waits_for_ever)
+    monkeypatch.setattr(trials, "get_run_logger", logging.getLogger)
+    request = attempt_request(requests.open())
+    with requests.target.open(timeout=_MINUTE) as store:
+        answer(store, requests.plan.trial, 1, UNASKED, StopAndSave())
+    ended = trials.run_attempt.fn(requests.plan, request, requests.link)
+    assert (ended.name, requests.link.processes) == ("Interrupted", 0)
 
 
 # ------------------------------------------------------------------------- requests of a deleted experiment

@@ -159,7 +159,6 @@ class Attempt:
                 yield group
             return
         with nodes:
-            self.link.watch()
             elsewhere = nodes.begin(self.link.stop)
             with rank_group(start, nodes.placement, self._open_process, elsewhere) as group:
                 yield group

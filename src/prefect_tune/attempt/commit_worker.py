@@ -39,6 +39,7 @@ from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
     PartMissing,
+    SaveOvertaken,
     StagedFilesChanged,
     StoreRefused,
     StoreUnavailable,
@@ -445,7 +446,7 @@ class CommitWorker:
         self._delete(doomed)
 
     def _commit(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time another one of the trial is quarantined meanwhile; then the end counts.
+        """Save the checkpoint, again each time another one is quarantined or deleted meanwhile; then the end counts.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """
@@ -460,7 +461,14 @@ class CommitWorker:
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
             event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
-            self._write((event, *quarantined), up_to=done.report.step)
+            try:
+                self._write((event, *quarantined), up_to=done.report.step)
+            except SaveOvertaken as reason:
+                self.log.info("step %d is saved again: %s", saved.manifest.step, reason)
+                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+                self._write([Retired(trial=name, retires=())], up_to=0)
+                overtaken.append(saved.manifest.key)
+                continue
             self._commit_count += 1
             log_damage(saved, quarantined, self.log)
             if not is_quarantined(self._journal.trial, saved.manifest.key):
@@ -469,7 +477,7 @@ class CommitWorker:
                 return saved, [*overtaken, *retired]
             reason = "step %d was saved while a checkpoint was quarantined, and may share its damage: it is saved again"
             self.log.warning(reason, saved.manifest.step)
-            # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+            # As above.
             self._write([Retired(trial=name, retires=(saved.manifest.sequence,))], up_to=0)
             overtaken.append(saved.manifest.key)  # it has retired nothing
 

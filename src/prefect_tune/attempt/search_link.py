@@ -23,6 +23,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.errors import SaveOvertaken
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, after
 from prefect_tune.core.journal.outbox import Post, read_post, write_post
@@ -61,6 +62,7 @@ class TrialJournal(ABC):
 
         Raises:
             Superseded: another process owns the experiment, or trains the trial.
+            SaveOvertaken: in a flow of one's own, another task has retired a checkpoint meanwhile; nothing was written.
             StoreUnavailable, StoreRefused, CommitUnknown: all retries failed; calling it again is safe.
         """
 
@@ -145,7 +147,13 @@ class _Buffered(TrialJournal):
 
     def _settle(self) -> None:
         if self._unsettled is not None:
-            self.trial = self._write(*self._unsettled)
+            events, stamp = self._unsettled
+            try:
+                self.trial = self._write(events, stamp)
+            except SaveOvertaken:  # nothing was written: the reports wait again
+                self._waiting[:0] = [event for event in events if isinstance(event, Reported)]
+                self._unsettled = None
+                raise
             self._unsettled = None
 
     @abstractmethod
@@ -237,7 +245,7 @@ class SearchLink(ABC):
         """Say that the trial waits for an answer to the report of this step. Never blocks."""
 
     def watch(self) -> None:  # noqa: B027 - within one process the request sets `stop`
-        """Begin to look for a request to stop, before there is a process."""
+        """Begin to look for a request to stop, before the attempt trains."""
 
     def connect(self, on_answer: Callable[[Answer], None]) -> None:
         """Deliver answers with `on_answer`, including those that arrived before."""

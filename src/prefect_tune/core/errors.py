@@ -90,7 +90,7 @@ class PartMissing(TuneError):
 
 
 class SaveOvertaken(TuneError):
-    """A checkpoint was quarantined during this save, which may reuse its damaged blobs: save again."""
+    """A checkpoint was quarantined or deleted during this save, which may reuse its blobs: save again."""
 
 
 class JournalCorrupt(TuneError):

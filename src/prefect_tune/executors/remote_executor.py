@@ -139,7 +139,6 @@ class StoreLink(SearchLink):
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
-        self.watch()  # a request to stop may arrive while the process waits for its import
         search = self._target.uri, self._trial.of_experiment, self._search_term
         opened = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._reuse)
         with opened as pool, pool.process(start, log, environment, self.stop) as channel:

@@ -47,14 +47,14 @@ _LOOK_AGAIN_SECONDS = 30.0
 _LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 
 
-def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, successor: str, has_ended: bool) -> None:
-    """Set the task runs of `flow_run` that `is_dead`, and those that they called, to Crashed, once the run is dead.
+def set_crashed(owner_run: str, is_dead: Callable[[TaskRun], bool], *, successor: str, has_ended: bool) -> None:
+    """Set the task runs of a flow run that `is_dead`, and those that they called, to Crashed, once the run is dead.
 
     While it may be alive, this waits: the server may not know yet that a process was killed. Ended task runs stay as
     they are. If the server does not answer or refuses, nothing is set: states only inform.
 
     Args:
-        flow_run: the flow run.
+        owner_run: the flow run, as a journal names it: what is no id of a run is none.
         is_dead: whether a task run is to be set, if it has not ended.
         successor: what took over, for the message of the new states.
         has_ended: whether the process of the flow run is known to have ended; else the server is asked.
@@ -63,6 +63,7 @@ def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, successor
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
         get_client(sync_client=True, httpx_settings={"timeout": _TIMEOUT_SECONDS}) as client,
     ):
+        flow_run = UUID(owner_run)
         while not has_ended and is_alive(client.read_flow_run(flow_run), client):
             if not any(map(is_dead, _live_task_runs(client, flow_run))):
                 return

@@ -176,6 +176,7 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
         try:
             if node:
                 return train_node(spec, request, node, link, DirectTasks(spec), log)
+            link.watch()
             return Attempt(spec, request, link, DirectTasks(spec), log).run().outcome.reason
         finally:
             link.close()

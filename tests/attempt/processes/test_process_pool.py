@@ -101,6 +101,16 @@ def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its
     assert not Path(first["temporary"]).exists()
 
 
+def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and_its_channel_closes(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    with pool.process(start_of(looks_around, tmp_path, {}), LOG) as channel:
+        lent = Path(metrics_of(channel)["temporary"])
+        channel.end()
+        assert lent.is_dir()
+    assert not lent.exists()
+
+
 def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,6 @@ from prefect_tune.attempt.processes.process_output import Log, TrialOutput, Wait
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest, ProcessEnvironment
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
@@ -99,10 +98,9 @@ class ForkedProcess(SupervisedProcess):
         status: socket.socket,
         output: int,
         connection: Connection | None,
-        home: Path,
         closed: ExitStack,
     ) -> None:
-        super().__init__(output, connection, home, closed)
+        super().__init__(output, connection, closed)
         self._subreaper, self._status = subreaper, status
         self._code: int | None = None
 
@@ -119,7 +117,7 @@ class ForkedProcess(SupervisedProcess):
             OSError: the fork failed, for example for lack of memory, or the template is not safe to fork.
         """
         with ExitStack() as undo:
-            connection, home = None, undo.enter_context(ScratchDirectory())
+            connection = None
             if channel is None:
                 ours, channel = socket.socketpair()
                 ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT.seconds, 0))
@@ -137,7 +135,7 @@ class ForkedProcess(SupervisedProcess):
             message = read_message(status, _FORK_TIMEOUT)
             match (message if message is not None else "no answer yet").split(maxsplit=1):
                 case ["born", subreaper]:
-                    return ForkedProcess(int(subreaper), status, output, connection, home, undo.pop_all())
+                    return ForkedProcess(int(subreaper), status, output, connection, undo.pop_all())
                 case ["failed", number]:
                     raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
                 case ["unsafe", *reason]:

@@ -219,14 +219,14 @@ class _Thread:
 class SupervisedProcess(ABC):
     """A process for trials, as its supervisor controls it."""
 
-    def __init__(self, output: int, connection: Connection | None, home: Path, closed: ExitStack) -> None:
-        """Args: home: for its temporary files. closed: what is closed after its end."""
+    def __init__(self, output: int, connection: Connection | None, closed: ExitStack) -> None:
+        """Args: closed: what is closed when it has stopped."""
         self.output = output
         """Descriptor of the pipe that carries its stdout and stderr."""
-        self._connection, self._home, self._closed = connection, home, closed
+        self._connection, self._closed = connection, closed
         self.was_killed = False
-        """Whether `end` killed it, since it did not exit by itself in time."""
-        self._temporary_count = 0
+        """Whether `stop` killed it, since it did not exit by itself in time."""
+        self._temporary_files = ExitStack()
 
     @property
     def connection(self) -> Connection:
@@ -237,23 +237,27 @@ class SupervisedProcess(ABC):
 
     def make_temporary_directory(self) -> Path:
         """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
-        self._temporary_count += 1
-        directory = self._home / str(self._temporary_count)
-        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
-        return directory
+        return self._temporary_files.enter_context(ScratchDirectory())
 
     def is_alive(self) -> bool:
         return self._wait_for_end(_NOW) is None
 
-    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
+    def stop(self, timeout: timedelta | None) -> int:
         """Give the process `timeout` to exit by itself, then kill it and its descendants; return its exit code.
 
-        With None it has no limit. A negative code is the negated number of the signal that killed it.
+        With None it has no limit. A negative code is the negated number of the signal that killed it. Its temporary
+        files stay: a save of them may be under way.
         """
         if (code := self._wait_for_end(timeout)) is None:
             self.was_killed = True
             code = self._kill()
         self._closed.close()
+        return code
+
+    def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> int:
+        """Stop the process, then remove its temporary files."""
+        code = self.stop(timeout)
+        self._temporary_files.close()
         return code
 
     @abstractmethod
@@ -275,7 +279,6 @@ class StartedProcess(SupervisedProcess):
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it with these variables."""
         with ExitStack() as undo:
-            home = undo.enter_context(ScratchDirectory())
             ours, theirs = socket.socketpair()
             connection = undo.enter_context(Connection(ours.detach()))
             output, their_output = os.pipe()
@@ -291,7 +294,7 @@ class StartedProcess(SupervisedProcess):
                     start_new_session=True,
                 )
             undo.callback(self._end_group)
-            super().__init__(output, connection, home, undo.pop_all())
+            super().__init__(output, connection, undo.pop_all())
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         with suppress(subprocess.TimeoutExpired):

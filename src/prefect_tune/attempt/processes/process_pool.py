@@ -196,7 +196,7 @@ class _LeasedProcess:
         return self._end
 
     def end_within(self, timeout: timedelta) -> ProcessEnd:
-        code = self.process.end(timeout)
+        code = self.process.stop(timeout)
         if self.exits and self.process.was_killed:
             self._log.warning(
                 "its process had not exited %g s after its end, and was killed: handlers of atexit, or the trainable's "
@@ -213,6 +213,7 @@ def _end_idle(leaving: Sequence[_LeasedProcess]) -> None:
     deadline = Deadline.after(_EXIT_TIMEOUT)
     for idle in leaving:
         idle.end_within(timedelta(seconds=deadline.remaining_seconds))
+        idle.process.end()
 
 
 class _PooledChannel(TrialChannel):
@@ -294,6 +295,8 @@ class _PooledChannel(TrialChannel):
             self._closed = True
         if self.keeps:
             self._pool.keep(self._leased)
+        else:
+            self._leased.process.end()
 
     def _replace(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
         """Take a new process: this one declined the trial, was killed, failed or hung, before it reported anything.
@@ -306,6 +309,7 @@ class _PooledChannel(TrialChannel):
             request.log.warning(
                 "%s %s; a new one is started", which, visible(reason or with_last_output(end, end.output))
             )
+        self._leased.process.end()
         with self._changing:
             self._leased = _LeasedProcess(self._pool.make_process(request), request.log, request.key)
             self.go_over_to(self._leased.process.connection, self._leased, self._leased.output)
