@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from logging import getLogger
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from prefect_tune import storage_retries
-from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt import search_link
+from prefect_tune.attempt.attempt import Attempt, next_start
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink, SubmittedEvents
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -38,7 +42,9 @@ from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.executors import trial_executor
 from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
 from prefect_tune.journal_access import write_directly
+from prefect_tune.prefect_api import task_runs
 from prefect_tune.stores.posix_store import PosixStore
+from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch
 from tests.fakes.searches.pending_entries import limits_of
@@ -192,6 +198,39 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
     assert (search.error, search.entries[-1][0]) == (None, stopped)
 
 
+class Queue(FarSearch):
+    """A search whose three trials all wait for a slot of a concurrency limit when its run is interrupted."""
+
+    def __init__(self, folder: Path) -> None:
+        executor, self._asked_for_slots = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch), set[str]()
+        super().__init__(LocalTarget(path=str(folder)), samples=3, executor=executor, limits=limits_of(3))
+
+    def is_interrupted(self) -> bool:
+        return len(self._asked_for_slots) == 3
+
+    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+        def no_slot(**_options: object) -> AbstractContextManager[None]:
+            self._asked_for_slots.add(request.trial.trial)
+            time.sleep(0.01)
+            raise TimeoutError
+
+        def run() -> None:
+            with task_runs._holding(["gpu"], link.stop, no_slot):
+                Attempt(spec, request, link, DirectTasks(spec), getLogger(__name__)).run()
+            ended(None)
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+@pytest.mark.timeout(60)
+def test_a_queue_of_trials_that_all_wait_for_a_slot_ends_with_the_run_and_no_trial_has_lost_an_attempt(
+    tmp_path: Path,
+) -> None:
+    search = Queue(tmp_path)
+    trials = search._driver.run(search).trials.values()
+    assert [(trial.phase, trial.attempt) for trial in trials] == [(Phase.PENDING, 0)] * 3
+
+
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:
     """The manifest of the next save has them: if that has no entry either, the next owner adopts them with it."""
     submitted: list[EventsSubmitted] = []
@@ -259,6 +298,21 @@ def attempt(target: LocalTarget) -> FarAttempt:
 def posts(target: LocalTarget) -> Sequence[outbox.Post]:
     with target.open(timeout=MINUTE) as store:
         return outbox.read_posts(store, TRIAL, 1, 0)
+
+
+def test_an_attempt_whose_posts_no_search_receives_posts_seldom_until_one_does(
+    target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_link, "_UNREAD_POSTS", 3)
+    sync, periods = SyncConfig(live_period_seconds=5, sync_period_seconds=6), list[timedelta | None]()
+    for step in range(1, 6):
+        attempt.reports(step)
+        periods.append(attempt.journal.flush_period(sync))
+    assert periods == [sync.live_period] * 4 + [sync.sync_period]
+    with target.open(timeout=MINUTE) as store:
+        outbox.delete_posts(store, [(TRIAL, 1, number) for number in range(2, 7)])
+    attempt.reports(6)
+    assert attempt.journal.flush_period(sync) == sync.live_period
 
 
 @pytest.mark.parametrize("is_written", [True, False])

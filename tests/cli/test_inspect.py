@@ -159,6 +159,12 @@ def test_a_folder_that_does_not_exist_is_named_and_not_created(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_is_no_target_and_that_is_wrong_usage(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    done = run("ls", tmp_path / "runs")
+    assert (done.code, done.err) == (2, f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n")
+
+
 REFUSALS = [
     ("show MOODS moods --trial 9", 2, "experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)"),
     ("report MOODS moods --output TMP/no/page.md", 2, "TMP/no/page.md: No such file or directory"),

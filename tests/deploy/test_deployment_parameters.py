@@ -311,6 +311,9 @@ def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
     assert staged["resume"].full_name == "resume/staging-resume"
     assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
     assert all(each.parameters == {} for each in wanted(OFFERS))
+    nightly = of_one_experiment(TUNE_OFFER, "nightly", {}, None, prefix="staging-")
+    assert nightly.full_name == "tune/staging-nightly"
+    assert nightly.parameters == {"experiment": "staging-nightly", **staged["tune"].parameters}
 
 
 def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_time() -> None:

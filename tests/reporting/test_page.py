@@ -96,7 +96,7 @@ def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
     front = [line for line in rows.splitlines() if "| yes |" in line]
     assert len(front) == len(pareto(40).report_input().best) > 1
     assert "Pareto" in rows.partition("| ---")[0]
-    assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 trials done\*\*", page)
+    assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 proposed trials done\*\*", page)
 
 
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
@@ -260,6 +260,6 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
         "paused": "paused @3",
         "pending": "pending",
     }
-    assert "**Best loss: 0.6 (trial pruned) · 3 of 7 trials done · 1 interrupted · 1 errored · 1 running" in page
+    assert "**Best loss: 0.6 (trial pruned) · 3 of 7 proposed trials done · 1 interrupted · 1 errored · 1 running" in page
     pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
     assert not pictograms.search(page), "a font may lack these characters"

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
@@ -23,7 +23,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.errors import SaveOvertaken
+from prefect_tune.core.errors import SaveOvertaken, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, after
 from prefect_tune.core.journal.outbox import Post, read_post, write_post
@@ -33,9 +33,10 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import JournalWriter, new_write_id
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 
 Answer: TypeAlias = Proceed | Leave
+_UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
@@ -172,10 +173,15 @@ class Outbox(_Buffered):
             raise ValueError(f"trial {trial.trial!r} has no outbox")
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._posted = 0
+        self._is_unread = False
+        """Whether no search has received, and so deleted, the post that was made `_UNREAD_POSTS` posts ago."""
 
     def flush_period(self, sync: SyncConfig) -> timedelta:
-        """Return how often the search, which reads the posts, is to see the newest step."""
-        return sync.sync_period if sync.live_period is None else min(sync.sync_period, sync.live_period)
+        """Return how often the search, which reads the posts, is to see the newest step; seldom while none reads."""
+        live, longest = sync.live_period, sync.sync_period
+        if live is None or (self._is_unread and longest < _UNREAD_POSTS / 2 * live):  # a search receives them within it
+            return longest
+        return min(longest, live)
 
     def is_closed(self, store: ObjectStore) -> bool:
         """Whether an owner of the experiment has ended this attempt: its next post will be refused. One request."""
@@ -189,7 +195,15 @@ class Outbox(_Buffered):
         post = Post(write_id=stamp.write_id, at=stamp.at, events=tuple(events))
         on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._posted + 1, post))
         self._posted += 1
+        if self._is_unread or not self._posted % _UNREAD_POSTS:
+            self._look_for_reader()
         return trial
+
+    def _look_for_reader(self) -> None:
+        earlier = self._posted - _UNREAD_POSTS
+        with suppress(TuneError), self._target.open(timeout=READ_TIMEOUT) as store:  # the post itself is durable
+            path = self._key.outbox_path(self._outbox, earlier)
+            self._is_unread = earlier > 1 and store.size(path) is not None  # the first post is never deleted
 
 
 class WrittenEntries(_Buffered):

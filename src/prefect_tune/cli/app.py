@@ -212,7 +212,7 @@ def existing_place(target: str) -> StorageTarget | LocalFolder:
     """Return the target. A folder that exists needs no import of Prefect.
 
     Raises:
-        InvalidInput: it is a folder of this machine that does not exist.
+        InvalidInput: it is a path of this machine that is no folder.
     """
     if folder := local_folder(target):
         return folder
@@ -221,7 +221,7 @@ def existing_place(target: str) -> StorageTarget | LocalFolder:
     place = resolve_existing(target)
     if isinstance(place, LocalTarget) and not place.may_hang:
         with suppress(OSError):  # such as a folder above it that this user may not read: the first read says so
-            if not Path(place.path).exists():
+            if not Path(place.path).is_dir():
                 raise InvalidInput(f"{place.path}: there is no such folder")
     return place
 

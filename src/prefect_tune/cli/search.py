@@ -482,7 +482,7 @@ def deploy(
     if name is None:
         specs = wanted(offers, prefix)
     else:
-        specs = [of_one_experiment(offers[0], f"{prefix}{name}", asked, schedules or None, collision)]
+        specs = [of_one_experiment(offers[0], name, asked, schedules or None, collision, prefix)]
     if notify is not None:
         require_block(notify)
     done = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))

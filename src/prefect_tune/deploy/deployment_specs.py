@@ -140,20 +140,21 @@ def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
 
 
 def wanted(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
-    """Return specifications of general deployments, with a common prefix in their names.
-
-    The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix.
-    """
-    elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{prefix}train-trial"} if prefix else {}
+    """Return specifications of general deployments, with a common prefix in their names."""
     return [
         DeploymentSpec(
             offer=offer,
             name=valid_name(f"{prefix}{offer.name}"),
-            parameters=elsewhere if offer.name == "tune" else {},
+            parameters=_trials_of(offer, prefix),
             at_once=offer.at_once,
         )
         for offer in offers
     ]
+
+
+def _trials_of(offer: DeployableFlow, prefix: str) -> Mapping[str, Any]:
+    """Return the parameters by which `tune` starts its trials: by the `train-trial` deployment of the same prefix."""
+    return {_TRIAL_DEPLOYMENT: f"train-trial/{prefix}train-trial"} if prefix and offer.name == "tune" else {}
 
 
 def of_one_experiment(
@@ -162,16 +163,18 @@ def of_one_experiment(
     parameters: Mapping[str, Any],
     schedules: Sequence[DeploymentSchedule] | None,
     collision: Collision = "cancel-new",
+    prefix: str = "",
 ) -> DeploymentSpec:
     """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another.
 
     At most one of its runs runs at a time.
     """
+    name = f"{prefix}{name}"
     experiment = {"experiment": name} if offer.has_experiment else {}
     return DeploymentSpec(
         offer=offer,
         name=valid_name(name),
-        parameters={**experiment, **parameters},
+        parameters={**_trials_of(offer, prefix), **experiment, **parameters},
         schedules=schedules,
         at_once=1,
         collision=collision,

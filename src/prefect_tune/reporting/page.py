@@ -123,7 +123,8 @@ def _headline(report: ReportInput) -> str:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(report.expected or 0, len(report.trials))  # an earlier run may have asked for more
-    parts.append(f"{sum(trial.phase in ENDED for trial in report.trials):,} of {expected:,} trials done")
+    kind = "trials" if report.expected else "proposed trials"  # a journal does not say how many are to come
+    parts.append(f"{sum(trial.phase in ENDED for trial in report.trials):,} of {expected:,} {kind} done")
     parts += [f"{count:,} {name}" for name, count in counted(report.experiment).items() if name not in _UNREMARKABLE]
     return " · ".join(parts)
 

@@ -78,8 +78,10 @@ def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
         assert table(new.experiment) == table(old.experiment), number
 
 
-def test_a_fork_goes_on_with_other_settings_and_a_retry_of_it_goes_on_too(local_target: LocalTarget) -> None:
-    old = searched(local_target)
+def test_a_fork_goes_on_with_other_settings_and_a_retry_of_it_goes_on_too(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = searched(local_target, callbacks=[Diary()])
     wider = {"row": pt.randint(0, 2)}
     fork = {"target": local_target, "fork": "new", "space": wider, "num_samples": 5, "stop": {"step": 5}}
     new = pt.resume("old", **fork)
@@ -88,6 +90,7 @@ def test_a_fork_goes_on_with_other_settings_and_a_retry_of_it_goes_on_too(local_
     assert [each.step for each in new.trials.values()] == [5] * 5
     assert [each.attempt for each in new.trials.values()] == [2, 2, 2, 1, 1]
     assert [each.step for each in experiment_at(local_target, "old").trials.values()] == [3] * 3
+    assert "the callbacks were objects, which no journal holds" in caplog.text
     again = pt.resume("old", **fork)
     assert table(again.experiment) == table(new.experiment)
     assert configs(searched(local_target, num_samples=4))[:3] == configs(old)
