@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from logging import getLogger
@@ -209,13 +208,15 @@ class Queue(FarSearch):
         return len(self._asked_for_slots) == 3
 
     def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        def no_slot(**_options: object) -> AbstractContextManager[None]:
+        @contextmanager
+        def slot(**_options: object) -> Iterator[None]:
             self._asked_for_slots.add(request.trial.trial)
-            time.sleep(0.01)
-            raise TimeoutError
+            if not link.stop.wait(0.01):
+                raise TimeoutError
+            yield
 
         def run() -> None:
-            with task_runs._holding(["gpu"], link.stop, no_slot):
+            with task_runs._holding(["gpu"], link.stop, slot):
                 Attempt(spec, request, link, DirectTasks(spec), getLogger(__name__)).run()
             ended(None)
 

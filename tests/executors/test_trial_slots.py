@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from prefect import tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterTags
-from prefect.concurrency.sync import concurrency
 from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
@@ -188,24 +186,6 @@ def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
         yield change
         for name in names:
             client.delete_global_concurrency_limit_by_name(name)
-
-
-@pytest.fixture
-def limit() -> Iterator[str]:
-    """A global concurrency limit of one."""
-    name = f"gpu-{uuid4().hex}"
-    with limits_of(name, limit=1):
-        yield name
-
-
-def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Path) -> None:
-    began = time.monotonic()
-    with concurrency(limit, strict=True):
-        results = limited(tmp_path, concurrency_limits=[limit], time_budget_seconds=1)
-    # One that could not be stopped would wait for ever; the server's SQLite may be locked for a minute.
-    assert time.monotonic() - began < 150
-    assert {str(each.phase) for each in results.trials.values()} == {"pending"}
-    assert {each.attempt for each in results.trials.values()} == {0}
 
 
 def test_trials_wait_while_a_limit_is_0_and_begin_when_it_is_raised(tmp_path: Path) -> None:

@@ -260,6 +260,6 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
         "paused": "paused @3",
         "pending": "pending",
     }
-    assert "**Best loss: 0.6 (trial pruned) · 3 of 7 proposed trials done · 1 interrupted · 1 errored · 1 running" in page
+    assert "**Best loss: 0.6 (trial pruned) · 3 of 7 proposed trials done · 1 interrupted · 1 errored" in page
     pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
     assert not pictograms.search(page), "a font may lack these characters"

@@ -461,24 +461,20 @@ class CommitWorker:
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
             event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
-            try:
+            listed: tuple[int, ...] = ()
+            with suppress(SaveOvertaken):
                 self._write((event, *quarantined), up_to=done.report.step)
-            except SaveOvertaken as reason:
-                self.log.info("step %d is saved again: %s", saved.manifest.step, reason)
-                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
-                self._write([Retired(trial=name, retires=())], up_to=0)
-                overtaken.append(saved.manifest.key)
-                continue
-            self._commit_count += 1
-            log_damage(saved, quarantined, self.log)
-            if not is_quarantined(self._journal.trial, saved.manifest.key):
-                if done.finish_reason is not None:
-                    self._write([Finished(trial=name, reason=done.finish_reason, use=self._meter.use())], up_to=0)
-                return saved, [*overtaken, *retired]
-            reason = "step %d was saved while a checkpoint was quarantined, and may share its damage: it is saved again"
+                self._commit_count += 1
+                log_damage(saved, quarantined, self.log)
+                if not is_quarantined(self._journal.trial, saved.manifest.key):
+                    if done.finish_reason is not None:
+                        self._write([Finished(trial=name, reason=done.finish_reason, use=self._meter.use())], up_to=0)
+                    return saved, [*overtaken, *retired]
+                listed = (saved.manifest.sequence,)
+            reason = "step %d was saved while another checkpoint was quarantined or deleted: it is saved again"
             self.log.warning(reason, saved.manifest.step)
-            # As above.
-            self._write([Retired(trial=name, retires=(saved.manifest.sequence,))], up_to=0)
+            # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+            self._write([Retired(trial=name, retires=listed)], up_to=0)
             overtaken.append(saved.manifest.key)  # it has retired nothing
 
     def _publish(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
