@@ -197,20 +197,14 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
     assert (search.error, search.entries[-1][0]) == (None, stopped)
 
 
-class Queue(FarSearch):
-    """A search whose three trials all wait for a slot of a concurrency limit when its run is interrupted."""
+@pytest.mark.timeout(60)
+def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_attempt(target: LocalTarget) -> None:
+    waiting = set[str]()
 
-    def __init__(self, folder: Path) -> None:
-        executor, self._asked_for_slots = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch), set[str]()
-        super().__init__(LocalTarget(path=str(folder)), samples=3, executor=executor, limits=limits_of(3))
-
-    def is_interrupted(self) -> bool:
-        return len(self._asked_for_slots) == 3
-
-    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
         @contextmanager
         def slot(**_options: object) -> Iterator[None]:
-            self._asked_for_slots.add(request.trial.trial)
+            waiting.add(request.trial.trial)
             if not link.stop.wait(0.01):
                 raise TimeoutError
             yield
@@ -222,14 +216,11 @@ class Queue(FarSearch):
 
         threading.Thread(target=run, daemon=True).start()
 
-
-@pytest.mark.timeout(60)
-def test_a_queue_of_trials_that_all_wait_for_a_slot_ends_with_the_run_and_no_trial_has_lost_an_attempt(
-    tmp_path: Path,
-) -> None:
-    search = Queue(tmp_path)
-    trials = search._driver.run(search).trials.values()
-    assert [(trial.phase, trial.attempt) for trial in trials] == [(Phase.PENDING, 0)] * 3
+    executor = LocalExecutor(cast("TrialProcessPool", None), launch=launch)
+    search = FarSearch(target, samples=3, executor=executor, limits=limits_of(3))
+    vars(search)["is_interrupted"] = lambda: len(waiting) == 3
+    trials = search._driver.run(search).trials
+    assert {(trial.phase, trial.attempt) for trial in trials.values()} == {(Phase.PENDING, 0)}
 
 
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:

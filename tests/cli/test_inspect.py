@@ -157,12 +157,8 @@ def test_a_folder_that_does_not_exist_is_named_and_not_created(
     assert (done.code, done.out) == (2, "")
     assert done.err == f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_is_no_target_and_that_is_wrong_usage(run: Run, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    done = run("ls", tmp_path / "runs")
-    assert (done.code, done.err) == (2, f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n")
+    assert run(verb, tmp_path / "runs", *experiment) == done, "a file is no folder"
 
 
 REFUSALS = [
