@@ -336,8 +336,7 @@ def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_a
         if path.startswith(TRIAL.checkpoints):
             INJECTED.after = lambda _path: None
             with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-                state = load(store, TRIAL.of_experiment, side_by_side=map)
-                append(store, state, [Retired(trial=TRIAL.trial, retires=(1,))], new_write_id())
+                append(store, load(store, TRIAL.of_experiment), [Retired(trial="trial", retires=(1,))], new_write_id())
 
     INJECTED.after = deletes_the_first
     harness.save(commit_worker, 2)

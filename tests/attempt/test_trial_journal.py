@@ -219,8 +219,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=launch)
     search = FarSearch(target, samples=3, executor=executor, limits=limits_of(3))
     vars(search)["is_interrupted"] = lambda: len(waiting) == 3
-    trials = search._driver.run(search).trials
-    assert {(trial.phase, trial.attempt) for trial in trials.values()} == {(Phase.PENDING, 0)}
+    assert {(item.phase, item.attempt) for item in search._driver.run(search).trials.values()} == {(Phase.PENDING, 0)}
 
 
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:

@@ -312,7 +312,6 @@ def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
     assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
     assert all(each.parameters == {} for each in wanted(OFFERS))
     nightly = of_one_experiment(TUNE_OFFER, "nightly", {}, None, prefix="staging-")
-    assert nightly.full_name == "tune/staging-nightly"
     assert nightly.parameters == {"experiment": "staging-nightly", **staged["tune"].parameters}
 
 

@@ -177,10 +177,9 @@ def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
 
     monkeypatch.setattr(trials, "holding_concurrency_limits", waits_for_ever)
     monkeypatch.setattr(trials, "get_run_logger", logging.getLogger)
-    request = attempt_request(requests.open())
     with requests.target.open(timeout=_MINUTE) as store:
         answer(store, requests.plan.trial, 1, UNASKED, StopAndSave())
-    ended = trials.run_attempt.fn(requests.plan, request, requests.link)
+    ended = trials.run_attempt.fn(requests.plan, attempt_request(requests.open()), requests.link)
     assert (ended.name, requests.link.processes) == ("Interrupted", 0)
 
 
