@@ -9,14 +9,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import StateType
 
-from prefect_tune.attempt.attempt import Attempt, AttemptResult
+from prefect_tune.attempt.attempt import Attempt, AttemptResult, log_failure, state_of
 from prefect_tune.attempt.search_link import TrialJournal, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import Superseded
+from prefect_tune.core.errors import Superseded, TrialFailed
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal.outbox import close_outbox, read_posts
@@ -36,6 +39,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import StopAndSave
 from prefect_tune.core.messages.target_messages import UNASKED, answer
 from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_executor import StoreLink
 from prefect_tune.journal_access import (
@@ -49,6 +53,7 @@ from prefect_tune.journal_access import (
 from prefect_tune.tasks import trials
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.far_attempts import plan_at
 
 ME = Owner(name="it", host="h", pid=1)
@@ -205,3 +210,60 @@ def test_a_request_of_an_experiment_that_was_begun_again_under_its_name_leaves_i
     requests.plan = replace(requests.plan, trial=TrialKey(experiment="e", generation=2, trial="00000"))
     with pytest.raises(OSError, match="cannot fork"):
         requests.run(now)
+
+
+# The final state of an attempt's task run: its name, color and message in Prefect's UI.
+
+
+ERROR = make_failure(
+    "lr is too large", trial="00003", type="ValueError", traceback="Traceback (most recent call last):\n  ..."
+)
+STOPPED = AttemptEnded(trial="00003", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "name", "message"),
+    [
+        (Finished(trial="00003", reason="step 9 of 9"), StateType.COMPLETED, "Completed", "step 9 of 9"),
+        (
+            Finished(trial="00003", reason="all steps", kind=FinishKind.ALL_STEPS),
+            StateType.COMPLETED,
+            "Completed",
+            "all steps",
+        ),
+        (Finished(trial="00003", reason="rung 3", kind=FinishKind.PRUNED), StateType.COMPLETED, "Pruned", "rung 3"),
+        (
+            Finished(trial="00003", reason="stopped by me", kind=FinishKind.STOPPED),
+            StateType.CANCELLED,
+            "Interrupted",
+            "stopped by me",
+        ),
+        (Paused(trial="00003", reason="rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
+        (STOPPED, StateType.CANCELLED, "Interrupted", "saved, as requested"),
+        (ERROR, StateType.FAILED, "Failed", "ValueError: lr is too large"),
+        (make_failure("SIGKILL", Cause.MACHINE), StateType.FAILED, "Failed", "SIGKILL"),
+    ],
+)
+def test_each_end_of_an_attempt_has_a_state_that_names_it_and_gives_the_reason_in_one_line(
+    outcome: Outcome, kind: StateType, name: str, message: str
+) -> None:
+    state = state_of(outcome)
+    assert (state.type, state.name, state.message) == (kind, name, message)
+
+
+def test_the_result_of_a_failed_attempt_is_its_error() -> None:
+    data = state_of(ERROR).data
+    assert isinstance(data, TrialFailed)
+    assert str(data) == "trial 00003: ValueError: lr is too large"
+
+
+def test_an_error_of_a_deleted_experiment_is_no_reason_to_leave_out_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for generation, trial in ((1, "00000"), (1, "00001"), (2, "00001"), (2, "00002")):
+        key = TrialKey(experiment="used-again", generation=generation, trial=trial)
+        spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=key)
+        log_failure(ERROR.model_copy(update={"trial": trial}), 1, spec, 1, logging.getLogger("a run"))
+    traced = ["Traceback" in each for each in caplog.messages]
+    assert traced == [True, False, True, False]
+    assert caplog.messages[3].endswith("the same error as that of trial 00001")
