@@ -26,7 +26,7 @@ from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.servers.s3_sink import S3Sink
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.fakes.stores.object_stores import object_store
 
 # ---------------------------------------------------------------------------------------- transferred files
@@ -104,7 +104,7 @@ def test_what_others_have_on_the_target_is_not_deleted(bucket: Bucket, local: Pa
 
 
 def test_a_file_that_changes_within_one_tick_of_the_clock_is_sent_again(local: Path, tmp_path: Path) -> None:
-    store, mirror, now = MemoryStore(), ArtifactMirror(local), time.time_ns() + 10**9
+    store, mirror, now = ParallelMemoryStore(), ArtifactMirror(local), time.time_ns() + 10**9
     os.utime(local / "log.txt", ns=(now, now))
     mirror.send(store, REMOTE, ())
     with (local / "log.txt").open("r+b") as file:
@@ -442,7 +442,7 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Way, loc
     first = files_in(local)
     points = 0
     for nth in range(1, 100):
-        store, mirror = MemoryStore(), ArtifactMirror(local)
+        store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
         write(local, first)
         mirror.send(store, REMOTE, ())
         write(local, {"log.txt": b"changed", "new.txt": b"new"})
@@ -463,7 +463,7 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Way, loc
 
 
 def test_what_a_failed_sync_has_sent_is_not_sent_again(local: Path) -> None:
-    store, mirror = MemoryStore(), ArtifactMirror(local)
+    store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
     settle(local)
     with pytest.raises(StoreUnavailable):
         mirror.send(DyingStore(store, 4, Way.UNAVAILABLE), REMOTE, ())

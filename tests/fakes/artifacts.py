@@ -14,13 +14,13 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from tests.fakes.checkpoints import files_in
-from tests.fakes.stores.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import ParallelMemoryStore
 
 FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
 REMOTE = "digits/1/trials/best/artifacts"
 
 
-class Bucket(MemoryStore):
+class Bucket(ParallelMemoryStore):
     """A memory store that a test can block; it keeps its deadline as every store must."""
 
     def __init__(self) -> None:

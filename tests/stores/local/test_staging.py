@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,13 +15,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from prefect_tune.core.checkpoints.commit import commit, reusable
-from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, About, Manifest, Piece
+from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, About, Manifest, Piece
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.runtime.session import snapshot
 from prefect_tune.stores.local.staging import StagedFiles, restored_directory
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.trainables.unreadable import make_deep
 
@@ -179,6 +182,39 @@ def test_files_that_change_while_they_are_read_are_said_to(change: str, tmp_path
         (tmp_path / "weights").unlink()
     with pytest.raises(StagedFilesChanged, match="weights"):
         staged.read_into(Piece(0, 2, 8), memoryview(bytearray(8)))
+
+
+class _Meeting(ParallelMemoryStore):
+    """The first two calls of `method` wait for each other, which they do for ever unless both are made at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._together = threading.Barrier(2, timeout=20)
+        self._calls: Counter[str] = Counter()
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._meet("put")
+        super().put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        self._meet("read")
+        return super().read(path, offset=offset, length=length)
+
+    def _meet(self, method: str) -> None:
+        with self._lock:
+            self._calls[method] += 1
+            is_early = self._calls[method] <= 2
+        if is_early:
+            self._together.wait()
+
+
+def test_the_blobs_of_a_save_and_of_a_restore_are_transferred_side_by_side(tmp_path: Path) -> None:
+    large = {name: name.encode() + bytes(BLOB_BYTES) for name in "ab"}
+    write(tmp_path / "source", large)
+    store = _Meeting()
+    manifest = save(store, tmp_path / "source")
+    bring(store, manifest, tmp_path / "copy")
+    assert files_in(tmp_path / "copy") == large
 
 
 @pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
