@@ -27,9 +27,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport, digest_of, parse
 from tests.core.driver import JOURNAL
 
-_CHUNK_BYTES = 8
-_BLOB_BYTES = 24
-
 ME = Owner(name="me", host="here", pid=1)
 
 
@@ -46,12 +43,12 @@ def snapshots_every(entries: int) -> Iterator[None]:
 
 
 @contextmanager
-def cut_small() -> Iterator[None]:
-    """Set the chunk size to 8 bytes and the blob size to 24 bytes."""
+def cut_small(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
+    """Set the sizes of a chunk and of a blob."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, _CHUNK_BYTES))
-        patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, _BLOB_BYTES))
-        patch.setattr(manifest, "BLOB_BYTES", _BLOB_BYTES)
+        patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, chunk_bytes))
+        patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, blob_bytes))
+        patch.setattr(manifest, "BLOB_BYTES", blob_bytes)
         yield
 
 

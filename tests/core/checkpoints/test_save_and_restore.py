@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +24,7 @@ from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
+from tests.core.histories import cut_small
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -97,15 +97,6 @@ def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
 # -------------------------------------------------------------------------------------------- round trips
 
 
-@contextmanager
-def tiny_cut(chunk: int, blob: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefect_tune.core.checkpoints.commit.pieces", lambda files: pieces(files, chunk))
-        patch.setattr("prefect_tune.core.checkpoints.commit.groups", lambda cut: groups(cut, blob))
-        patch.setattr("prefect_tune.core.checkpoints.manifest.BLOB_BYTES", blob)
-        yield
-
-
 NAMES = st.text(st.sampled_from("ab/é .-"), min_size=1, max_size=6).filter(
     lambda name: all(part not in ("", ".", "..") for part in name.split("/"))
 )
@@ -124,7 +115,7 @@ def is_a_tree(files: Mapping[str, bytes]) -> bool:
 )
 def test_every_directory_comes_back_as_it_was(saves: list[dict[str, bytes]], chunk: int, blob: int) -> None:
     store, parent = MemoryStore(), None
-    with tiny_cut(chunk, blob):
+    with cut_small(chunk, blob):
         for step, files in enumerate(saves, 1):
             parent = save(store, files, key(step, step), parent=parent).manifest
         for step, files in enumerate(saves, 1):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import UnknownVersion
-from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal import journal
@@ -22,6 +21,7 @@ from tests.fakes.stores.memory_store import MemoryStore
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = [GOLDEN / "version-4"]
 REJECTED = [GOLDEN / "version-1", GOLDEN / "version-2", GOLDEN / "version-3"]
+JOURNAL = first_generation("e")
 BACKBONE = b"never changed, and shared by every checkpoint..."
 HEADS = {2: "0a754341bb102ada", 4: "387431e3211fe770", 5: "6cdff9cbacdab7b7"}
 
@@ -33,14 +33,10 @@ def state(version: Path) -> MemoryStore:
     return store
 
 
-def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation("e"))
-
-
 @pytest.mark.parametrize("version", REJECTED, ids=lambda path: path.name)
 def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version: Path) -> None:
     with pytest.raises(UnknownVersion) as rejected:
-        load(state(version))
+        journal.load(state(version), JOURNAL)
     number = version.name.removeprefix("version-")
     unread = (
         f"of version {number}; this prefect-tune reads version 4 only. "
@@ -51,7 +47,7 @@ def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version:
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_todays_code_reads_what_was_written_then(version: Path) -> None:
-    experiment = load(state(version))
+    experiment = journal.load(state(version), JOURNAL)
     trial = experiment.trial("t")
 
     assert (experiment.number, experiment.term, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
@@ -65,7 +61,7 @@ def test_todays_code_reads_what_was_written_then(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_what_was_saved_then_is_restored_today(version: Path) -> None:
     store = state(version)
-    for each in load(store).trial("t").checkpoints:
+    for each in journal.load(store, JOURNAL).trial("t").checkpoints:
         manifest = read_manifest(store, CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence))
         assert restored(store, manifest) == {
             "backbone": BACKBONE,
@@ -81,11 +77,11 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
-    entries = journal.history(store, first_generation("e"))
+    entries = journal.history(store, JOURNAL)
     assert [entry.number for entry in entries] == list(range(1, 20))
     assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])
-    assert load(store) == load(state(version))
+    assert journal.load(store, JOURNAL) == journal.load(state(version), JOURNAL)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)

@@ -34,10 +34,6 @@ from tests.fakes.stores.memory_store import MemoryStore
 NAMES = [f"t{number}" for number in range(7)]
 
 
-def load(store: MemoryStore, key: JournalKey = JOURNAL) -> Experiment:
-    return journal.load(store, key)
-
-
 def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: Sequence[str] = NAMES) -> Experiment:
     """A history with a snapshot after every tenth entry."""
     state = opened(store, key)
@@ -56,7 +52,7 @@ def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
     for entries in (9, 10, 11, 39, 40):
         state = run(store := MemoryStore(), entries)
         store.operations.clear()
-        assert load(store) == state
+        assert journal.load(store, JOURNAL) == state
         # It reads the snapshot and those entries (if there are none: the last one), and looks for an unlisted entry.
         assert store.operations == {"list": 2, "read": (entries >= 10) + (entries % 10 or 1) + 1}
     assert list_snapshots(store, JOURNAL) == [40]
@@ -70,7 +66,7 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
     for _ in range(3):
         state = next_state(store, state, names[:2])
     store.operations.clear()
-    loaded = load(store)
+    loaded = journal.load(store, JOURNAL)
     assert store.operations.total() == 2 + 3 + 3 + 1  # a document of more than 4 MiB takes three
     assert list(loaded.trials) == names
     assert loaded == state
@@ -109,7 +105,7 @@ def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[st
         write_snapshot(store, late)
         kept = {late.number, *(number for number in kept if number > late.number)}  # it deletes only earlier ones
         assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
-        loaded = load(store)
+        loaded = journal.load(store, JOURNAL)
         assert loaded == state == fold(store)
         assert list(loaded.trials) == list(state.trials)
 
@@ -138,12 +134,12 @@ def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], by
     assert store.objects[path] != whole
 
     store.operations.clear()
-    assert load(store) == state
+    assert journal.load(store, JOURNAL) == state
     assert store.operations["read"] == 1 + entries + 1
 
     write_snapshot(store, later := opened(store, write_id="later"))
     assert list_snapshots(store, JOURNAL) == [later.number]
-    assert load(store) == later
+    assert journal.load(store, JOURNAL) == later
 
 
 def test_an_earlier_snapshot_is_read_where_the_newest_one_is_bad() -> None:
@@ -151,7 +147,7 @@ def test_an_earlier_snapshot_is_read_where_the_newest_one_is_bad() -> None:
     earlier, state = encode_snapshot(run(MemoryStore(), 10)), run(store, 22)
     store.objects.update({JOURNAL.snapshot_path(10): earlier, JOURNAL.snapshot_path(20): b"", "e/1/snapshots/x": b""})
     store.operations.clear()
-    assert load(store) == state
+    assert journal.load(store, JOURNAL) == state
     assert store.operations["read"] == 2 + 12 + 1
 
 
@@ -197,7 +193,7 @@ def test_a_snapshot_from_elsewhere_is_not_used(key: JournalKey, number: int) -> 
     store.objects[JOURNAL.snapshot_path(20)] = foreign
     with pytest.raises(JournalCorrupt, match=f"holds experiment '{key.experiment}' after entry {number}"):
         decode_snapshot(foreign, JOURNAL, 20)
-    assert load(store) == state
+    assert journal.load(store, JOURNAL) == state
 
 
 @pytest.mark.parametrize("before", [10, 12, 28])
@@ -208,9 +204,9 @@ def test_a_snapshot_of_a_journal_that_was_deleted_is_not_used(before: int, after
     stale = encode_snapshot(run(MemoryStore(), before, names=["old"]))
     state = run(store, after)
     store.objects[JOURNAL.snapshot_path(before)] = stale
-    assert load(store) == state == fold(store)
+    assert journal.load(store, JOURNAL) == state == fold(store)
     write_snapshot(store, state)
-    assert load(store) == state
+    assert journal.load(store, JOURNAL) == state
 
 
 def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
@@ -219,7 +215,7 @@ def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
     del store.objects[JOURNAL.entry_path(1)]
     store.operations.clear()
     with pytest.raises(JournalCorrupt, match="it is missing"):
-        load(store)
+        journal.load(store, JOURNAL)
     assert store.operations["read"] == 1
 
 
@@ -228,7 +224,7 @@ def test_a_journal_that_is_corrupt_stays_corrupt_beside_its_snapshot() -> None:
     run(store, 23)
     store.objects[JOURNAL.entry_path(22)] = store.objects[JOURNAL.entry_path(21)]
     with pytest.raises(JournalCorrupt):
-        load(store)
+        journal.load(store, JOURNAL)
 
 
 def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -> None:
@@ -246,7 +242,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
     store = Busy()
     store.owner = run(store, 29)
     store.operations.clear()
-    loaded = load(store)
+    loaded = journal.load(store, JOURNAL)
     assert (loaded.number, loaded) == (31, fold(store))
 
 
@@ -279,7 +275,7 @@ def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception
         state = next_state(store, state, ["t"])
         write_snapshot(store, state)
     store.fails = False
-    assert load(store) == state
+    assert journal.load(store, JOURNAL) == state
 
 
 # --------------------------------------------------------------------------------------------------- trials
@@ -314,7 +310,8 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_snapshots() 
     state = run(store, 23, names=["z", "a", "m", "b"])
     order = list(state.trials)
     assert order != sorted(order)
-    assert list(load(store).trials) == list(decode_snapshot(encode_snapshot(state), JOURNAL, 23).trials) == order
+    decoded = decode_snapshot(encode_snapshot(state), JOURNAL, 23)
+    assert list(journal.load(store, JOURNAL).trials) == list(decoded.trials) == order
     again = Experiment.model_validate_json(state.model_dump_json())
     assert (again, list(again.trials)) == (state, order)
     assert Experiment.model_validate(state.model_dump()) == state
