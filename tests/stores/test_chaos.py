@@ -223,7 +223,7 @@ def _retried(act: Callable[[], object]) -> object:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(12)))],
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(27)))],
 )
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
     """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""

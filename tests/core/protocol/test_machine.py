@@ -380,7 +380,7 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
 
 @pytest.mark.deep
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("machine", "examples"), [(Trial, deep_count(500)), (Family, deep_count(150))])
+@pytest.mark.parametrize(("machine", "examples"), [(Trial, deep_count(1000)), (Family, deep_count(250))])
 def test_whatever_happens_for_long_it_is_as_the_models_have_it(
     machine: type[RuleBasedStateMachine], examples: int
 ) -> None:
