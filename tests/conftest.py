@@ -64,6 +64,7 @@ _TOGETHER = frozenset(
         "tests/stores/test_subprocess_store.py",
         "tests/test_docs_site.py",
         "tests/test_packaging.py",
+        "tests/tuner/test_audit.py",
     }
 )
 """Modules whose tests share an expensive fixture: one worker runs them all."""
@@ -219,7 +220,7 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     from prefect.settings import get_current_settings
     from prefect.testing import utilities
 
-    from tests.fakes.servers.prefect_database import IN_MEMORY, migrated_database
+    from tests.fakes.servers.prefect_database import IN_MEMORY, IS_MADE, migrated_database
 
     folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
     shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))
@@ -227,6 +228,8 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
         pytestconfig.stash[_SERVER] = stack
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(utilities, "mkdtemp", lambda: folder)
+            for name, value in IS_MADE.items():
+                patch.setenv(name, value)
             stack.enter_context(utilities.prefect_test_harness(server_startup_timeout=180))
         yield str(get_current_settings().api.url)
 

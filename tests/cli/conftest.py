@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 from prefect.logging.configuration import setup_logging
 
 import prefect_tune as pt
@@ -22,8 +25,16 @@ def _logging() -> None:
     setup_logging()
 
 
+@pytest.fixture(scope="session")
+def _commands() -> Iterator[None]:
+    """Have typer read the signatures of the commands once: each time it takes 50 ms of CPU time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _logging: None) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _logging: None, _commands: None) -> Run:
     """Call the command line in this process."""
 
     def call(*arguments: object, columns: int = 200) -> Done:
