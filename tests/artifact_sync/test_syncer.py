@@ -31,7 +31,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import Buffer
 from tests.fakes.artifacts import BUCKETS, FILES, REMOTE, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import files_in
-from tests.fakes.stores.object_stores import until
+from tests.fakes.trial_processes import until
 
 
 class Clock:
@@ -260,7 +260,7 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     for other in FILES.keys() - {"log.txt"}:
         (local / other).unlink()  # so that the first write is of the old log
     syncer.sync_up(str(local), REMOTE)
-    assert until(lambda: bucket.writers > 0)
+    until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
     assert syncer.sync_up(str(local), REMOTE) is True
@@ -345,7 +345,7 @@ def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: B
 def test_a_delete_waits_for_the_upload_before_it(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
-    assert until(lambda: bucket.writers > 0)
+    until(lambda: bucket.writers > 0)
     assert syncer.delete(REMOTE) is True
     bucket.gate.set()
     syncer.wait()

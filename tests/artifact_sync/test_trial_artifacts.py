@@ -21,7 +21,7 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import TrialKey
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import write
-from tests.fakes.stores.object_stores import until
+from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 LOG = logging.getLogger("artifacts")
@@ -121,7 +121,7 @@ def test_the_last_sync_has_ended_when_the_attempt_ends(spec: TrialSpec, bucket: 
     bucket.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(attempt.close)
-        assert until(lambda: bucket.writers > 0)
+        until(lambda: bucket.writers > 0)
         assert not closing.done()
         bucket.gate.set()
         closing.result()

@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.demo import demo_plan
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 
 
 @pytest.mark.parametrize(("steps", "save_every", "hit"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])

@@ -43,7 +43,7 @@ from prefect_tune.drills.run_drill import (
 )
 from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import MANIFEST
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.trainables.numpy_mlp import NumpyMlp
 
 MODEL = "prefect_tune.demo.model:Digits"

@@ -22,7 +22,7 @@ import prefect_tune as pt
 from prefect_tune.executors import trial_executor
 from prefect_tune.executors.trial_executor import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

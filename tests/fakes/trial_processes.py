@@ -169,18 +169,18 @@ def family() -> Any:
 
 
 def until(
-    condition: Callable[[], object], *, seconds: float = 20, what: Callable[[], str] = lambda: "the expected state"
+    condition: Callable[[], object], *, seconds: float = 30, what: Callable[[], str] = lambda: "the expected state"
 ) -> None:
     """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
 
-    The pauses are ten times as long as a look at the condition: what is waited for needs the CPU more than this.
+    A condition that takes long to compute is computed less often: the awaited process needs the processor too.
     """
     end = time.monotonic() + seconds
     began = time.thread_time()
     while not condition():
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:g} s: {what()}")
-        time.sleep(max(0.002, 10 * (time.thread_time() - began)))
+        time.sleep(max(0.002, 3 * (time.thread_time() - began)))
         began = time.thread_time()
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,28 +15,12 @@ from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 from tests.fakes.task_runners import dask, ray
-from tests.fakes.trial_processes import PORTABLE, file_of
+from tests.fakes.trial_processes import PORTABLE, file_of, until
 from tests.flows.forked_programs import in_own_session, preloaded
 
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
 
 _MARK = "PREFECT_TUNE_TEST_DRIVER"
-
-
-def until(condition: Callable[[], object], *, seconds: float, what: Callable[[], str]) -> None:
-    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
-
-    A condition that takes long to compute is computed less often: the awaited process needs the processor too.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        began = time.thread_time()
-        if condition():
-            return
-        took = time.thread_time() - began
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:g} s: {what()}")
-        time.sleep(max(0.002, 3 * took))
 
 
 @dataclass(frozen=True)

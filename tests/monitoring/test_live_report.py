@@ -44,7 +44,7 @@ from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.progress_view import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.trainables.counting import Patient
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -22,7 +22,7 @@ import pytest
 
 from prefect_tune.attempt import graceful_stop
 from prefect_tune.attempt.graceful_stop import interruptible
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.flows.forked_programs import in_own_session, preloaded
 from tests.long_cases import long_after
 

@@ -35,7 +35,8 @@ from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning, Obstore
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
-from tests.fakes.stores.object_stores import object_store, until
+from tests.fakes.stores.object_stores import object_store
+from tests.fakes.trial_processes import until
 from tests.stores.contract import StoreContract
 
 
@@ -160,8 +161,8 @@ def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind
     with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
         _calls(store)[act]()
     assert time.monotonic() - started < 10  # it never answers
-    assert until(lambda: not sink.connections)
-    assert until(lambda: threading.active_count() <= before)  # the server's own end with their connections
+    until(lambda: not sink.connections)
+    until(lambda: threading.active_count() <= before)  # the server's own end with their connections
 
 
 def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) -> None:
@@ -174,7 +175,7 @@ def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) ->
     with pytest.raises(DeadlineExceeded):
         store.read("blob", length=2 << 20)
     assert time.monotonic() - started < 30  # the server never sends the rest
-    assert until(lambda: not sink.connections)
+    until(lambda: not sink.connections)
 
 
 def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -> None:
@@ -194,7 +195,7 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
         outcomes = list(pool.map(write, range(16)))
     assert time.monotonic() - started < 2.5
     assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
-    assert until(lambda: not sink.connections)
+    until(lambda: not sink.connections)
     sink.fault = lambda _request: None
     time.sleep(0.2)
     assert sink.names() == []
@@ -288,7 +289,7 @@ def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
     store.put("a", b"1")
     assert sink.connections
     store.close()
-    assert until(lambda: not sink.connections)
+    until(lambda: not sink.connections)
 
 
 def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:

@@ -26,7 +26,7 @@ from prefect_tune.journal_access import attempts_of, settle_dead_attempts
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.checkpoints import first_generation
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"
 ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_attempt, "my own name": pt.run_trial}

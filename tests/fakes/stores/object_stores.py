@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -48,10 +46,3 @@ class Once:
     def __call__(self, _request: SinkRequest) -> Fault | None:
         with self._lock:
             return next(self._faults, None)
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()

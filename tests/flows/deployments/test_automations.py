@@ -37,7 +37,7 @@ from prefect_tune.deploy.automations import automation_names, install_automation
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from tests.fakes.feed import Feed
 from tests.fakes.servers.canned_http import answering
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.flows.training import trial_at
 from tests.trainables.moody import Moody
 

@@ -33,8 +33,9 @@ from prefect_tune.testing import without_server
 from tests.fakes.servers.postgres_server import is_installed, postgres_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.task_runners import dask, ray, worker_of
+from tests.fakes.trial_processes import until
 from tests.flows.conftest import POOL, s3_at
-from tests.flows.driver import Driver, Drivers, until
+from tests.flows.driver import Driver, Drivers
 from tests.flows.training import experiment_at, require_trained_by_two_nodes
 from tests.trainables.digits_table import curves
 from tests.trainables.witness import acts_of

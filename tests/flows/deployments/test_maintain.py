@@ -34,7 +34,7 @@ from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, own_state
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_experiment
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.flows.training import flip, own_blobs, trial_at
 from tests.long_cases import long_after
 from tests.trainables.counting import Counting

@@ -9,7 +9,8 @@ from typing import Any
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
-from tests.flows.driver import Driver, Drivers, until
+from tests.fakes.trial_processes import until
+from tests.flows.driver import Driver, Drivers
 from tests.flows.training import TRIAL, bytes_of_checkpoint, experiment_at, trial_at, undisturbed, violations
 from tests.trainables.witness import acts_of
 

@@ -22,7 +22,8 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.domains import randint
 from tests.fakes.task_runners import worker_of
-from tests.flows.driver import Driver, Drivers, Flow, Write, until
+from tests.fakes.trial_processes import until
+from tests.flows.driver import Driver, Drivers, Flow, Write
 from tests.flows.interruptions.killing import Campaign, Victim, redone
 from tests.flows.training import experiment_at
 from tests.long_cases import deep_count, long_after

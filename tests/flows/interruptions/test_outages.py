@@ -31,8 +31,9 @@ from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.stores.memory_store import StoreAround
+from tests.fakes.trial_processes import until
 from tests.flows.conftest import s3_at
-from tests.flows.driver import Drivers, until
+from tests.flows.driver import Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import owners_at, state_of_flow_run, trial_at
 from tests.trainables.witness import acts_of

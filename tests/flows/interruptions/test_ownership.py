@@ -26,8 +26,8 @@ from prefect_tune.core.values import Stamp
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
-from tests.fakes.trial_processes import PORTABLE
-from tests.flows.driver import Driver, Drivers, until
+from tests.fakes.trial_processes import PORTABLE, until
+from tests.flows.driver import Driver, Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
     entries_at,

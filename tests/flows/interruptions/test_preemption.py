@@ -24,8 +24,9 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Started
 from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
+from tests.fakes.trial_processes import until
 from tests.flows.conftest import s3_at
-from tests.flows.driver import Driver, Drivers, until
+from tests.flows.driver import Driver, Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
     entries_at,

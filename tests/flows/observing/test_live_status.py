@@ -14,7 +14,8 @@ import pytest
 
 from prefect_tune import cli
 from prefect_tune.blocks import LocalTarget, SyncConfig
-from tests.flows.driver import Driver, Drivers, Flow, until
+from tests.fakes.trial_processes import until
+from tests.flows.driver import Driver, Drivers, Flow
 
 _PATIENT = "tests.trainables.counting:Patient"
 _SOON_SECONDS = 240

@@ -21,7 +21,8 @@ from prefect_tune.cli import main
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results import Results
-from tests.flows.driver import Drivers, Flow, until
+from tests.fakes.trial_processes import until
+from tests.flows.driver import Drivers, Flow
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.counting import Fragile
 from tests.trainables.witness import acts_of

@@ -21,7 +21,7 @@ from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.values import Stamp
 from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 from tests.flows.training import experiment_at, statuses
 from tests.long_cases import long_after
 from tests.trainables.moody import Moody

@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.testing import without_server
 from tests.attempt.nodes.cluster import Cluster, read_end
-from tests.flows.driver import until
+from tests.fakes.trial_processes import until
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 pytest.importorskip("torch")
