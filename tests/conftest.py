@@ -220,7 +220,7 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     from prefect.settings import get_current_settings
     from prefect.testing import utilities
 
-    from tests.fakes.servers.prefect_database import IN_MEMORY, IS_MADE, migrated_database
+    from tests.fakes.servers.prefect_database import IN_MEMORY, migrated_database
 
     folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
     shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))
@@ -228,8 +228,7 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
         pytestconfig.stash[_SERVER] = stack
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(utilities, "mkdtemp", lambda: folder)
-            for name, value in IS_MADE.items():
-                patch.setenv(name, value)
+            patch.setenv("PREFECT_SERVER_DATABASE_MIGRATE_ON_START", "false")  # this database is migrated
             stack.enter_context(utilities.prefect_test_harness(server_startup_timeout=180))
         yield str(get_current_settings().api.url)
 

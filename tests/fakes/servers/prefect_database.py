@@ -1,4 +1,4 @@
-"""A Prefect database with all migrations applied and all types of blocks: they take most of a server's start."""
+"""A Prefect database with all migrations applied: they take most of a server's start."""
 
 from __future__ import annotations
 
@@ -15,21 +15,10 @@ import pytest
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """The folder of a server's database: on a disk that is busy with other tests, SQLite locks time out."""
 
-IS_MADE = {"PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false", "PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
-"""The environment of a server that need not look for what is missing: 3 CPU seconds less."""
-
 _MIGRATE = """
 import asyncio
 from prefect.server.database import provide_database_interface
-from prefect.server.models.block_registration import run_block_auto_registration
-
-async def make():
-    database = provide_database_interface()
-    await database.create_db()
-    async with await database.session() as session:
-        await run_block_auto_registration(session=session)
-
-asyncio.run(make())
+asyncio.run(provide_database_interface().create_db())
 """
 
 
@@ -37,7 +26,7 @@ def migrated_database(config: pytest.Config) -> Path:
     """Return a migrated database to copy; one process makes it, and the others wait for it."""
     folder = config.rootpath / ".pytest_cache" / "prefect-database"
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{version('prefect')}-with-blocks.db"
+    made = folder / f"{version('prefect')}.db"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
