@@ -92,7 +92,7 @@ class TestServers:
         )
         found = wrong.check(timeout=timedelta(seconds=60))
         assert not found.ok
-        assert "could not list" in found.message
+        assert found.message.startswith(f"{protocol}://me@127.0.0.1:{port}/runs: could not ")
         assert "another-one" not in found.message
 
 
