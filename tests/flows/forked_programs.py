@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
+
+from tests.fakes.trial_processes import PORTABLE
 
 
 def preloaded() -> ForkServerContext:
     """Return the context of processes that have the modules of `tests.flows.preloaded` when they begin."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.flows.preloaded"])
+    with patch.dict(os.environ):
+        os.environ.pop(PORTABLE[0], None)  # all processes have the environment in which the first one is started
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
