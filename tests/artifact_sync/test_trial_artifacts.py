@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -264,10 +264,10 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
     attempt.after_report()
     attempt.close()
     attempt.settle()
-    said = _said(caplog)
-    assert sum("RuntimeError: not up" in each for each in said) == 3
-    assert sum("KeyError" in each for each in said) == 1
-    assert sum("ValueError: nor closed" in each for each in said) == 1
+    messages = [record.getMessage() for record in caplog.records if record.name == LOG.name]
+    assert sum("RuntimeError: not up" in message for message in messages) == 3
+    assert sum("KeyError" in message for message in messages) == 1
+    assert sum("ValueError: nor closed" in message for message in messages) == 1
 
 
 def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial(tmp_path: Path) -> None:
@@ -288,7 +288,3 @@ def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial
     with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
         assert fetched(store, tmp_path, TRIAL.artifacts) == {"log-1": b"", "log-2": b""}
         assert fetched(store, tmp_path, "e/1/trials/neighbour/artifacts") == {"log": b""}
-
-
-def _said(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
-    return [record.getMessage() for record in caplog.records if record.name == LOG.name]

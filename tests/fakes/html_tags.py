@@ -31,9 +31,6 @@ class Tags(HTMLParser):
         if tag not in _VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
 

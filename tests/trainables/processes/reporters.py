@@ -184,15 +184,11 @@ def reports_from_a_started_program(config: Config) -> Config:
             capture_output=True,
             text=True,
             check=False,
-            env=_with(config),
+            env={**os.environ, **config.get("environment", {})},
         )
     except pt.InvalidInput as error:
         return {"refused": str(error)}
     return {"said": done.stdout + done.stderr, "code": done.returncode}
-
-
-def _with(config: Config) -> dict[str, str]:
-    return {**os.environ, **config.get("environment", {})}
 
 
 def talks_out_of_turn(config: Config) -> None:
