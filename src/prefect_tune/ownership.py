@@ -367,7 +367,7 @@ def writer_of_trial(trial: str) -> EntryWriter:
     """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
 
     It raises `Superseded` also if another attempt of the trial has begun, or this one was ended; `SaveOvertaken` if
-    another task has retired a checkpoint since a save of these events began, whose bytes this one may reuse.
+    another task has committed or retired a checkpoint of the trial since a save of these events began.
     """
 
     def write(
@@ -384,7 +384,7 @@ def writer_of_trial(trial: str) -> EntryWriter:
                 )
             saves = [event.checkpoint for event in events if isinstance(event, Committed)]
             if theirs and any(not is_acceptable(theirs, save.sequence) for save in saves):
-                raise SaveOvertaken(f"{now.key}: another task has deleted a checkpoint of trial {trial!r} meanwhile")
+                raise SaveOvertaken(f"{now.key}: another task has changed the checkpoints of trial {trial!r} meanwhile")
 
         return with_retries(lambda: append_beside_others(target, experiment, events, once, require))
 

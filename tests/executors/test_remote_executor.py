@@ -461,8 +461,16 @@ def test_a_trial_gets_its_answers_after_an_error_of_its_machine(ends: Ends, monk
     monkeypatch.setattr(PosixStore, "read", fails)
     ends.ask(3)
     ends.say(PROCEED, 3)
-    until(lambda: ends.received)
-    assert ends.received == [PROCEED]
+    until(lambda: ends.received == [PROCEED])
+
+
+def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(ends: Ends) -> None:
+    ends.ask(2)
+    ends.link.close()
+    ends.link.watch()
+    ends.ask(3)
+    ends.say(PROCEED, 3)
+    until(lambda: ends.received == [PROCEED])
 
 
 def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:

@@ -387,7 +387,8 @@ class CommitWorker:
     def _end_all_the_same(self) -> None:
         """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
         try:
-            self._journal.flush()
+            with suppress(SaveOvertaken):
+                self._journal.flush()
             self._write_end()
         except TuneError as error:
             self.log.error("the attempt's end could not be journaled: %s", error)  # noqa: TRY400 - the target's error
@@ -446,7 +447,7 @@ class CommitWorker:
         self._delete(doomed)
 
     def _commit(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time another one is quarantined or deleted meanwhile; then the end counts.
+        """Save the checkpoint, again each time other checkpoints of the trial change meanwhile; then the end counts.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """
@@ -461,7 +462,7 @@ class CommitWorker:
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
             event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
-            listed: tuple[int, ...] = ()
+            journaled_sequences: tuple[int, ...] = ()
             with suppress(SaveOvertaken):
                 self._write((event, *quarantined), up_to=done.report.step)
                 self._commit_count += 1
@@ -470,11 +471,11 @@ class CommitWorker:
                     if done.finish_reason is not None:
                         self._write([Finished(trial=name, reason=done.finish_reason, use=self._meter.use())], up_to=0)
                     return saved, [*overtaken, *retired]
-                listed = (saved.manifest.sequence,)
-            reason = "step %d was saved while another checkpoint was quarantined or deleted: it is saved again"
-            self.log.warning(reason, saved.manifest.step)
+                journaled_sequences = (saved.manifest.sequence,)
+            warning = "step %d was saved while other checkpoints of the trial changed: it is saved again"
+            self.log.warning(warning, saved.manifest.step)
             # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
-            self._write([Retired(trial=name, retires=listed)], up_to=0)
+            self._write([Retired(trial=name, retires=journaled_sequences)], up_to=0)
             overtaken.append(saved.manifest.key)  # it has retired nothing
 
     def _publish(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:

@@ -63,7 +63,7 @@ class TrialJournal(ABC):
 
         Raises:
             Superseded: another process owns the experiment, or trains the trial.
-            SaveOvertaken: in a flow of one's own, another task has retired a checkpoint meanwhile; nothing was written.
+            SaveOvertaken: another task of one's own flow has changed the trial's checkpoints; nothing was written.
             StoreUnavailable, StoreRefused, CommitUnknown: all retries failed; calling it again is safe.
         """
 
@@ -195,15 +195,12 @@ class Outbox(_Buffered):
         post = Post(write_id=stamp.write_id, at=stamp.at, events=tuple(events))
         on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._posted + 1, post))
         self._posted += 1
-        if self._is_unread or not self._posted % _UNREAD_POSTS:
-            self._look_for_reader()
-        return trial
-
-    def _look_for_reader(self) -> None:
         earlier = self._posted - _UNREAD_POSTS
-        with suppress(TuneError), self._target.open(timeout=READ_TIMEOUT) as store:  # the post itself is durable
-            path = self._key.outbox_path(self._outbox, earlier)
-            self._is_unread = earlier > 1 and store.size(path) is not None  # the first post is never deleted
+        if earlier > 1 and (self._is_unread or not self._posted % _UNREAD_POSTS):  # the first post is never deleted
+            # An error here changes nothing: the post itself is durable.
+            with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
+                self._is_unread = store.size(self._key.outbox_path(self._outbox, earlier)) is not None
+        return trial
 
 
 class WrittenEntries(_Buffered):

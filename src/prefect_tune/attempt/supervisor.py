@@ -364,7 +364,7 @@ class _Supervisor:
     def _check_ends(self) -> Outcome | None:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         is_users_fault = isinstance(error := self._commit_worker.error, USERS_FAULT)
-        if is_users_fault and not self._failures:  # a process may remove what it saves as it fails
+        if is_users_fault and not self._failures:  # a failing process may delete the files being saved
             return self._failure(Cause.USER, make_reason("save-failed", error=str(error)))
         if error is not None and not is_users_fault:
             return self._failure(Cause.MACHINE, make_reason("write-failed", error=f"{type(error).__name__}: {error}"))

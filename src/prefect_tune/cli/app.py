@@ -212,7 +212,7 @@ def existing_place(target: str) -> StorageTarget | LocalFolder:
     """Return the target. A folder that exists needs no import of Prefect.
 
     Raises:
-        InvalidInput: it is a path of this machine that is no folder.
+        InvalidInput: it is a path on this machine that is not a folder.
     """
     if folder := local_folder(target):
         return folder

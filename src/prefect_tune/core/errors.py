@@ -90,7 +90,7 @@ class PartMissing(TuneError):
 
 
 class SaveOvertaken(TuneError):
-    """A checkpoint was quarantined or deleted during this save, which may reuse its blobs: save again."""
+    """Another checkpoint of the trial was saved, quarantined or deleted during this save: save again."""
 
 
 class JournalCorrupt(TuneError):

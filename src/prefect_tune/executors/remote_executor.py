@@ -125,9 +125,9 @@ class StoreLink(SearchLink):
         self._asked: int | None = None
         self._asks = threading.Event()
         self._closed = threading.Event()
+        self._closed.set()  # until `watch`
         self._was_answered = False
         self._logged_error: type[TuneError] | None = None
-        self._watching: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
         return StoreLink, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
@@ -173,23 +173,26 @@ class StoreLink(SearchLink):
     def close(self) -> None:
         """Stop polling for answers."""
         self._closed.set()
+        self._asked = None
         self._asks.set()
 
     def watch(self) -> None:
-        """Start the thread that polls the target for answers."""
-        if self._watching is None:
-            run = copy_context().run
-            self._watching = threading.Thread(target=run, args=(self._poll,), name="answers", daemon=True)
-            self._watching.start()
+        """Start the thread that polls the target for answers, if none does; after `close`, for a retry of the task."""
+        if self._closed.is_set():
+            self._closed = threading.Event()
+            if self._asked is None:
+                self._asks.clear()
+            poll = partial(copy_context().run, self._poll, self._closed)
+            threading.Thread(target=poll, name="answers", daemon=True).start()
 
-    def _poll(self) -> None:
+    def _poll(self, closed: threading.Event) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
-        while not self._closed.is_set():
+        while not closed.is_set():
             self._asks.wait(_UNASKED_SECONDS)
             if self._deliver_answer(is_late=pause_seconds == _LONGEST_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._asked is not None:
-                self._closed.wait(pause_seconds)
+                closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _deliver_answer(self, *, is_late: bool) -> bool:

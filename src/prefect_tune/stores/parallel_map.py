@@ -1,4 +1,4 @@
-"""A `map` that makes several calls at once, in threads: what `ObjectStore.map` is for a store that takes a while."""
+"""A `map` that makes several calls at once, in threads: what `ObjectStore.map` is for stores with latency."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ _Out = TypeVar("_Out")
 class _ThisThread(threading.local):
     is_worker = False
 
+    def become_worker(self) -> None:
+        self.is_worker = True
+
 
 _this_thread = _ThisThread()
 
@@ -26,25 +29,22 @@ def parallel_map(function: Callable[[_In], _Out], items: Iterable[_In], *, worke
     that have not begun, and is raised when the others have ended. Within a call of another `parallel_map`, the calls
     are made one after the other, so that nested maps do not multiply the threads.
     """
-    waiting = iter(items)
-    first = list(islice(waiting, 2 * workers))
+    remaining = iter(items)
+    first = list(islice(remaining, 2 * workers))
     if _this_thread.is_worker or len(first) <= 1:  # for a single call, a thread costs more than it saves
         yield from map(function, first)
-        yield from map(function, waiting)
+        yield from map(function, remaining)
         return
-    with ThreadPoolExecutor(workers, "transfer", initializer=_mark_as_worker) as pool:
-        running = [_submit(pool, function, item) for item in first]
+    with ThreadPoolExecutor(workers, "transfer", _this_thread.become_worker) as pool:
+        running: list[Future[_Out]] = []
         try:
+            running.extend(_submit(pool, function, item) for item in first)
             while running:
                 yield running.pop(0).result()
-                running.extend(_submit(pool, function, item) for item in islice(waiting, 1))
+                running.extend(_submit(pool, function, item) for item in islice(remaining, 1))
         finally:
             for future in running:
                 future.cancel()
-
-
-def _mark_as_worker() -> None:
-    _this_thread.is_worker = True
 
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
@@ -52,9 +52,9 @@ def _submit(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In
     try:
         return pool.submit(function, item)
     except RuntimeError:
-        made: Future[_Out] = Future()
-        made.set_result(function(item))
-        return made
+        done: Future[_Out] = Future()
+        done.set_result(function(item))
+        return done
 
 
 class ParallelStore:

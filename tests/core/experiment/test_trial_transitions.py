@@ -395,13 +395,10 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     assert (is_live(trial, key), is_held(trial, key), is_collectable(trial, key)) == (False, True, False)
     trial = trial.model_copy(update={"clones": ()})
     assert (is_held(trial, key), is_collectable(trial, key)) == (False, True)
-    other = Trial(trial="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=_origin_of(key)),))
+    origin = CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
+    other = Trial(trial="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=origin),))
     assert is_live(other, key)
     assert folder.of_experiment.trial_key("u").checkpoint_key(other.checkpoints[0]) == key
-
-
-def _origin_of(key: CheckpointKey) -> CheckpointOrigin:
-    return CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
 
 
 # ------------------------------------------------------------------------------------------------ the words for people

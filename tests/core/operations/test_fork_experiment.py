@@ -324,10 +324,6 @@ def test_a_fork_that_is_cut_short_is_not_forked() -> None:
         past_of(store, first_generation("new"), None)
 
 
-def _objects_of_the_origin(store: MemoryStore) -> dict[str, bytes]:
-    return {path: data for path, data in store.objects.items() if path.startswith("old/")}
-
-
 def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_on_every: int) -> int:
     world = MemoryStore()
     number = search_of_three(world).state.number
@@ -343,7 +339,7 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
         made = forked(store, number, write_id="the next").experiment
         assert what_is_known(made) == expected, (nth, way)
         assert unreadable(store, "new", made.trials) == [], (nth, way)
-        assert begun == _objects_of_the_origin(store)
+        assert begun == {path: data for path, data in store.objects.items() if path.startswith("old/")}
         if nth % goes_on_every == 0:
             _both_go_on(store)
     return counting.total * len(ways)

@@ -122,13 +122,10 @@ def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
     key = CheckpointKey(trial=TrialKey(experiment=_HUNG, generation=1, trial="trial"), step=1, sequence=1)
     target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
     save = publish_checkpoint.with_options(retries=0)
+    about = About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
     with pytest.raises(StoreUnavailable, match="client reported success"):
-        save(target, key, tmp_path / "staged", _about())
+        save(target, key, tmp_path / "staged", about)
     assert list((tmp_path / "target").rglob("manifest.json")) == []
-
-
-def _about() -> About:
-    return About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
 
 
 # Credentials that expire during trials: no trial fails, and the next run resumes what had to stop.
