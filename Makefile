@@ -102,7 +102,7 @@ screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, int
 long: $(VENV)/.dev  ## what the normal suite proves by one case, by all of them; clicks in Chromium; pages of the documentation
 	$(BIN)/python -m pytest -n $(WORKERS) -m "long and not deep and not integrations"
 
-deep: $(VENV)/.dev  ## many kills and examples: about an hour on two cores
+deep: $(VENV)/.dev  ## many kills and examples: 45 minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
 # A venv of its own: the tests of the frameworks that the lock does not hold.

@@ -49,7 +49,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.operations.trial_gc import collect, collectable_origins, leftover, orphans
-from prefect_tune.core.restore import adopt, read_manifest
+from prefect_tune.core.restore import adopt, manifest_if_readable, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
@@ -134,7 +134,7 @@ class Attempt:
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
         newest = parent_of_next(self.key, self.trial)
-        parent = read_manifest(self.store, newest) if newest else None
+        parent = manifest_if_readable(self.store, newest)
         reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
         commit(self.store, key, MemoryFiles(files), about, reuse=reuse)
 
