@@ -58,9 +58,9 @@ def local_target(tmp_path: Path) -> LocalTarget:
 
 
 @pytest.fixture
-def trouble(no_prefect_server: None, tmp_path: Path) -> Iterator[Trouble]:
+def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trouble]:
     """An experiment that fails as its configuration says, in this process."""
-    del no_prefect_server
+    request.getfixturevalue("prefect_server" if "left_run" in request.fixturenames else "no_prefect_server")
     made = Trouble(tmp_path)
     with listening(made.said):
         yield made
