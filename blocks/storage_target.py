@@ -40,7 +40,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has, shorten
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize, is_inside
 from prefect_tune.core.values import Number, leaves
@@ -402,7 +402,6 @@ def http_endpoint(url: str) -> str:
 
 # ---------------------------------------------------------------------- whether a target can store checkpoints
 
-_MAX_CHARACTERS = 600
 _HINTS = {
     "write": "read-only: listing is permitted, writing is not",
     "write again": "read-only: listing is permitted, writing is not",
@@ -470,8 +469,7 @@ def _line(target: StorageTarget, message: str) -> str:
     for secret in target.secret_values():
         if len(secret) >= _SHORTEST_SECRET:
             message = message.replace(secret, "********")
-    line = " ".join(message.split())
-    return f"{target.uri}: {line if len(line) <= _MAX_CHARACTERS else f'{line[:_MAX_CHARACTERS]}…'}"
+    return f"{target.uri}: {shorten(' '.join(message.split()), 600)}"
 
 
 def _refuses_a_second_create(store: ObjectStore) -> bool:

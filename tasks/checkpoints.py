@@ -29,6 +29,7 @@ from prefect_tune.attempt.commit_worker import (
 )
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
@@ -57,7 +58,7 @@ from prefect_tune.core.restore import manifest_if_readable, read_manifest
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_undamaged
+from prefect_tune.journal_access import no_experiment_at, read_journal, read_undamaged
 from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, run_here, skip_prefect_introspection

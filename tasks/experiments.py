@@ -15,6 +15,7 @@ from prefect_tune import ownership
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, curves_as_arrow, read_curves, trials_as_arrow
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -48,7 +49,7 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import Opening, current_owner, failing_to_resume, new_write_id, opened_journal
+from prefect_tune.journal_access import Opening, current_owner, failing_to_resume, opened_journal
 from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection

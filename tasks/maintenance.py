@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, UnknownVersion
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load
@@ -16,7 +17,6 @@ from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspectio
 from prefect_tune.core.operations.trial_gc import Garbage, collect_experiment, prune
 from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING
 
 _TIMEOUT = timedelta(minutes=30)

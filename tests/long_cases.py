@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 DEEP_FACTOR = float(os.environ.get("PREFECT_TUNE_TEST_DEPTH", "1"))
-"""The deep suite draws so many times its usual examples and kills: 1 takes 45 minutes on two cores, a night has time for 8."""
+"""The deep suite draws its usual number of examples and kills times this: 1 takes 45 minutes, 8 a night."""
 
 
 def deep_count(usual: int) -> int:

@@ -103,7 +103,7 @@ def stage_pages(stage: Path) -> None:
     shutil.copytree(ROOT / "docs", pages)
     shutil.copy(ROOT / "zensical.toml", stage)
     for source, page in MADE.items():
-        (pages / page).write_text((ROOT / source).read_text().replace("](../docs/", "]("))
+        (pages / page).write_text(re.sub(r"\]\((\.\./)?docs/", "](", (ROOT / source).read_text()))
     with (pages / "cli.md").open("a") as command_line:
         command_line.writelines(commands())
     for name, text in api_pages().items():

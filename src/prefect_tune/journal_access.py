@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
-from uuid import uuid4
 
 from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -39,39 +37,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.prefect_api.task_runs import set_crashed
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target, with_retries
-
-# Read the clock, draw a random write id, and identify this process.
-
-
-def new_write_id() -> Stamp:
-    """Return a random write id with the current time."""
-    return Stamp(write_id=uuid4().hex, at=utc_now())
-
-
-def utc_now() -> str:
-    """Return the current UTC time: it is shown to people, and decides nothing."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-_run_began: tuple[datetime, float] | None = None  # time of day, monotonic: the last run that this process began
-
-
-def begin_run_clock() -> None:
-    """Let `run_now` count from the present time of day."""
-    global _run_began  # noqa: PLW0603 - the clock of the process
-    _run_began = datetime.now(UTC), time.monotonic()
-
-
-def run_now() -> str:
-    """Return the time of day at the begin of this process's run plus the seconds of a monotonic clock since then.
-
-    A clock that is set, or a machine that sleeps, does not change it. It is for durations, in the cost; people are
-    shown `utc_now`, which a process without a run uses here too.
-    """
-    if _run_began is None:
-        return utc_now()
-    at, seconds = _run_began
-    return (at + timedelta(seconds=time.monotonic() - seconds)).isoformat(timespec="milliseconds")
 
 
 def current_owner(*, attempt: int = 0) -> Owner:

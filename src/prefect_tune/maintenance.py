@@ -18,6 +18,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
@@ -46,7 +47,7 @@ from prefect_tune.core.storage.generations import (
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import digest_of, valid_name
-from prefect_tune.journal_access import current_owner, new_write_id
+from prefect_tune.journal_access import current_owner
 from prefect_tune.reporting.page import as_markdown
 from prefect_tune.storage_retries import on_target
 from prefect_tune.tasks.maintenance import (

@@ -35,6 +35,7 @@ from prefect.states import Cancelled
 
 from prefect_tune.attempt.attempt import next_start
 from prefect_tune.blocks import StorageTarget, TargetCheck
+from prefect_tune.clock import new_write_id, utc_now
 from prefect_tune.core.errors import (
     CrashLoop,
     InvalidInput,
@@ -68,11 +69,9 @@ from prefect_tune.journal_access import (
     adopt_unjournaled,
     append_entry,
     current_owner,
-    new_write_id,
     open_journal,
     read_known,
     read_undamaged,
-    utc_now,
 )
 from prefect_tune.parameters.plan_checks import require_goes_on, require_one_runner
 from prefect_tune.parameters.search_plan import SearchPlan

@@ -28,6 +28,7 @@ from prefect_tune.attempt.graceful_stop import send_log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, of_experiment
@@ -41,7 +42,7 @@ from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import Value, argument_error
-from prefect_tune.journal_access import JournalWriter, new_write_id, no_experiment_at, read_journal, read_known
+from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
 from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.argument_checks import code_of, stop_to_json, stopper_for

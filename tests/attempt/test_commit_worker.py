@@ -19,6 +19,7 @@ from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
 from prefect_tune.attempt.search_link import Outbox, WrittenEntries
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -44,7 +45,7 @@ from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import EntryWriter, JournalWriter, new_write_id
+from prefect_tune.journal_access import EntryWriter, JournalWriter
 from prefect_tune.ownership import writer_of_trial
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry

@@ -18,6 +18,7 @@ import pytest
 from prefect_tune.attempt.search_link import Answer, AnswerAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import history
@@ -35,7 +36,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived
-from prefect_tune.journal_access import current_owner, new_write_id, read_experiment
+from prefect_tune.journal_access import current_owner, read_experiment
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import committed, first_generation, write

@@ -19,6 +19,7 @@ from prefect_tune.attempt.attempt import Attempt, AttemptResult, log_failure, st
 from prefect_tune.attempt.search_link import TrialJournal, WrittenEntries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import Superseded, TrialFailed
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history
@@ -42,14 +43,7 @@ from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import (
-    JournalWriter,
-    Opening,
-    experiment_id,
-    new_write_id,
-    open_journal,
-    write_directly,
-)
+from prefect_tune.journal_access import JournalWriter, Opening, experiment_id, open_journal, write_directly
 from prefect_tune.tasks import trials
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation

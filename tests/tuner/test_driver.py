@@ -14,6 +14,7 @@ import prefect_tune as pt
 from prefect_tune import storage_retries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, newest_checkpoint
 from prefect_tune.core.journal.journal import append_as_guest
@@ -38,7 +39,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
-from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, read_experiment
+from prefect_tune.journal_access import Opening, current_owner, open_journal, read_experiment
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.searches import planned_search

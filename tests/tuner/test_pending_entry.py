@@ -17,6 +17,7 @@ import pytest
 from prefect_tune import journal_access, ownership
 from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
@@ -43,7 +44,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import Message
-from prefect_tune.journal_access import new_write_id, read_experiment
+from prefect_tune.journal_access import read_experiment
 from prefect_tune.ownership import opening_events, own, write_if_unchanged
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.posix_store import PosixStore

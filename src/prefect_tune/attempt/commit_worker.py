@@ -32,6 +32,7 @@ from prefect_tune.attempt.search_link import TrialJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
@@ -64,7 +65,6 @@ from prefect_tune.core.restore import checkpoints_with, ref_of
 from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
 from prefect_tune.core.values import Stamp, StepReport, flat
-from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.stores.local.staging import naming_unreadable
 from prefect_tune.stores.posix_store import remove_tree

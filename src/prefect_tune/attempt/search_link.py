@@ -23,6 +23,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import SaveOvertaken, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, after
@@ -32,7 +33,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 
 Answer: TypeAlias = Proceed | Leave

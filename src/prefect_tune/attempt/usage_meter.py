@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from prefect_tune.clock import run_now
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.resources import Processes, processes_on
 from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
-from prefect_tune.journal_access import run_now
 from prefect_tune.linux import MemoryLimit, cpu_count_here, process_tree, process_use
 
 _LEAST_PERIOD_SECONDS = 1.0

@@ -25,6 +25,7 @@ from prefect_tune.cli.app import (
     opened,
     short_errors,
 )
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
@@ -163,8 +164,6 @@ def _released(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
 ) -> Iterator[tuple[str, Inspected]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
-    from prefect_tune.journal_access import new_write_id
-
     keys = {
         trial.trial: state.trial_key(trial.trial).checkpoint_key(each.checkpoint)
         for trial in trials
@@ -258,8 +257,6 @@ def gc(
     running save may use: it is safe beside a running search.
     Quarantined checkpoints are kept until the trial retires them: they can be released.
     """
-    from prefect_tune.journal_access import new_write_id
-
     with opened(target, experiment) as (store, state):
         only = None if trial is None else [each.trial for each in chosen_trials(state, trial)]
         garbage = collect_experiment(store, state, new_write_id(), only=only, dry_run=not delete)

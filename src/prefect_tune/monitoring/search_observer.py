@@ -13,6 +13,7 @@ from typing import Self
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import run_now, utc_now
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves, Losses
@@ -20,7 +21,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Entry, Event
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, delete_live_status, write_live_status
 from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchView
-from prefect_tune.journal_access import run_now, utc_now
 
 
 class SearchObserver:

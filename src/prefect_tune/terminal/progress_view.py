@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search_view import SearchSnapshot
-from prefect_tune.core.shown_text import first_line, format_duration, shown_amount, visible
+from prefect_tune.core.shown_text import first_line, format_duration, shorten, shown_amount, visible
 from prefect_tune.core.values import StepReport, flat, metric_in
 from prefect_tune.terminal.formatting import (
     UNLIMITED_WIDTH,
@@ -257,7 +256,7 @@ def cells_of(
     for name, cells in more.items():
         columns[f"trial's {name}" if name in columns else name] = cells
     used, hidden = sum(_width(name, cells) + _GAP for name, cells in columns.items()) - _GAP, []
-    configuration = _differing_parameters(trials, math.inf if width >= UNLIMITED_WIDTH else _MAX_CELL)
+    configuration = _differing_parameters(trials, width if width >= UNLIMITED_WIDTH else _MAX_CELL)
     for name, cells in configuration.items():
         column_width = _width(name, cells) + _GAP
         if used + column_width <= width:
@@ -277,13 +276,12 @@ def _width(name: str, cells: Sequence[str]) -> int:
     return max(len(name), *map(len, cells), 0)
 
 
-def _differing_parameters(trials: Sequence[Trial], max_width: float) -> Mapping[str, list[str]]:
+def _differing_parameters(trials: Sequence[Trial], max_width: int) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
     configs = [flat(trial.config) for trial in trials]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for config in configs for name in config):
-        texts = [_on_one_line(config.get(name)) for config in configs]
-        cells = [text if len(text) <= max_width else f"{text[: _MAX_CELL - 1]}…" for text in texts]
+        cells = [shorten(_on_one_line(config.get(name)), max_width) for config in configs]
         if len(set(cells)) > 1 or len(cells) == 1:
             columns[name] = cells
     return columns

@@ -17,6 +17,7 @@ from prefect_tune.attempt.attempt import CurveReader, next_start
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.clock import begin_run_clock, new_write_id, run_now
 from prefect_tune.core.errors import (
     IllegalTransition,
     InvalidInput,
@@ -57,7 +58,7 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     have_ended,
 )
-from prefect_tune.journal_access import JournalWriter, begin_run_clock, new_write_id, run_now, set_attempt_crashed
+from prefect_tune.journal_access import JournalWriter, set_attempt_crashed
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from prefect_tune.attempt.search_link import EventsSubmitted
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -24,7 +25,7 @@ from prefect_tune.core.journal.outbox import delete_posts
 from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints

@@ -22,6 +22,7 @@ from typing import Literal, Self
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import trial_named
@@ -45,7 +46,6 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, delete_numbered, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import TrialExecutor
-from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.tuner.pending_entry import PendingEntry

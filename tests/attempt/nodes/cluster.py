@@ -21,6 +21,7 @@ from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -30,7 +31,7 @@ from prefect_tune.core.reasons import AnyReason, Reason, make_reason
 from prefect_tune.core.restore import adopt
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
+from prefect_tune.journal_access import Opening, current_owner, open_journal, write_directly
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks

@@ -39,7 +39,7 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Files, Session, Witness, what_lies_about
 from tests.core.happenings import AFTER, happening
 from tests.core.histories import cut_small
-from tests.core.protocol.family import Family
+from tests.core.protocol.family import NAMES, Family
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
@@ -371,6 +371,11 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))
+    family = Family()  # few examples fork a search while a trial runs: here is one
+    family.begin()
+    family.save(NAMES[0])
+    family.fork(NAMES, 0)
+    family.teardown()
     for _ in range(5):  # examples depend on the imported modules of other tests: a rare transition may be missing
         if set(trials.NEXT) - seen:
             run_state_machine_as_test(Trial, settings=settings(CI, derandomize=False))

@@ -11,6 +11,7 @@ from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.search_link import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Adopted, AttemptEvent, CheckpointRef, Committed, Reported
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
@@ -18,14 +19,7 @@ from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import (
-    Opening,
-    current_owner,
-    experiment_id,
-    new_write_id,
-    open_journal,
-    read_experiment,
-)
+from prefect_tune.journal_access import Opening, current_owner, experiment_id, open_journal, read_experiment
 
 _REQUEST = timedelta(seconds=9)
 

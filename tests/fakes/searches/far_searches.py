@@ -11,6 +11,7 @@ from logging import getLogger
 from unittest.mock import patch
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
@@ -19,14 +20,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import TrialExecutor
-from prefect_tune.journal_access import (
-    JournalWriter,
-    Opening,
-    current_owner,
-    new_write_id,
-    open_journal,
-    write_directly,
-)
+from prefect_tune.journal_access import JournalWriter, Opening, current_owner, open_journal, write_directly
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner import driver

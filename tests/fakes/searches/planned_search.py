@@ -13,6 +13,7 @@ from prefect_tune.attempt.attempt import next_start
 from prefect_tune.attempt.search_link import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.stoppers import of_trials
@@ -30,15 +31,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.search.domains import loguniform, randint
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited, Message, TrialExecutor
-from prefect_tune.journal_access import (
-    EntryWriter,
-    JournalWriter,
-    Opening,
-    current_owner,
-    new_write_id,
-    open_journal,
-    write_directly,
-)
+from prefect_tune.journal_access import EntryWriter, JournalWriter, Opening, current_owner, open_journal, write_directly
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits, trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan

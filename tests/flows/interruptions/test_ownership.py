@@ -15,6 +15,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -24,7 +25,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.values import Stamp
 from prefect_tune.executors.trial_executor import AttemptExited
-from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
+from prefect_tune.journal_access import Opening, current_owner, open_journal, write_directly
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
 from tests.fakes.trial_processes import PORTABLE, until
 from tests.flows.driver import Driver, Drivers

@@ -11,12 +11,12 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import live_keys
 from prefect_tune.core.journal_events import Configured
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.argument_checks import code_of
 from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import files_in

@@ -17,11 +17,12 @@ from prefect.states import AwaitingRetry
 
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.clock import new_write_id
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.journal_access import new_write_id, write_directly
+from prefect_tune.journal_access import write_directly
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
     NewAnswer,

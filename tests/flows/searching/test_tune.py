@@ -73,6 +73,7 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_prefect_server")
 def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "not either"])}
     results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))

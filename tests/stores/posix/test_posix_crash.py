@@ -20,6 +20,8 @@ LOSSES: list[int | str | None] = ["only the process dies", None, *range(12)]
 
 
 class TestPosixStoreOnAMemoryDisk(StoreContract):
+    maps_in_parallel = False
+
     @pytest.fixture
     def store(self) -> PosixStore:
         return posix_store(MemoryPosix())
