@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from prefect_tune import journal_access
+from prefect_tune import clock
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
@@ -89,7 +89,7 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     clock = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
     running = Search(OFTEN).publisher
-    monkeypatch.setattr(journal_access, "_run_began", None)  # the clock of a run would read this one, too
+    monkeypatch.setattr(clock, "_run_began", None)  # the clock of a run would read this one, too
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
 
     def is_closed_after(seconds: float) -> bool:

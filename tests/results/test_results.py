@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import journal_access
+from prefect_tune import clock
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.retention import retired
@@ -400,7 +400,7 @@ def test_a_clock_that_is_moved_between_two_trials_adds_and_hides_no_second(
         def now(cls, tz: tzinfo | None = None) -> Any:
             return datetime.now(tz) + (jump if moved.exists() else timedelta(0))
 
-    monkeypatch.setattr(journal_access, "datetime", MovedClock)
+    monkeypatch.setattr(clock, "datetime", MovedClock)
     space = {"loss": pt.grid_search([1.0, 2.0, 3.0]), "moves_clock": str(moved)}
     options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "max_concurrent_trials": 1, "isolation": "thread"}
     cost = pt.tune(train, space, target=str(tmp_path / "runs"), experiment="e", **options).cost
