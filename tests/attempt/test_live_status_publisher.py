@@ -86,14 +86,14 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
 def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(0, 10_000, 2))  # each write takes 2 s
+    seconds = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
     running = Search(OFTEN).publisher
     monkeypatch.setattr(clock, "_run_began", None)  # the clock of a run would read this one, too
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
 
-    def is_closed_after(seconds: float) -> bool:
-        pauses.append(seconds)
+    def is_closed_after(pause: float) -> bool:
+        pauses.append(pause)
         return len(pauses) > 3
 
     monkeypatch.setattr(running._closed, "wait", is_closed_after)
