@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -114,13 +114,18 @@ def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) 
     return may_pass(error) and not isinstance(error, StoreRefused)
 
 
-def with_retries(act: Callable[[], _Result]) -> _Result:
+def with_retries(
+    act: Callable[[], _Result],
+    is_retried: Callable[[Exception], bool] = may_pass,
+    pauses_seconds: Sequence[float] | None = None,
+) -> _Result:
     """Return `act()`, retried as a task would be; for work too small for a task run."""
-    for seconds in _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]:
+    served = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]
+    for seconds in served if pauses_seconds is None else pauses_seconds:
         try:
             return act()
-        except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
-            if not may_pass(error):
+        except Exception as error:  # `is_retried` says which
+            if not is_retried(error):
                 raise
             pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
             run_log().warning("retrying in %.1f s: %s", pause_seconds, error)

@@ -67,7 +67,10 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     events = (tuple(earlier), (second, lost))
     recorder.prepend(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
     found = recorder.read(["a"])
-    assert [(each.attempt, each.end) for each in found.attempts] == [(1, "lost"), (2, None)]
+    assert [(each.attempt, each.is_lost, each.status) for each in found.attempts] == [
+        (1, True, "interrupted"),
+        (2, False, "running"),
+    ]
     assert (found.is_whole, len(found.ownerships), found.counts.reports) == (True, 2, 1)
     assert found.curves["a"]["loss"] == [(1.0, 0.5)]
     assert recorder.best == ("a", (0.5,))

@@ -177,7 +177,7 @@ def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_foun
     history = single(60, kills=(23,)).report_input().history
     attempts, ownerships = history.attempts, history.ownerships
     assert attempts[0].ended == ownerships[0].last
-    assert attempts[0].end == "lost"
+    assert attempts[0].is_lost
     assert (attempts[1].attempt, attempts[1].from_step) == (2, 20)
 
 

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
@@ -104,16 +103,6 @@ class RunCounts(NamedTuple):
     ended_attempts: int = 0
 
 
-class AttemptEnd(StrEnum):
-    """How an attempt ended."""
-
-    FINISHED = "finished"
-    PAUSED = "paused"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    LOST = "lost"
-
-
 @dataclass(frozen=True, slots=True)
 class OwnershipPeriod:
     """The time during which one run owned the experiment."""
@@ -152,7 +141,10 @@ class AttemptPeriod:
     longest_gap_seconds: float | None = None
     """The longest time between two reports, or before the first one."""
     ended: datetime | None = None
-    end: AttemptEnd | None = None
+    status: Status = Status.RUNNING
+    """The status that it left its trial with."""
+    is_lost: bool = False
+    """Whether its machine failed, its target, or its run."""
     rank_ends: Sequence[RankEnd] = ()
     """How ranks ended that did not end like the others."""
 
@@ -204,13 +196,13 @@ class SearchSnapshot:
         return self.running[trial].report if trial in self.running else None
 
 
-_ENDS: Mapping[type[Event] | Cause, AttemptEnd] = {
-    Finished: AttemptEnd.FINISHED,
-    Paused: AttemptEnd.PAUSED,
-    Cause.PREEMPTED: AttemptEnd.STOPPED,
-    Cause.MACHINE: AttemptEnd.LOST,
+_STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
+    Finished: Status.COMPLETED,
+    Paused: Status.PAUSED,
+    Cause.PREEMPTED: Status.INTERRUPTED,
+    Cause.MACHINE: Status.INTERRUPTED,
 }
-"""How an attempt ended, by its event or its cause; every other one failed."""
+"""The status after an attempt, by its event or its cause; after every other one it is `ERRORED`."""
 
 
 class SearchView:
@@ -350,7 +342,7 @@ class SearchView:
                 if isinstance(use := getattr(event, "use", None), GroupUse):
                     self._replace(event.trial, rank_ends=use.ends)
                 kind = event.cause if isinstance(event, AttemptEnded) else type(event)
-                self._end(event.trial, _ENDS.get(kind, AttemptEnd.FAILED), at)
+                self._end(event.trial, kind, at)
             case TrialAdded() | Configured() if self._ownerships:
                 owned = self._ownerships[-1]
                 trials = owned.trials + isinstance(event, TrialAdded)
@@ -379,7 +371,7 @@ class SearchView:
     def _start(self, event: Started, at: datetime) -> None:
         """Begin an attempt, at the earliest when the one before of its trial has ended: their clocks may differ."""
         trial, free_at = event.trial, _EARLIEST
-        self._end(trial, AttemptEnd.LOST, at)
+        self._end(trial, Cause.MACHINE, at)
         if (place := self._newest.get(trial)) is not None:
             free_at = self._attempts[place].ended or free_at
         began = max(parse_time(event.at or "") or at, free_at)
@@ -400,14 +392,15 @@ class SearchView:
             del self._running_trials[trial]
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
-    def _end(self, trial: str, end: AttemptEnd, at: datetime) -> None:
+    def _end(self, trial: str, kind: type[Event] | Cause, at: datetime) -> None:
         """End an attempt; one that died counts until its last event, not until its death was detected."""
         place = self._newest.get(trial)
         if place is None or (attempt := self._attempts[place]).ended is not None:
             return
         ended = max(attempt.began, attempt.last if attempt.is_abandoned else at)
         self._abandon(trial)
-        self._replace(trial, ended=ended, end=end)
+        status = _STATUS_AFTER.get(kind, Status.ERRORED)
+        self._replace(trial, ended=ended, status=status, is_lost=kind is Cause.MACHINE)
 
     # -------------------------------------------------------------------------------------- curves, costs, the best
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
 from importlib import import_module
@@ -35,6 +34,7 @@ from prefect_tune.core.values import digest_of
 from prefect_tune.executors.remote_executor import StoreLink, request_as_parameters, spec_as_parameters
 from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_task, error_in, node_task
 from prefect_tune.prefect_api.api_client import is_temporary
+from prefect_tune.storage_retries import with_retries
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
@@ -43,8 +43,7 @@ _ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nod
 _LEAST_CPU = 0.01
 _WAITING_LOOK_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
-_PATIENCE = timedelta(minutes=5)
+_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
 _WITHDRAWN = "Withdrawn"
 """The name of the state Cancelled of runs that their search has cancelled."""
@@ -250,7 +249,7 @@ class DeploymentLauncher:
             wanted = FlowRunFilterIdempotencyKey(any_=[self._next_key(key)])
             with get_client(sync_client=True) as client:
                 read = partial(client.read_flow_runs, flow_run_filter=FlowRunFilter(idempotency_key=wanted), limit=1)
-                later = self._retry_while_unavailable(spec, read)
+                later = self._retry_while_unavailable(read)
             if not later:
                 self._key_counts[key] -= 1
                 break
@@ -262,22 +261,14 @@ class DeploymentLauncher:
         self._key_counts[key] += 1
         return f"{key}/{self._key_counts[key]}" if self._key_counts[key] > 1 else key
 
-    def _retry_while_unavailable(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
-        """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
-        pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
-        while True:
-            try:
-                return ask()
-            except _AWAY as error:
-                is_given_up = self._withdrawn.is_set() or time.monotonic() + pause_seconds > until
-                is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
-                if is_given_up or is_final:
-                    raise
-                get_run_logger().warning(
-                    "trial %s: retrying its start in %g s: %s", spec.trial.trial, pause_seconds, error
-                )
-                time.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+    def _retry_while_unavailable(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Call `ask`; while the API is unavailable, retry with backoff for about 5 minutes."""
+
+        def is_retried(error: Exception) -> bool:
+            is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
+            return isinstance(error, _AWAY) and not is_final and not self._withdrawn.is_set()
+
+        return with_retries(ask, is_retried, _PAUSES_SECONDS)
 
     def _create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
@@ -291,7 +282,7 @@ class DeploymentLauncher:
             job_variables=self._job_variables,
         )
         try:
-            run = self._retry_while_unavailable(spec, create)
+            run = self._retry_while_unavailable(create)
         except ObjectNotFound as missing:
             raise InvalidInput(
                 f"trial_deployment: deployment {self._deployment!r}, or the flow run of this search, was deleted on "

@@ -29,7 +29,7 @@ from prefect_tune.core.reasons import format_error
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.search_view import AttemptEnd, OwnershipPeriod, SearchSnapshot
+from prefect_tune.core.search_view import OwnershipPeriod, SearchSnapshot
 from prefect_tune.core.values import flat
 from prefect_tune.terminal.formatting import cost_fields
 
@@ -173,14 +173,13 @@ class ReportInput:
         measured = [trial.measured_seconds for trial in self.trials]
         trained = None if None in measured else sum(filter(None, measured))
         wasted, steps = sum(trial.wasted_steps for trial in self.trials), sum(trial.step for trial in self.trials)
-        ends = Counter(attempt.end for attempt in self.history.attempts)
         return Totals(
             trained_seconds=trained,
             useful_seconds=seconds[Category.TRAINING] if trained and self.cost.attempts else trained,
             lost_seconds=seconds[Category.LOST],
             attempts=sum(trial.attempt for trial in self.trials),
-            attempts_lost=ends[AttemptEnd.LOST],
-            attempts_failed=ends[AttemptEnd.FAILED],
+            attempts_lost=sum(attempt.is_lost for attempt in self.history.attempts),
+            attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.history.attempts),
             wasted_steps=wasted,
             wasted_at_least=any(trial.wasted_at_least for trial in self.trials),
             wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,

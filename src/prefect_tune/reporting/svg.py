@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status
-from prefect_tune.core.search_view import AttemptEnd, AttemptPeriod, numbers_in
+from prefect_tune.core.search_view import AttemptPeriod, numbers_in
 from prefect_tune.core.shown_text import format_duration, shorten, visible_line
 from prefect_tune.reporting.facts import ReportInput, spread
 from prefect_tune.terminal.formatting import ends_words, format_number
@@ -453,14 +453,6 @@ FILLS: Mapping[Status, Fill] = {
     Status.PAUSED: Fill(VIOLET, "outline"),
 }
 """How an attempt is drawn, by the status that it ended with: told apart by more than a color."""
-_STATUSES: Mapping[AttemptEnd | None, Status] = {
-    None: Status.RUNNING,
-    AttemptEnd.FINISHED: Status.COMPLETED,
-    AttemptEnd.PAUSED: Status.PAUSED,
-    AttemptEnd.STOPPED: Status.INTERRUPTED,
-    AttemptEnd.LOST: Status.INTERRUPTED,
-    AttemptEnd.FAILED: Status.ERRORED,
-}
 
 
 _Bar: TypeAlias = tuple[AttemptPeriod, float, float]
@@ -590,14 +582,14 @@ def _draw_attempts(
             trial = trials[attempt.trial]
             # The last attempt of a trial that has ended has its status: a paused one is pruned if it was not promoted.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED
-            has_ended_well = attempt.end in (AttemptEnd.FINISHED, AttemptEnd.PAUSED)
-            status = trial.status if is_last and has_ended_well else _STATUSES[attempt.end]
+            has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
+            status = trial.status if is_last and has_ended_well else attempt.status
             shown.add(status)
             title = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
             if attempt.rank_ends:
                 title = f"{title}; {ends_words(attempt.rank_ends)}"
             drawing.bar((left, y), (max(1.5, right - left - 0.8), height), FILLS[status], title=title)
-            if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
+            if attempt.is_lost or attempt.status is Status.ERRORED:
                 drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
     x, y = _LEFT, bottom + 56
     for status in Status:
@@ -617,5 +609,5 @@ def _draw_load(drawing: Drawing, bars: Sequence[_Bar], bottom: float) -> None:
     draw_y_axis(drawing, Frame(_LEFT, _TOP, _RIGHT, bottom), y, 4)
     outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, PALE))
-    lost = [(right, bottom - 4) for attempt, _, right in bars if attempt.end is AttemptEnd.LOST]
+    lost = [(right, bottom - 4) for attempt, _, right in bars if attempt.is_lost]
     drawing.dots(lost[:_BARS], Pen(RED, 5, 0.8))

@@ -26,6 +26,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Pending, Running, Scheduled
 
+from prefect_tune import storage_retries
 from prefect_tune.attempt.attempt import state_of_node
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
@@ -112,6 +113,8 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     api = Api()
     monkeypatch.setattr(launchers, "run_deployment", api.run_deployment)
     monkeypatch.setattr(launchers, "time", api)
+    monkeypatch.setattr(storage_retries, "_pause", lambda seconds: api.sleep(seconds))  # noqa: PLW0108  tests replace `sleep`
+    monkeypatch.setattr(storage_retries, "_JITTER", 0)
     monkeypatch.setattr(launchers, "get_client", lambda **_: api)
     with disable_run_logger():
         yield api
