@@ -124,12 +124,13 @@ def with_retries(
     for seconds in served if pauses_seconds is None else pauses_seconds:
         try:
             return act()
-        except Exception as error:  # `is_retried` says which
-            if not is_retried(error):
-                raise
-            pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-            run_log().warning("retrying in %.1f s: %s", pause_seconds, error)
-            _pause(pause_seconds)
+        except Exception as error:
+            if is_retried(error):
+                pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
+                run_log().warning("retrying in %.1f s: %s", pause_seconds, error)
+                _pause(pause_seconds)
+                continue
+            raise
     return act()
 
 

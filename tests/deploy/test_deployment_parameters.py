@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from inspect import signature
+from inspect import cleandoc, signature
 from pathlib import Path
 from typing import Any
 
@@ -296,8 +296,8 @@ def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration
 
 @pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
 def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
-    said = kind.__doc__ or ""
-    assert re.findall(r"^        (\w+): ", said, re.MULTILINE) == list(kind.model_fields)
+    described = re.findall(r"^ {4}(\w+): ", cleandoc(kind.__doc__ or ""), re.MULTILINE)
+    assert described == list(kind.model_fields)
 
 
 # The deployable flows are listed once, and both ways to deploy use that list.

@@ -176,7 +176,7 @@ KERAS = {"lr": 0.05, "momentum": 0.5, "hidden": 64}
         ("ray_xgboost:train_breast_cancer", XGBOOST, "not deterministic", "differ without a kill, at step "),
         ("ray_xgboost:seeded", XGBOOST, "not exact", "first difference at step 3: metric `test-logloss`"),
         ("ray_lightgbm:train_breast_cancer", LIGHTGBM, "not deterministic", "differ without a kill, at step "),
-        ("ray_lightgbm:seeded", LIGHTGBM, "not exact", "first difference at step 4: `model.txt`, line "),
+        ("ray_lightgbm:seeded", LIGHTGBM, "not exact", "first difference at step 4: `model.txt`, `line "),
         ("ray_lightning:train_mnist_tune", LIGHTNING, "not deterministic", "differ without a kill, at step "),
         ("ray_lightning:seeded", LIGHTNING, "exact", ""),
         ("ray_keras:train_mnist", KERAS, "not deterministic", "differ without a kill, at step "),

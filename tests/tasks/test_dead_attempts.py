@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
@@ -17,7 +18,6 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed, Crashed, Running, Scheduled
-from prefect.types import DateTime
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
@@ -150,7 +150,7 @@ def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: Sy
 
 
 def _task_run(run_count: int, key: str = run_attempt.task_key, *, has_begun: bool = True) -> TaskRun:
-    begun = DateTime.now("UTC") if has_begun else None
+    begun = datetime.now(UTC) if has_begun else None
     return TaskRun(task_key=key, dynamic_key="0", flow_run_run_count=run_count, start_time=begun)
 
 

@@ -55,6 +55,8 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
         until(cluster.checkpoints, seconds=300, what=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
+        if dies == "node 0":
+            cluster.end_attempt()
     cluster.train(attempt=2, config=config, **_options(case))
     trial = cluster.trial()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 2)

@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from tokenize import TokenError
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -335,7 +336,8 @@ def _code(trainable: type | TrainFunction) -> str:
         return imported[1]
     try:
         return digest_of(inspect.getsource(trainable).encode())[:16]
-    except (TypeError, OSError, SystemError):  # the last: Python 3.11's parser, while another thread parses too
+    # SystemError: Python 3.11's parser, while another thread parses; TokenError: a function of a notebook's old cell
+    except (TypeError, OSError, SystemError, TokenError):
         return ""
 
 
