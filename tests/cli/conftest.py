@@ -74,5 +74,6 @@ def moods(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint=pt.Cadence(every_steps=1),
             retention=pt.Retention(last=2),
             max_concurrent_trials=1,
+            isolation="thread",
         )
     return target

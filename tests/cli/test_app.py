@@ -46,7 +46,7 @@ def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
     assert imported == set()
 
 
-@pytest.mark.parametrize("command", long_after(2, ["show", "checkpoints", "verify", "gc"]))
+@pytest.mark.parametrize("command", long_after(1, ["show", "checkpoints", "verify", "gc"]))
 def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
     printed, imported = imported_by(command, target, "digits")
     assert re.search("6|nothing to collect", printed)
@@ -75,15 +75,15 @@ def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
 
 NAMED_MODULES = [
     ("run here:ABSENT --target TARGET --experiment e", "trainable"),
+    ("resume TARGET searched --trainable here:ABSENT", "trainable"),
+    ("drill here:ABSENT --target TARGET", "trainable"),
+    ("audit TARGET digits --space here:ABSENT", "--space"),
     ("run tests.trainables.moody:Moody --target TARGET --experiment e --callback here:ABSENT", "callback"),
     ("run tests.trainables.moody:Moody --target TARGET --experiment e --metric x --stop here:ABSENT", "stop"),
     (
         'run tests.trainables.moody:Moody --target TARGET --experiment e --set x={"sample_from":"here:ABSENT"}',
         "sample_from",
     ),
-    ("resume TARGET searched --trainable here:ABSENT", "trainable"),
-    ("drill here:ABSENT --target TARGET", "trainable"),
-    ("audit TARGET digits --space here:ABSENT", "--space"),
     ("audit TARGET digits --search here:ABSENT", "--search"),
     ("audit TARGET digits --scheduler here:ABSENT", "--scheduler"),
     ("audit TARGET digits --stop here:ABSENT", "--stop"),
@@ -92,7 +92,7 @@ NAMED_MODULES = [
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize(("command", "option"), NAMED_MODULES)
+@pytest.mark.parametrize(("command", "option"), long_after(4, NAMED_MODULES))
 def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_one(
     command: str, option: str, run: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

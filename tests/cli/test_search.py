@@ -40,13 +40,6 @@ def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]
     return call
 
 
-def test_a_search_is_run_and_printed_the_best_trial_first(search: Callable[..., Done], tmp_path: Path) -> None:
-    done = search(TRAIN, "--set", "x=grid_search(3,1,2)", "--num-samples", 1, "--json")
-    assert done.code == 0
-    assert [each["config"]["x"] for each in json.loads(done.out)["trials"]] == [1, 2, 3]
-    assert (tmp_path / "e").is_dir()
-
-
 @pytest.mark.long
 def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     search: Callable[..., Done], run: Run, tmp_path: Path
@@ -73,7 +66,8 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_report_without_the_metric_is_an_error_of_its_trial(run: Run, tmp_path: Path) -> None:
     options = ("--target", tmp_path, "--experiment", "e", "--metric", "accuracy", "--stop", "step=3")
-    done = run("run", MOODY, *options, "--set", "fails=grid_search(raise,not)", "--num-samples", 1)
+    options += ("--set", "fails=grid_search(raise,not)", "--num-samples", 1, "--isolation", "thread")
+    done = run("run", MOODY, *options)
     assert done.code == 3
     assert "expected a number for metric 'accuracy', found None; the report has ['loss']" in done.err
     assert "2 errored" in done.out
@@ -103,6 +97,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     shown = json.loads(done.out)
     assert shown["trials"][0]["config"]["depth"] == {"of": {"it": [1, 2]}}
     assert all(0 <= each["config"]["x"] <= 0.1 for each in shown["trials"])
+    assert [each["trial"] for each in shown["trials"]] == ["00001", "00000"], "the best trial is the first"
     assert max(len(each["checkpoints"]) for each in shown["trials"]) == 2
     settings = shown["settings"]
     assert settings["retention"] == {"last": 1, "best": 2, "metric": "loss", "mode": "max", "every": None}
@@ -310,6 +305,7 @@ def test_what_a_journal_chooses_is_refused_in_words_that_say_what_to_pass(
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_trainable_that_is_named_is_run(run: Run, untrusted: Untrusted) -> None:
-    describe(untrusted.target, "e", {"trainable": TRUSTED, "space": {"x": 1.0}, "num_samples": 1, "metric": "loss"})
+    settings = {"space": {"x": 1.0}, "num_samples": 1, "metric": "loss", "isolation": "thread"}
+    describe(untrusted.target, "e", {"trainable": TRUSTED, **settings})
     assert run("resume", untrusted.target.path, "e").code == 1
     assert run("resume", untrusted.target.path, "e", "--trainable", TRUSTED).code == 0

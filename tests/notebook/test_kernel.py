@@ -36,6 +36,7 @@ class Net(pt.Trainable):
     def load_checkpoint(self, checkpoint_dir):
         self.x = float(Path(checkpoint_dir, "x").read_text())
 """
+THREAD = "isolation='thread'"
 RATES = '{"rate": pt.grid_search([0.1, 0.5])}'
 
 
@@ -71,7 +72,7 @@ def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kerne
 
 
 def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_line(kernel: Kernel) -> None:
-    kernel.run(search("shown"))
+    kernel.run(search("shown", more=THREAD))
     results = kernel.run("results").result
     assert "data:image/svg+xml" in results["text/html"]
     assert "2 completed" in results["text/html"]
@@ -89,7 +90,7 @@ def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_l
 
 def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> None:
     space = '{"rate": 0.1, "breaks": pt.grid_search(["", "<script>alert(2)</script>"])}'
-    shown = kernel.run(search("broken", space))
+    shown = kernel.run(search("broken", space, THREAD))
     assert shown.streams.count("Traceback (most recent call last)") == 1
     assert "1 completed, 1 errored of 2" in shown.html
     trial = kernel.run("results.trials['00001']").result["text/html"]
@@ -133,7 +134,8 @@ def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
 
 
 def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
-    code = "pt.durable_trainable(Net, {'rate': 0.1}, target='./runs', experiment='single', stop={'step': 3})"
+    options = f"target='./runs', experiment='single', stop={{'step': 3}}, {THREAD}"
+    code = f"pt.durable_trainable(Net, {{'rate': 0.1}}, {options})"
     shown = kernel.run(code)
     assert "done after" in shown.html
     assert "3 of 3, completed" in shown.html
@@ -142,7 +144,7 @@ def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
 
 
 def test_a_search_that_is_awaited_in_a_thread_has_one_display(kernel: Kernel) -> None:
-    code = search("awaited").replace("results = pt.tune(", "results = await asyncio.to_thread(pt.tune, ")
+    code = search("awaited", more=THREAD).replace("results = pt.tune(", "results = await asyncio.to_thread(pt.tune, ")
     shown = kernel.run(f"import asyncio\n{code}")
     assert "2 completed of 2" in shown.html
     assert shown.streams == ""

@@ -33,8 +33,6 @@ from tests.fakes.stores.memory_store import MemoryStore
 from tests.flows.searching.test_tune import searched
 from tests.flows.training import statuses, trial_at
 
-pytestmark = pytest.mark.usefixtures("no_prefect_server")
-
 
 @pytest.fixture
 def target(tmp_path: Path) -> FsspecTarget:
@@ -58,6 +56,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(("search", "said"), REFUSED.values(), ids=REFUSED)
 def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
     search: Callable[[Path, FsspecTarget], None],
@@ -73,6 +72,7 @@ def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
         assert [each.path for each in store.list("")] == []
 
 
+@pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it(
     tmp_path: Path, target: FsspecTarget
 ) -> None:

@@ -114,7 +114,8 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
 
 def test_where_a_server_is_set_up_none_is_started(prefect_server: str, tmp_path: Path) -> None:
     before = dict(os.environ)
-    pt.tune(lambda config: {"loss": config["x"]}, {"x": 1.0}, target=str(tmp_path), experiment="e", num_samples=1)
+    options = {"target": str(tmp_path), "experiment": "e", "num_samples": 1, "isolation": "thread"}
+    pt.tune(lambda config: {"loss": config["x"]}, {"x": 1.0}, **options)
     assert dict(os.environ) == before
     assert str(get_current_settings().api.url) == prefect_server
 

@@ -182,7 +182,8 @@ def test_only_our_flow_runs_end_without_a_wait_for_the_thread_of_heartbeats(monk
 SCRIPT = """
 import os, sys
 import prefect_tune as pt
-results = pt.tune(lambda config: {"loss": 1.0}, target=sys.argv[1], experiment="e", metric="loss", num_samples=1)
+options = {"target": sys.argv[1], "experiment": "e", "metric": "loss", "num_samples": 1, "isolation": "thread"}
+results = pt.tune(lambda config: {"loss": 1.0}, **options)
 print(os.environ["PREFECT_API_URL"], [str(each.status) for each in results.trials.values()])
 """
 

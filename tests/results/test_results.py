@@ -47,6 +47,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_samples=1,
             checkpoint=pt.Cadence(every_steps=1),
             max_concurrent_trials=2,
+            isolation="thread",
         )
     assert [str(each.status) for each in results.trials.values()] == ["completed"] * 3 + ["errored"]
     return folder

@@ -23,6 +23,33 @@ _ODD_NAMES = [
     "x" * 200,
 ]
 
+_RANGES: list[tuple[int, int | None, bytes]] = [
+    (0, None, b"0123456789"),
+    (0, 10, b"0123456789"),
+    (3, 4, b"3456"),
+    (3, None, b"3456789"),
+    (8, 100, b"89"),
+    (9, 1, b"9"),
+    (0, 0, b""),
+    (4, 0, b""),
+    (10, 5, b""),
+    (10, None, b""),
+    (50, 5, b""),
+]
+
+
+def _acts_on(store: ObjectStore, path: str) -> list[Callable[[], object]]:
+    return [
+        lambda: store.create(path, b""),
+        lambda: store.put(path, b""),
+        lambda: store.copy(path, "a"),
+        lambda: store.copy("a", path),
+        lambda: store.replace(path, [b""]),
+        lambda: store.read(path),
+        lambda: store.size(path),
+        lambda: store.delete([path]),
+    ]
+
 
 class StoreContract:
     """Inherit, and give a fixture `store`: an open, empty store. `racers` is how many writers race."""
@@ -136,27 +163,10 @@ class StoreContract:
         assert store.size("big") == (24 << 20) + 3
         assert bytes(store.read("big", offset=(16 << 20) - 1)) == b"\x01" + pieces[2] + b"end"
 
-    @pytest.mark.parametrize(
-        ("offset", "length", "expected"),
-        [
-            (0, None, b"0123456789"),
-            (0, 10, b"0123456789"),
-            (3, 4, b"3456"),
-            (3, None, b"3456789"),
-            (8, 100, b"89"),
-            (9, 1, b"9"),
-            (0, 0, b""),
-            (4, 0, b""),
-            (10, 5, b""),
-            (10, None, b""),
-            (50, 5, b""),
-        ],
-    )
-    def test_a_range_ends_where_the_object_does(
-        self, store: ObjectStore, offset: int, length: int | None, expected: bytes
-    ) -> None:
+    def test_a_range_ends_where_the_object_does(self, store: ObjectStore) -> None:
         store.put("digits", b"0123456789")
-        assert bytes(store.read("digits", offset=offset, length=length)) == expected
+        for offset, length, expected in _RANGES:
+            assert bytes(store.read("digits", offset=offset, length=length)) == expected, (offset, length)
 
     def test_an_empty_object_is_an_object(self, store: ObjectStore) -> None:
         store.put("put", b"")
@@ -173,11 +183,13 @@ class StoreContract:
         assert bytes(store.read("big")) == data
         assert bytes(store.read("big", offset=12 << 20, length=5 << 20)) == data[12 << 20 : 17 << 20]
 
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(b"__" + data)[2:]])
-    def test_every_kind_of_buffer_is_taken(self, store: ObjectStore, kind: Callable[[bytes], Buffer]) -> None:
-        store.put("put", kind(b"some bytes"))
-        store.create("created", kind(b"some bytes"))
-        assert bytes(store.read("put")) == bytes(store.read("created")) == b"some bytes"
+    def test_every_kind_of_buffer_is_taken(self, store: ObjectStore) -> None:
+        data = b"some bytes"
+        kinds: list[Buffer] = [data, bytearray(data), memoryview(data), memoryview(b"__" + data)[2:]]
+        for number, buffer in enumerate(kinds):
+            store.put(f"put/{number}", buffer)
+            store.create(f"created/{number}", buffer)
+            assert bytes(store.read(f"put/{number}")) == bytes(store.read(f"created/{number}")) == data, number
 
     def test_a_caller_may_reuse_its_buffer(self, store: ObjectStore) -> None:
         buffer = bytearray(b"first")
@@ -185,30 +197,21 @@ class StoreContract:
         buffer[:] = b"xxxxx"
         assert bytes(store.read("a")) == b"first"
 
-    @pytest.mark.parametrize("name", _ODD_NAMES)
-    def test_an_odd_name_is_a_name(self, store: ObjectStore, name: str) -> None:
-        store.put(f"odd/{name}", b"1")
-        with pytest.raises(AlreadyExists):
-            store.create(f"odd/{name}", b"2")
-        assert bytes(store.read(f"odd/{name}")) == b"1"
-        assert list(store.list("odd")) == [Listed(f"odd/{name}", 1)]
-        store.delete([f"odd/{name}"])
-        assert store.size(f"odd/{name}") is None
+    def test_an_odd_name_is_a_name(self, store: ObjectStore) -> None:
+        for path in (f"odd/{name}" for name in _ODD_NAMES):
+            store.put(path, b"1")
+            with pytest.raises(AlreadyExists):
+                store.create(path, b"2")
+            assert bytes(store.read(path)) == b"1"
+            assert list(store.list("odd")) == [Listed(path, 1)]
+            store.delete([path])
+            assert store.size(path) is None
 
-    @pytest.mark.parametrize("path", _ESCAPES)
-    def test_a_path_that_is_not_relative_and_normal_is_refused(self, store: ObjectStore, path: str) -> None:
-        for act in (
-            lambda: store.create(path, b""),
-            lambda: store.put(path, b""),
-            lambda: store.copy(path, "a"),
-            lambda: store.copy("a", path),
-            lambda: store.replace(path, [b""]),
-            lambda: store.read(path),
-            lambda: store.size(path),
-            lambda: store.delete([path]),
-        ):
-            with pytest.raises(InvalidInput):
-                act()
+    def test_a_path_that_is_not_relative_and_normal_is_refused(self, store: ObjectStore) -> None:
+        for path in _ESCAPES:
+            for act in _acts_on(store, path):
+                with pytest.raises(InvalidInput):
+                    act()
 
     def test_what_is_not_there_is_told_as_such(self, store: ObjectStore) -> None:
         store.put("a/b", b"")
@@ -238,12 +241,12 @@ class StoreContract:
         assert list(store.list("ru")) == []
         assert list(store.list("run2")) == []
 
-    @pytest.mark.parametrize("after", ["", "f", "f/b", "f/bb", "f/c", "f/c/1", "f/c/5", "f/d", "f/zzz", "g", "a"])
-    def test_a_listing_goes_on_beyond_a_path(self, store: ObjectStore, after: str) -> None:
+    def test_a_listing_goes_on_beyond_a_path(self, store: ObjectStore) -> None:
         paths = ["f/a", "f/b", "f/c-", "f/c/1", "f/c/2", "f/c0", "f/d/1"]
         for path in paths:
             store.put(path, b"")
-        assert [listed.path for listed in store.list("f", after=after)] == [path for path in paths if path > after]
+        for after in ("", "f", "f/b", "f/bb", "f/c", "f/c/1", "f/c/5", "f/d", "f/zzz", "g", "a"):
+            assert [listed.path for listed in store.list("f", after=after)] == [path for path in paths if path > after]
 
     def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
         names = [f"many/{number % 7}/{number:05d}" for number in range(1100)]
@@ -277,7 +280,7 @@ class StoreContract:
     def test_many_threads_at_once_do_not_disturb_each_other(self, store: ObjectStore) -> None:
         def work(number: int) -> None:
             data = bytes([number]) * (1000 + number)
-            for turn in range(4):
+            for turn in range(2):
                 path = f"threads/{number}/{turn}"
                 store.create(path, data)
                 assert bytes(store.read(path, offset=1)) == data[1:]

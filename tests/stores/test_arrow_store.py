@@ -37,6 +37,10 @@ class TestArrowStoreOnMemory(StoreContract):
     def store(self, tmp_path: Path) -> ArrowStore:
         return open_fsspec("memory", f"/{tmp_path.name}")
 
+    @pytest.mark.long
+    def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
+        super().test_a_listing_has_all_of_more_than_a_thousand_entries(store)
+
 
 @pytest.fixture
 def sink() -> Iterator[S3Sink]:

@@ -18,7 +18,6 @@ from prefect_tune.core.errors import (
     CommitUnknown,
     DeadlineExceeded,
     ObjectNotFound,
-    StoreRefused,
     StoreUnavailable,
 )
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
@@ -138,15 +137,15 @@ def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Fault) -> None:
 
 
 @pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("act", ["put", "replace", "read", "range", "size", "list", "delete"])
-def test_what_passes_is_not_noticed(chaos: ChaosS3, act: str, kind: Fault) -> None:
+def test_what_passes_is_not_noticed(chaos: ChaosS3, kind: Fault) -> None:
     _furnish(chaos)
-    chaos.script([kind])
-    with _obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
-        found = _acts(store)[act]()
-    assert chaos.injected == {kind: 1}
     expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [Listed("there", len(DATA))]}
-    assert (bytes(found) if act in ("read", "range") else found) == expected.get(act)  # type: ignore[call-overload]  # a buffer then
+    with _obstore(chaos.endpoint, seconds=60, request_seconds=0.8) as store:
+        for count, act in enumerate(("read", "range", "size", "list", "put", "replace", "delete"), 1):
+            chaos.script([kind])
+            result = _acts(store)[act]()
+            assert chaos.injected == {kind: count}, act
+            assert (bytes(result) if act in ("read", "range") else result) == expected.get(act), act  # type: ignore[call-overload]  # a buffer then
 
 
 @pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
@@ -174,8 +173,17 @@ class _ProbedTarget:
         yield from ()
 
 
-@pytest.mark.parametrize("kind", [Fault.LOSE_REPLY, Fault.DONE_500], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("lost", [*range(6), "all"])
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    long_after(
+        4,
+        [
+            *((Fault.LOSE_REPLY, 0), (Fault.LOSE_REPLY, 3), (Fault.DONE_500, 1), (Fault.DONE_500, "all")),
+            *((Fault.LOSE_REPLY, lost) for lost in (1, 2, 4, 5, "all")),
+            *((Fault.DONE_500, lost) for lost in (0, 2, 3, 4, 5)),
+        ],
+    ),
+)
 def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, kind: Fault, lost: int | str) -> None:
     """A check writes six times: its probe, the same again, and four at once. Three runs check at the same time."""
     plan: list[Fault | None] = [kind] * 60 if lost == "all" else [None] * int(lost) + [kind]
@@ -185,20 +193,6 @@ def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, kin
         found = list(runs.map(lambda _: check_target(target, timeout=timedelta(seconds=60)), range(3)))
     assert [(each.ok, each.conditional_create) for each in found] == [(True, True)] * 3, found
     assert chaos.injected == {kind: 60 if lost == "all" else 1}
-
-
-# ------------------------------------------------------------------------------------------- refusals
-
-
-def test_credentials_that_expire_midway_refuse_and_keep_what_was_written(chaos: ChaosS3) -> None:
-    chaos.script([None, None], then=Fault.EXPIRE_403)
-    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
-        store.put("a", DATA)
-        store.put("b", DATA)
-        with pytest.raises(StoreRefused, match="expired"):
-            store.put("c", DATA)
-        chaos.calm()
-        assert [listed.path for listed in store.list("")] == ["a", "b"]
 
 
 # -------------------------------------------------------------------------------------- false replies
@@ -224,7 +218,7 @@ def _retried(act: Callable[[], object]) -> object:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(27)))],
+    [*range(2), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(27)))],
 )
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
     """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""

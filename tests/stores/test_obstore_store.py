@@ -94,11 +94,10 @@ class TestOnTheSink(StoreContract):
         return object_store(sink.endpoint)
 
 
-@pytest.mark.parametrize("act", _ACTS)
-def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str, act: str) -> None:
-    store = object_store(moto, bucket="never-created")
-    with pytest.raises(StoreRefused, match="no such bucket"):
-        _calls(store)[act]()
+def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str) -> None:
+    for call in _calls(object_store(moto, bucket="never-created")).values():
+        with pytest.raises(StoreRefused, match="no such bucket"):
+            call()
 
 
 def test_what_is_not_there_is_asked_for_once_more_only_until_the_bucket_was_seen(sink: S3Sink) -> None:
@@ -108,27 +107,28 @@ def test_what_is_not_there_is_asked_for_once_more_only_until_the_bucket_was_seen
     assert sink.requests == {"HEAD": 3, "GET": 1}
 
 
-@pytest.mark.parametrize("act", _ACTS)
-def test_wrong_credentials_are_refused(moto: str, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_are_refused(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moto_settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
-    with pytest.raises(StoreRefused, match="credentials"):
-        _calls(object_store(moto, bucket="never-created"))[act]()
+    for call in _calls(object_store(moto, bucket="never-created")).values():
+        with pytest.raises(StoreRefused, match="credentials"):
+            call()
 
 
-@pytest.mark.parametrize("act", _ACTS)
-def test_a_refusal_is_final(sink: S3Sink, act: str) -> None:
+def test_a_refusal_is_final(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.REFUSE_403
-    with pytest.raises(StoreRefused, match="permission"):
-        _calls(object_store(sink.endpoint))[act]()
-    assert len(sink.log) == (2 if act == "size" else 1)  # the answer to a HEAD has no body: a listing says why
+    for act, call in _calls(object_store(sink.endpoint)).items():
+        before = len(sink.log)
+        with pytest.raises(StoreRefused, match="permission"):
+            call()
+        # The answer to a HEAD has no body: a listing says why.
+        assert len(sink.log) - before == (2 if act == "size" else 1), act
 
 
-@pytest.mark.parametrize("act", _ACTS)
-def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink, act: str) -> None:
+def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.FAIL_503
-    uncertain = act == "create"
-    with pytest.raises(CommitUnknown if uncertain else StoreUnavailable, match="4 times"):
-        _calls(object_store(sink.endpoint))[act]()
+    for act, call in _calls(object_store(sink.endpoint)).items():
+        with pytest.raises(CommitUnknown if act == "create" else StoreUnavailable, match="4 times"):
+            call()
 
 
 def test_a_server_that_is_not_there_has_certainly_written_nothing() -> None:
@@ -212,7 +212,7 @@ def test_after_the_deadline_nothing_is_asked(sink: S3Sink) -> None:
 
 def test_a_listing_that_fails_in_the_middle_goes_on_where_it_was(sink: S3Sink) -> None:
     store = object_store(sink.endpoint)
-    names = [f"f/{number:04d}" for number in range(2500)]
+    names = [f"f/{number:04d}" for number in range(2001)]
     for name in names:
         store.put(name, b"")
     sink.reset()
@@ -414,20 +414,18 @@ _STATUSES: Mapping[tuple[str, int], str] = {
     ("azure", 412): "LeaseIdMissing ConditionNotMet",
 }
 """By client and status, the codes that come with it."""
-_ANSWERS = [
-    pytest.param(CODES[code], vendor, status, id=f"{code}-{vendor}-{status}")
-    for (vendor, status), codes in _STATUSES.items()
-    for code in codes.split()
-]
 
 
-@pytest.mark.parametrize(("row", "vendor", "status"), _ANSWERS)
-def test_each_code_of_the_table_is_told_as_what_it_means(
-    server: Canned, row: ErrorCode, vendor: str, status: int
-) -> None:
+@pytest.mark.parametrize(("vendor", "status"), _STATUSES)
+def test_each_code_of_the_table_is_told_as_what_it_means(server: Canned, vendor: str, status: int) -> None:
     with _store(vendor, server) as store:
-        _answer(server, vendor, status, row.code)
-        written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
+        for code in _STATUSES[vendor, status].split():
+            _answer(server, vendor, status, code)
+            written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
+            _require_meaning(CODES[code], status, written, created)
+
+
+def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: TuneError) -> None:
     if row.meaning in _PASSES:
         assert type(written) is StoreUnavailable
         maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500

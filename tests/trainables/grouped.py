@@ -300,20 +300,6 @@ def lagging(config: dict[str, Any]) -> None:
         pt.report({"loss": 1 / (at + 1)})
 
 
-def late_at_last(config: dict[str, Any]) -> None:
-    """Save each step; in the first attempt rank 1 is late at the last one."""
-    trial, begin = pt.get_trial(), 1
-    if (checkpoint := pt.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as restored:
-            begin += int(Path(restored, "rank-0").read_text())
-    for at in range(begin, config["steps"] + 1):
-        if (trial.rank, trial.attempt, at) == (1, 1, config["steps"]):
-            time.sleep(4)
-        directory = trial.new_checkpoint_dir()
-        (directory / f"rank-{trial.rank}").write_text(str(at))
-        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
-
-
 class Witnessed(Sharded):
     """Records which process trains which step of which rank."""
 

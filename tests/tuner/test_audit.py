@@ -245,7 +245,7 @@ def unnamed(targets: Callable[[str], LocalTarget], folder: Path, number: int) ->
 def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
     targets: Callable[[str], LocalTarget], tmp_path: Path
 ) -> None:
-    assert unnamed(targets, tmp_path, 24) == []
+    assert unnamed(targets, tmp_path, 18) == []
 
 
 def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_a_decision_that_is_missing_or_superfluous_or_about_another_report_is_a_
     for name in ("asha", "promotion", "hyperband", "turns", "pbt"):
         entries = entries_of(Path(targets(name).path), KEY)
         found = [each for each in inconsistencies_of(entries) if each.kind == kind]
-        for index, altered in enumerate(found[:: max(1, len(found) // 3)]):
-            place = tmp_path / f"{name}-{index}"
+        for altered in found[len(found) // 2 :][:1]:
+            place = tmp_path / name
             write_altered(place, KEY, entries, altered)
             try:
                 difference = pt.audit("e", target=str(place)).difference

@@ -127,13 +127,6 @@ def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> 
         load(with_entry(left, 2, entry))
 
 
-@pytest.mark.parametrize("number", [1, 6])
-def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number: int) -> None:
-    data = left.objects[JOURNAL.entry_path(number)].replace(b'"version":4', b'"version":5')
-    with pytest.raises(UnknownVersion, match="upgrade"):
-        load(with_entry(left, number, data))
-
-
 # ------------------------------------------------------------------------- code execution and path escapes
 
 
@@ -257,12 +250,6 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_digest_is_right(
     with pytest.raises(CheckpointCorrupt):
         manifest_of(resealed(manifest, change))
     assert resealed(manifest, lambda body: body) == manifest
-
-
-@pytest.mark.parametrize("version", [3, 7, 10**18])
-def test_a_manifest_of_a_newer_version_is_refused_loudly(manifest: bytes, version: int) -> None:
-    with pytest.raises(UnknownVersion, match="upgrade"):
-        manifest_of(resealed(manifest, lambda body: body.update(version=version)))
 
 
 def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) -> None:

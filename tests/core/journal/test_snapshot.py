@@ -72,14 +72,12 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
     assert loaded == state
 
 
-@pytest.mark.parametrize(
-    ("trials", "interval"), [(0, 200), (1600, 200), (1601, 400), (3200, 400), (3201, 800), (10_000, 1600)]
-)
+@pytest.mark.parametrize(("trials", "interval"), [(0, 200), (1600, 200), (1601, 400), (3200, 400), (3201, 800)])
 def test_the_interval_between_snapshots_grows_with_the_number_of_trials(trials: int, interval: int) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))
     assert interval_of(state) == interval
-    due = [n for n in range(1, 7000) if snapshot_is_due(state.model_copy(update={"number": n}), n - 1)]
-    assert due == list(range(interval, 7000, interval))
+    due = [n for n in range(1, 3300) if snapshot_is_due(state.model_copy(update={"number": n}), n - 1)]
+    assert due == list(range(interval, 3300, interval))
     after_a_guest = state.model_copy(update={"number": interval + 1})
     assert snapshot_is_due(after_a_guest, interval - 1), "a guest wrote the entry that ended the interval"
 
@@ -94,7 +92,7 @@ def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest
 # ----------------------------------------------------------------------------------- the state of all entries
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(moves=st.lists(st.lists(st.sampled_from(NAMES), max_size=3), max_size=20), data=st.data())
 def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[str]], data: st.DataObject) -> None:
     store, states, kept = MemoryStore(), list[Experiment](), set[int]()
@@ -158,9 +156,8 @@ def test_every_cut_and_every_flipped_bit_of_a_snapshot_is_noticed() -> None:
     for at in range(len(data)):
         with pytest.raises(JournalCorrupt):
             decode_snapshot(data[:at], JOURNAL, 20)
-        for bit in (0, 6):
-            with pytest.raises((JournalCorrupt, UnknownVersion)):
-                decode_snapshot(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], JOURNAL, 20)
+        with pytest.raises((JournalCorrupt, UnknownVersion)):
+            decode_snapshot(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], JOURNAL, 20)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_each_acknowledged_post_is_journaled_in_every_order_of_an_attempt_and_an
     assert every_order(partial(meet, owners=1, last=3), limit=2_000, merges=True) > 50
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_two_owners_that_close_an_outbox_at_once_lose_no_post(seed: int) -> None:
     meet(drawn(seed), owners=2, last=4)
 
@@ -196,15 +196,11 @@ def fail(who: str, nth: int, fault: Way | int | None) -> int:
     return store.total
 
 
-REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail(who, 0, Way.TORN) + 1)]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("who", "nth"), REQUESTS)
-def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(
-    who: str, nth: int, fault: Way | int | None
-) -> None:
-    fail(who, nth, fault)
+@pytest.mark.parametrize("who", ["attempt", "owner"])
+def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(who: str, fault: Way | int | None) -> None:
+    for nth in range(1, fail(who, 0, Way.TORN) + 1):
+        fail(who, nth, fault)
 
 
 @pytest.mark.parametrize(("received", "journaled"), [(0, 2), (1, 2), (1, 0)], ids=["twice", "again", "with a gap"])

@@ -61,10 +61,6 @@ def table(seed: int) -> Table:
     return Table([[float(chance.randint(0, 5)) for _ in range(40)] for _ in range(8)])
 
 
-few = settings(max_examples=40)
-fewer = settings(max_examples=8)
-
-
 def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
     configs: list[Config] = [{"row": number % 8, "lr": 0.5} for number in range(trials)]
     recorded = Recorded(scheduler.begin(LOSS, world.seed))
@@ -72,7 +68,7 @@ def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outc
 
 
 @every_scheduler
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(world=worlds, trials=st.integers(0, 30))
 def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
     scheduler: Scheduler, world: World, trials: int
@@ -94,7 +90,7 @@ def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
 
 
 @every_scheduler
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(world=worlds, trials=st.integers(1, 12))
 def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
     scheduler: Scheduler, world: World, trials: int
@@ -111,7 +107,7 @@ def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
 
 
 @every_scheduler
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(world=worlds, trials=st.integers(1, 12))
 def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
     scheduler: Scheduler, world: World, trials: int

@@ -27,10 +27,7 @@ PASSING = (
 )
 """Transient faults: a client may retry."""
 
-_ANSWERS = {
-    Fault.THROTTLE_429: failure("429 Too Many Requests", "TooManyRequests"),
-    Fault.EXPIRE_403: failure("403 Forbidden", "ExpiredToken"),
-}
+_ANSWERS = {Fault.THROTTLE_429: failure("429 Too Many Requests", "TooManyRequests")}
 _DONE_500 = failure("500 Internal Server Error", "InternalError")
 
 Matches = Callable[[SinkRequest], bool]

@@ -41,7 +41,6 @@ class Fault(Enum):
     THROTTLE_429 = "429 before doing anything"
     DONE_500 = "do it, then answer 500"
     DRIP = "do it, and answer byte by byte, one each `drip_period`"
-    EXPIRE_403 = "403 ExpiredToken before doing anything"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ from obstore.store import S3Store
 
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.obstore_store import ObstoreStore, connected
-from tests.fakes.servers.s3_sink import Fault, SinkRequest
 
 KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}
 
@@ -34,15 +32,3 @@ def object_store(
 
     deadline = Deadline.after(timedelta(seconds=seconds))
     return ObstoreStore(connect, deadline=deadline, request_limit=request_limit)
-
-
-class Once:
-    """Injects `fault` into the first request; the others are answered."""
-
-    def __init__(self, fault: Fault) -> None:
-        self._faults = iter([fault])
-        self._lock = threading.Lock()
-
-    def __call__(self, _request: SinkRequest) -> Fault | None:
-        with self._lock:
-            return next(self._faults, None)
