@@ -66,8 +66,8 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_report_without_the_metric_is_an_error_of_its_trial(run: Run, tmp_path: Path) -> None:
     options = ("--target", tmp_path, "--experiment", "e", "--metric", "accuracy", "--stop", "step=3")
-    options += ("--set", "fails=grid_search(raise,not)", "--num-samples", 1, "--isolation", "thread")
-    done = run("run", MOODY, *options)
+    grid = ("--set", "fails=grid_search(raise,not)", "--num-samples", 1)
+    done = run("run", MOODY, *options, *grid, "--isolation", "thread")
     assert done.code == 3
     assert "expected a number for metric 'accuracy', found None; the report has ['loss']" in done.err
     assert "2 errored" in done.out

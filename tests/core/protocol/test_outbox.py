@@ -196,10 +196,12 @@ def fail(who: str, nth: int, fault: Way | int | None) -> int:
     return store.total
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("who", ["attempt", "owner"])
-def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(who: str, fault: Way | int | None) -> None:
-    for nth in range(1, fail(who, 0, Way.TORN) + 1):
+REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail(who, 0, Way.TORN) + 1)]
+
+
+@pytest.mark.parametrize(("who", "nth"), REQUESTS)
+def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(who: str, nth: int) -> None:
+    for fault in FAULTS:
         fail(who, nth, fault)
 
 
