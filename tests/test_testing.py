@@ -14,6 +14,7 @@ from prefect.settings import get_current_settings
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server
 from prefect_tune.testing import tune_folder, without_server
+from tests.trainables import moody
 
 __all__ = ["tune_folder"]
 
@@ -53,10 +54,10 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_search_needs_no_server(tune_folder: str, isolation: str, caplog: pytest.LogCaptureFixture) -> None:
     space = {"x": pt.grid_search([1.0, 2.0])}
-    results = pt.tune(train, space, target=tune_folder, experiment="two", metric="loss", isolation=isolation)
+    results = pt.tune(moody.train, space, target=tune_folder, experiment="two", metric="loss", isolation=isolation)
     assert results.best.config == {"x": 1.0}
     assert [trial.status for trial in results.trials.values()] == ["completed", "completed"]
-    assert pt.load_results(tune_folder, "two").best.metrics == {"loss": 3.0}
+    assert pt.load_results(tune_folder, "two").best.metrics == {"loss": 1.0}
     assert [record for record in caplog.records if record.levelname in {"ERROR", "CRITICAL"}] == []
 
 

@@ -28,7 +28,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.reasons import code_of
-from tests.fakes.supervisors import PATIENCE_SECONDS, WAYS, Watched, watched
+from tests.fakes.supervisors import PATIENCE_SECONDS, Watched, watched
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -51,12 +51,12 @@ def require_nothing_living(seen: Watched) -> None:
     until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "stubborn"), [("search", False), ("training", True), ("elsewhere", False)])
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
-def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
-    tmp_path: Path, way: str, killed: str, record_property: Callable[[str, object], None]
+def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed_even_if_it_ignores_sigterm(
+    tmp_path: Path, way: str, stubborn: bool, killed: str, record_property: Callable[[str, object], None]
 ) -> None:
-    with watched(tmp_path, way) as seen:
+    with watched(tmp_path, way, stubborn=stubborn) as seen:
         seen.kill(killed)
         began = time.monotonic()
         require_nothing_living(seen)
@@ -66,29 +66,17 @@ def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
             until(ended, seconds=PATIENCE_SECONDS, what=lambda: "word of it to the supervisor")
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
 def test_of_a_started_process_what_is_in_its_process_group_ends_and_the_rest_lives_on(
-    tmp_path: Path, killed: str, stubborn: bool
+    tmp_path: Path, killed: str
 ) -> None:
     """Documents the limit of systems other than Linux."""
-    with watched(tmp_path, "started", stubborn=stubborn) as seen:
+    with watched(tmp_path, "started", stubborn=True) as seen:
         elsewhere = seen.started - {seen.in_group}
         seen.kill(killed)
         until(lambda: seen.living() == elsewhere, seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
         for pid in elsewhere:
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("killed", ["supervisor", "trial"])
-def test_what_does_not_end_by_sigterm_is_killed(
-    tmp_path: Path, killed: str, record_property: Callable[[str, object], None]
-) -> None:
-    with watched(tmp_path, "training", stubborn=True) as seen:
-        seen.kill(killed)
-        began = time.monotonic()
-        require_nothing_living(seen)
-        record_property(f"seconds until nothing lived: stubborn, {killed}", round(time.monotonic() - began, 3))
 
 
 _SUBREAPER, _FORK_SERVER = "tune-subreaper", "tune-forkserver"

@@ -33,6 +33,7 @@ from tests.fakes.trial_processes import (
     started_process,
     untimed,
 )
+from tests.long_cases import long_after
 from tests.trainables.processes import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
@@ -146,7 +147,7 @@ def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path
         assert found["forked"] == []
 
 
-@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), (0, 0), (7, 7)])
+@pytest.mark.parametrize(("how", "code"), long_after(1, [("raise", 1), (7, 7), ("return", 0), (0, 0)]))
 def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_for_the_trial(
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
     assert "InvalidInput: pt.report(): expected process " in found["said"]
 
 
-@pytest.mark.parametrize("way", ["forked", "started"])
+@pytest.mark.parametrize("way", long_after(1, ["forked", "started"]))
 def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
     pool: TrialProcessPool, tmp_path: Path, way: str
 ) -> None:

@@ -404,7 +404,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
 @pytest.mark.parametrize(
     ("ranks", "ends"),
     long_after(
-        3,
+        4,
         [
             (
                 [
@@ -439,6 +439,10 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                     RankEnd(ranks=(0, 1), how=make_reason("returned")),
                 ],
             ),
+            (
+                [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
+                [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
+            ),
             ([FakeChannel([LOADED, step(1), TrialEnded(outcome=RETURNED)])] * 3, []),
             ([FakeChannel([LOADED, make_raised("x")])], []),
             (
@@ -452,21 +456,17 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 ],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-part"), is_cause=True)],
             ),
-            (
-                [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
-                [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
-            ),
         ],
     ),
     ids=[
         "a killed rank",
         "one returned",
         "a rank that dies",
+        "a rank without metrics",
         "all alike",
         "a single process",
         "ranks without a part",
         "a rank without a part of the last save",
-        "a rank without metrics",
     ],
 )
 def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(

@@ -19,8 +19,6 @@ from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
 
 PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests
-WAYS = ("search", "training", "elsewhere")
-"""How a trial's process is forked: by `tune`, by `durable_trainable`, by a worker of Dask or Ray or a deployment."""
 _STARTED = 3  # by the trial: in its session, in a session of its own, and an orphan
 
 
@@ -70,7 +68,11 @@ class Watched:
 
 @contextmanager
 def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watched]:
-    """Train a trial that starts processes; fail if one of them outlives the block."""
+    """Train a trial that starts processes; fail if one of them outlives the block.
+
+    The trial's process is forked as by `tune` ("search"), by `durable_trainable` ("training"), or by a worker of Dask
+    or Ray or a deployment ("elsewhere"); or it is "started". With `stubborn`, what it starts ignores SIGTERM.
+    """
     folder.mkdir(exist_ok=True)
     ours = Family()
     supervisor = preloaded().Process(target=_supervise, args=(str(folder), way, stubborn, ours.variable))

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -120,16 +119,6 @@ class Counter(pt.Trainable):
             if so_far < config.get("times", 1):
                 failures.write_text("x" * (so_far + 1))
                 _WAYS[config["fails"]]()
-
-
-class LeavesChildren(Counter):
-    """Starts a process in the first step, and never ends it; its number is in the witness."""
-
-    def step(self) -> Mapping[str, Any]:
-        if self.count == 0:
-            child = subprocess.Popen(["sleep", "1000"])
-            record_act(self.config["witness"], "spawned", child.pid)
-        return super().step()
 
 
 def count(config: Mapping[str, Any]) -> None:

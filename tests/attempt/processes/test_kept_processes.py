@@ -223,7 +223,7 @@ def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> 
     assert acts(witness) == ["setup 1", "cleanup 1"]
 
 
-@pytest.mark.parametrize("name", long_after(5, READ_ONCE))
+@pytest.mark.parametrize("name", long_after(2, READ_ONCE))
 def test_a_worker_whose_devices_change_trains_in_another_process(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -237,7 +237,7 @@ def test_a_worker_whose_devices_change_trains_in_another_process(
 # --------------------------------------------------------------------------------------------- state that is reset
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_what_the_import_has_set_is_set_for_each_trial_of_a_kept_process(module: Module, reuse: Reuse) -> None:
     module.write("""
         import random

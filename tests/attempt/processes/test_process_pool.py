@@ -181,7 +181,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
 
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
-@pytest.mark.parametrize(("code", "as_method"), [(0, False), (None, True), (143, False)])
+@pytest.mark.parametrize(("code", "as_method"), long_after(1, [(0, False), (None, True), (143, False)]))
 def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, as_method: bool, code: int | None
 ) -> None:
@@ -197,11 +197,11 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 @pytest.mark.parametrize(
     ("how", "said"),
     long_after(
-        5,
+        2,
         [
-            (0, "exited with code 0"),
             (3, "exited with code 3"),
             (-signal.SIGKILL, "ended by SIGKILL"),
+            (0, "exited with code 0"),
             (-signal.SIGABRT, "ended by SIGABRT"),
             (-(signal.SIGRTMIN + 1), "ended by signal 35"),
             ("segfault", "ended by SIGSEGV"),

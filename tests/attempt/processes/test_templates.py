@@ -54,7 +54,7 @@ def kill(ours: Family, whom: str) -> None:
         os.kill(victim, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("whom", ["the template", "its subreaper"])
+@pytest.mark.parametrize("whom", long_after(1, ["the template", "its subreaper"]))
 def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
     module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path, whom: str
 ) -> None:
@@ -228,20 +228,24 @@ def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module
 
 
 BEARABLE = {
-    "nothing": ("", []),
-    "lines that it prints": ("import sys; print('hello'); print('beware', file=sys.stderr)", ["beware", "hello"]),
-    "a child that it forks": ("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()", []),
-    "a program that it starts and terminates": (
-        "import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()",
-        [],
+    "lines, a child, a program that is terminated, and lines of a handler at each fork": (
+        """
+        import subprocess, sys
+        print('hello')
+        print('beware', file=sys.stderr)
+        if os.fork() == 0:
+            raise SystemExit(0)
+        os.wait()
+        program = subprocess.Popen(['sleep', '600'])
+        program.terminate()
+        program.wait()
+        os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))
+        """,
+        ["beware", "hello", "x" * 30_000],
     ),
-    "lines of a handler at each fork": (
-        "os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))",
-        ["x" * 30_000],
-    ),
-    "no stdout": ("import sys\nsys.stdout = None", []),
+    "no stdout": ("import sys\nsys.stdout = None\n", []),
     "a stdout that cannot be flushed": (
-        "import sys\nclass Odd:\n    def write(self, text): pass\nsys.stdout = Odd()",
+        "import sys\nclass Odd:\n    def write(self, text): pass\nsys.stdout = Odd()\n",
         [],
     ),
 }
@@ -252,7 +256,7 @@ def test_what_forks_bear_is_no_reason_against_them(
     trains: Trains, module: Module, recorder: LogRecorder, name: str
 ) -> None:
     body, lines = BEARABLE[name]
-    module.write(f"{body}\n{QUIET}")
+    module.write(dedent(body) + QUIET)
     found = trains(3)
     assert [each["x"] for each in found] == [0, 1, 2]
     assert (len(module.imports), different(found), sorted({*recorder.reasons})) == (1, 3, lines)
@@ -299,7 +303,7 @@ MADE_BY_IMPORT = {
 }
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 @pytest.mark.parametrize("name", MADE_BY_IMPORT)
 def test_each_trial_has_what_the_import_has_made(
     trains: Trains, module: Module, tmp_path: Path, name: str, reuse: Reuse
@@ -310,7 +314,7 @@ def test_each_trial_has_what_the_import_has_made(
     assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_what_the_import_sets_is_set_in_each_trial(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
@@ -415,19 +419,14 @@ def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
     assert ([each["x"] for each in found], recorder.reasons) == ([0, 1], [])
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [("RuntimeError('no licence')", "RuntimeError: no licence"), (f"ValueError({'あ' * 900!r})", "ValueError: ああ")],
-    ids=["short", "longer than the message to the supervisor"],
-)
 def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_fork(
-    module: Module, recorder: LogRecorder, error: str, said: str
+    module: Module, recorder: LogRecorder
 ) -> None:
-    module.write(f"raise {error}")
+    module.write(f"raise ValueError({'あ' * 900!r})")  # longer than the message to the supervisor
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         (end,) = messages_of(channel)
-    assert f"cannot be imported: {said}" in str(require_failure(end).reason)
-    assert f"cannot be imported: {said}" in recorder.reasons[0]
+    assert "cannot be imported: ValueError: ああ" in str(require_failure(end).reason)
+    assert "cannot be imported: ValueError: ああ" in recorder.reasons[0]
 
 
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
@@ -474,7 +473,7 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
     ours.require_none()
 
 
-@pytest.mark.parametrize("reuse", ["auto", "never"])
+@pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt import usage_meter
-from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
+from prefect_tune.attempt.supervisor import GroupSaves
 from prefect_tune.linux import children_of
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
@@ -81,11 +81,11 @@ def undisturbed() -> dict[str, list[float]]:
     return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
 
 
-@pytest.mark.parametrize("trainable", [Sharded, sharded])
-def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all(trainable: Any, tmp_path: Path) -> None:
-    result = trained(tmp_path, trainable)
+def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all_with_the_metrics_of_rank_0(tmp_path: Path) -> None:
+    result = trained(tmp_path, sharded)
     assert (result.status, result.step, result.attempts, result.metrics["world_size"]) == ("completed", STEPS, 1, 2)
     assert states(result) == undisturbed()
+    assert result.metrics["number"] == undisturbed()["rank-0.json"][1]
 
 
 @pytest.mark.parametrize(("trainable", "rank"), long_after(1, [(Sharded, 0), (Sharded, 1), (sharded, 0), (sharded, 1)]))
@@ -151,11 +151,6 @@ def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, cap
     assert caplog.text.count("rank 1 has returned, and rank 0 reported another step") == 1
 
 
-def test_files_of_one_name_with_other_bytes_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match=r"same\.json: ranks 0 and 1 saved different files of this name"):
-        trained(tmp_path, Sharded, {"does": "collide"})
-
-
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, and rank 0 did not"):
         trained(tmp_path, sharded, {"rank": 0, "does": "withhold"})
@@ -206,18 +201,16 @@ def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_
 def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:
     results = pt.tune(
         Sharded,
-        {"x": pt.grid_search([1, 2, 3, 4])},
+        {"x": pt.grid_search([1, 2])},
         target=str(tmp_path),
         experiment="e",
         metric="loss",
         mode="min",
-        scheduler=pt.ASHA(max_t=4, grace_period=1, reduction_factor=2, variant="promotion"),
+        scheduler=pt.ASHA(max_t=2, grace_period=1, reduction_factor=2, variant="promotion"),
         max_concurrent_trials=1,
         processes_per_trial=2,
     )
-    assert {each.status for each in results.trials.values()} <= {"completed", "pruned", "paused"}
-    assert max(each.step for each in results.trials.values()) == 4
-    assert not results.errors
+    assert sorted((each.status, each.step) for each in results.trials.values()) == [("completed", 2), ("pruned", 1)]
 
 
 def test_ranks_need_processes() -> None:
@@ -234,7 +227,7 @@ def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialRe
 @pytest.mark.parametrize(
     ("trainable", "config"),
     long_after(
-        2,
+        1,
         [
             (launches, {"by": "spawn"}),
             (launches, {"by": "fork"}),
@@ -256,12 +249,11 @@ def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
     assert states(result) == undisturbed()
 
 
-@pytest.mark.parametrize(
-    "dies", long_after(1, [{}, {"rank": 1, "at": 5, "does": "die"}, {"rank": 0, "at": 5, "does": "die"}])
-)
-def test_a_second_copy_of_the_trials_program_is_a_rank(dies: dict[str, Any], tmp_path: Path) -> None:
-    result = launched(tmp_path, restarts_its_program, dies)
-    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1 + bool(dies))
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_copy_of_the_trials_program_is_a_rank(rank: int, tmp_path: Path) -> None:
+    result = launched(tmp_path, restarts_its_program, {"rank": rank, "at": 5, "does": "die"})
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
 
 
@@ -296,11 +288,6 @@ def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(
 def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match=r"expected the ranks to be launched before the first pt\.report"):
         launched(tmp_path, restarts_late, {})
-
-
-def test_the_error_of_a_second_copy_of_the_trials_program_is_the_cause(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
-        launched(tmp_path, restarts_its_program, {"rank": 1, "at": 3, "does": "raise"})
 
 
 def test_a_second_copy_of_the_trials_program_without_a_rank_is_refused(tmp_path: Path) -> None:
@@ -386,39 +373,23 @@ def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> 
     assert (last.step, last.metrics["score"]) == (5, 6.0)
 
 
-def test_by_default_the_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
-    result = pt.durable_trainable(differs, {"steps": 1}, **options)
-    assert (result.step, result.metrics) == (2, {"loss": 2.0, "last": True})
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "at", "why"),
-    long_after(
-        1,
-        [
-            (1, 2, "rank 1 reported step 4, and rank 0 had ended before"),
-            (1, 3, "rank 1 reported step 4, and rank 0 had ended before"),
-            (0, 1, "rank 1 ended before step 5, of which rank 0 reported metrics"),
-        ],
-    ),
+    [
+        (1, 2, "rank 1 reported step 4, and rank 0 had ended before"),
+        (1, 3, "rank 1 reported step 4, and rank 0 had ended before"),
+        (0, 1, "rank 1 ended before step 5, of which rank 0 reported metrics"),
+    ],
 )
 def test_a_rank_that_reports_once_more_than_the_others_fails_the_mean_and_is_named(
     rank: int, at: int, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(pt.TrialFailed, match=why):
-        meaned(tmp_path, differs, {"steps": 3, "rank": rank, "at": at, "does": "report twice"})
+        meaned(tmp_path, differs, {"steps": 3, "rank": rank, "at": at})
 
 
-def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(seconds=0.5)))
-    policy = pt.FailurePolicy(max_machine_failures=0)
-    with pytest.raises(pt.TrialFailed, match=r"rank 1 did not report step 2 within 0\.5 s"):
-        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("trainable", [launches, runs_programs])
+@pytest.mark.parametrize("trainable", long_after(1, [restarts_its_program, launches, runs_programs]))
 def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
         launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
@@ -428,12 +399,6 @@ def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: 
 def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
     result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
     assert (result.status, result.attempts) == ("completed", 1)
-
-
-@pytest.mark.long
-def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
-        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
 
 
 @pytest.mark.long

@@ -49,10 +49,10 @@ class _Journal:
         self.write(TrialAdded(trial=trial, config=config))
         self.write(Started(trial=trial, attempt=1, from_step=0))
 
-    def save(self, step: int, staged: Path, more: Mapping[str, bytes]) -> None:
+    def save(self, step: int, staged: Path, size: int, more: Mapping[str, bytes]) -> None:
         key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.number)
         metrics = {"loss": 1 / step}
-        files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step, **more}
+        files = {"model/weights.bin": bytes([step]) * size, "state.json": b"%d" % step, **more}
         committed(self.store, write(staged, files), key, metrics=metrics)
         reported = Reported(trial="trial", report=StepReport(step=step, metrics=metrics))
         ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
@@ -65,13 +65,17 @@ def write_experiment(
     steps: list[int],
     *,
     quarantined: tuple[int, ...] = (),
+    size: int = 5_000_000,
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write a finished experiment with a checkpoint at each of `steps`, some in quarantine, with these files more."""
+    """Write a finished experiment with a checkpoint at each of `steps`, some in quarantine.
+
+    Each checkpoint has weights of this size, and `files`.
+    """
     journal = _Journal(root, name)
     journal.begin("trial", {"rate": 0.5})
     for step in steps:
-        journal.save(step, root.parent / f"staged-{name}-{step}", files)
+        journal.save(step, root.parent / f"staged-{name}-{step}", size, files)
     for each in journal.state.trial("trial").checkpoints:
         if each.step in quarantined:
             journal.write(Quarantined(trial="trial", sequence=each.sequence, reason="bad"))

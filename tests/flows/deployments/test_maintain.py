@@ -40,12 +40,13 @@ from tests.long_cases import long_after
 from tests.trainables.counting import Counting
 
 _STEPS = [1, 2, 3, 4, 5, 6]
+_SIZE = 50_000
 
 
 @pytest.fixture
 def target(no_prefect_server: None, tmp_path: Path) -> Path:
     del no_prefect_server
-    write_experiment(tmp_path / "target", "digits", _STEPS)
+    write_experiment(tmp_path / "target", "digits", _STEPS, size=_SIZE)
     return tmp_path / "target"
 
 
@@ -53,7 +54,7 @@ def target(no_prefect_server: None, tmp_path: Path) -> Path:
 def shown_target(prefect_server: str, tmp_path: Path) -> Path:
     """The same, of which a Prefect server gets the reports."""
     assert prefect_server
-    write_experiment(tmp_path / "target", "digits", _STEPS)
+    write_experiment(tmp_path / "target", "digits", _STEPS, size=_SIZE)
     return tmp_path / "target"
 
 
@@ -141,7 +142,7 @@ def unreadable_manifest(target: Path, trial: str) -> str:
 
 
 def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after(target: Path) -> None:
-    write_experiment(target, "other", [2])
+    write_experiment(target, "other", [2], size=_SIZE)
     flip(target / JournalKey(experiment="digits", generation=1).entry_path(3))
     for folder in target.glob("digits/1/segments"):
         for path in folder.iterdir():
@@ -195,8 +196,8 @@ def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target
     assert (report.experiments[0].pruned_count, report.verified_count) == (4, 0)
     assert live(target) == [5, 6]
     after = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    assert report.collected_bytes > 15_000_000
-    assert before - after > 15_000_000
+    assert report.collected_bytes > 3 * _SIZE
+    assert before - after > 3 * _SIZE
     assert maintain(str(target), verify="all").verified_count == 2
 
 
@@ -230,8 +231,8 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
 
 
 def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> None:
-    write_experiment(target, "nightly-1", [2])
-    write_experiment(target, "nightly-2", [2])
+    write_experiment(target, "nightly-1", [2], size=_SIZE)
+    write_experiment(target, "nightly-2", [2], size=_SIZE)
     found = maintain(str(target), experiments=["nightly-*"], verify="none", collect=False)
     assert sorted(each.experiment for each in found.experiments) == ["nightly-1", "nightly-2"]
 

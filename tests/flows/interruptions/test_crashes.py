@@ -66,6 +66,7 @@ def test_a_training_that_is_killed_ends_bit_identical_and_loses_at_most_an_inter
 
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("each_process_model")
+@pytest.mark.parametrize("each_process_model", long_after(1, ["started", "forked"]), indirect=True)
 def test_a_kill_during_an_overlapping_upload_loses_only_that_upload(
     drivers: Drivers, local_target: StorageTarget, tmp_path: Path, struck: Struck
 ) -> None:

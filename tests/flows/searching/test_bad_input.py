@@ -98,27 +98,21 @@ def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-def test_a_name_that_the_module_does_not_have_is_told_before_a_step(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="has no 'NoSuchName'; did you mean 'NoStep'"):
-        _train(tmp_path / "target", tmp_path / "trained", trainable="tests.trainables.faulty:NoSuchName")
-
-
-@pytest.mark.usefixtures("no_prefect_server")
 def test_a_metric_that_stop_waits_for_in_vain_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrialFailed, match="accuracy"):
-        _train(tmp_path / "target", tmp_path / "trained", stop={"accuracy": 0.9})
+        _train(tmp_path / "target", tmp_path / "trained", stop={"accuracy": 0.9}, isolation="thread")
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_another_config_under_the_same_name_is_refused_and_says_both(tmp_path: Path) -> None:
-    _train(tmp_path / "target", tmp_path / "first", config={"lr": 0.1})
+    _train(tmp_path / "target", tmp_path / "first", config={"lr": 0.1}, isolation="thread")
     with pytest.raises(InvalidInput, match=r"0\.1.*0\.2"):
         _train(tmp_path / "target", tmp_path / "second", config={"lr": 0.2})
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_journal_that_cannot_be_read_is_never_started_over(tmp_path: Path) -> None:
-    _train(tmp_path / "target", tmp_path / "first")
+    _train(tmp_path / "target", tmp_path / "first", isolation="thread")
     entry = next((tmp_path / "target" / "bad" / "1" / "journal").iterdir())
     entry.write_bytes(entry.read_bytes()[:-9])
     with pytest.raises(ResumeFailed, match="Nothing was started"):

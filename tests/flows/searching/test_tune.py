@@ -36,9 +36,10 @@ def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results
     return pt.tune(trainable, **{**common, **options})
 
 
-@pytest.mark.usefixtures("no_prefect_server", "each_process_model")
+@pytest.mark.usefixtures("no_prefect_server")
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:
-    results = searched(tmp_path, train, space={"x": pt.grid_search([3.0, 1.0, 2.0])}, stop=None)
+    space = {"x": pt.grid_search([3.0, 1.0, 2.0])}
+    results = searched(tmp_path, train, space=space, stop=None, isolation="thread")
     assert [each.config["x"] for each in results.trials.values()] == [3.0, 1.0, 2.0]
     assert statuses(results) == ["completed"] * 3
     assert results.best.config == {"x": 1.0}
@@ -70,15 +71,6 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
     going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
     assert statuses(results_of_failed(going_on)) == ["errored"] * 5
     assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("no_prefect_server")
-def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
-    space = {"fails": pt.grid_search(["raise", "not", "not either"])}
-    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
-    assert statuses(results) == ["errored"]
-    assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -204,8 +196,8 @@ def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_and_continu
 
 def test_a_function_reports_saves_and_goes_on_from_its_checkpoint(trouble: Trouble) -> None:
     trouble.trainable = "tests.trainables.troublesome:count"
-    assert trouble.run(steps=13).step == 13
-    result = trouble.run(steps=22)
+    assert trouble.run(steps=13, isolation="thread").step == 13
+    result = trouble.run(steps=22, isolation="thread")
     assert (result.step, result.metrics["count"], result.wasted_steps) == (22, 22, 3)
     assert trouble.acts("loaded") == [10]
 

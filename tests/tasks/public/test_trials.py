@@ -14,7 +14,7 @@ from prefect.logging import disable_run_logger
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
 from tests.tasks.public.conftest import Caller
-from tests.trainables.counting import Counting
+from tests.trainables.moody import Moody
 
 pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
@@ -25,16 +25,6 @@ def _without_a_run() -> Iterator[None]:
         yield
 
 
-class Counts(Counting):
-    """Counts its steps; fails at `fails_at` while the file `broken` exists."""
-
-    def step(self) -> dict[str, object]:
-        self.count += 1
-        if self.count == self.config.get("fails_at") and Path(self.config["broken"]).exists():
-            raise ValueError("broken on purpose")
-        return {"count": self.count}
-
-
 def run(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt.TrialState:
     options: dict[str, Any] = {
         "target": str(tmp_path / "runs"),
@@ -42,12 +32,12 @@ def run(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt
         "stop": {"step": 4},
         "checkpoint": pt.Cadence(every_steps=1),
     }
-    return pt.run_trial.fn(Counts, config or {}, **options | more)
+    return pt.run_trial.fn(Moody, config or {}, **options | more)
 
 
 def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: Caller, tmp_path: Path) -> None:
     done = run(tmp_path, {"rate": 0.5})
-    assert (done.status, done.step, done.metrics["count"], done.attempts) == (Status.COMPLETED, 4, 4, 1)
+    assert (done.status, done.step, done.metrics["loss"], done.attempts) == (Status.COMPLETED, 4, 0.25, 1)
     assert done.config == {"rate": 0.5}
     assert done.checkpoint is not None
     assert (done.checkpoint.step, done.checkpoint_steps) == (4, (1, 2, 3, 4))
