@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.errors import ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -66,6 +66,16 @@ def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(tra
     _require_identical(trained, 20)
 
 
+@pytest.mark.long
+def test_two_damaged_checkpoints_are_both_put_aside(trained: Trouble) -> None:
+    flip(_blob(trained, 15))
+    flip(_blob(trained, 10))
+    trained.run(steps=20)
+    assert trained.acts("loaded") == [5]
+    assert len(trained.trial.quarantined) == 2
+    _require_identical(trained, 20)
+
+
 def test_when_all_checkpoints_are_damaged_nothing_is_started_afresh_however_often_it_is_tried(
     trained: Trouble,
 ) -> None:
@@ -104,6 +114,15 @@ def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_death
 
 
 @pytest.mark.long
+def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "place": "load", "at": 10, "times": 4}
+    trouble.run(steps=10)
+    trouble.run(steps=20)
+    assert trouble.acts("loaded") == [10] * 5
+    assert trouble.trial.quarantined == ()
+
+
+@pytest.mark.long
 def test_a_poison_checkpoint_does_not_outlive_the_users_budget(trouble: Trouble) -> None:
     trouble.run(steps=10)
     trouble.poison(10, "raise")
@@ -124,10 +143,22 @@ def _require_identical(trouble: Trouble, steps: int) -> None:
     assert violations(trouble.target, _NAME, truth) == []
 
 
-def test_retired_checkpoints_are_gone_from_the_target_and_live_ones_restore(trouble: Trouble) -> None:
-    stay = [35, 40]
+@pytest.mark.parametrize(
+    ("retention", "stay"),
+    long_after(
+        1,
+        [
+            (Retention(last=2), [35, 40]),
+            (Retention(every=15), [15, 30, 40]),
+            (Retention(last=1, every=20), [20, 40]),
+        ],
+    ),
+)
+def test_retired_checkpoints_are_gone_from_the_target_and_live_ones_restore(
+    trouble: Trouble, retention: Retention, stay: Sequence[int]
+) -> None:
     trouble.trainable = _MLP
-    trouble.run(steps=40, retention=Retention(last=2), isolation="thread")
+    trouble.run(steps=40, retention=retention, isolation="thread")
     assert [each.step for each in trouble.trial.checkpoints] == stay
     manifests = Path(trouble.target.path).rglob("manifest.json")
     assert sorted(int(path.parent.name.partition("-")[0]) for path in manifests) == stay
@@ -143,3 +174,19 @@ def _blobs(trouble: Trouble, step: int) -> Sequence[Path]:
     (ref,) = (each for each in trouble.trial.checkpoints if each.step == step)
     key = CheckpointKey(trial=TrialKey(experiment=_NAME, generation=1, trial="trial"), step=step, sequence=ref.sequence)
     return [root / path for path in read_manifest(PosixStore(root), key).blob_paths()]
+
+
+@pytest.mark.long
+def test_the_best_checkpoints_stay(trouble: Trouble) -> None:
+    trouble.trainable = _MLP
+    trouble.run(steps=30, retention=Retention(best=1, metric="loss"), checkpoint=Cadence(every_steps=2))
+    losses = {int(step): loss for step, loss in _losses(30).items() if step % 2 == 0}
+    best = min(losses, key=lambda step: losses[step])
+    assert [each.step for each in trouble.trial.checkpoints] == sorted({best, 30})
+
+
+def _losses(steps: int) -> dict[int, float]:
+    from tests.trainables.numpy_mlp import Mlp
+
+    model = Mlp({})
+    return {step: float(model.train_step()["loss"]) for step in range(1, steps + 1)}

@@ -43,6 +43,7 @@ from tests.trainables.moody import train
 
 _NAME = "preempted"
 _STEPS = 60
+_INTERVAL = 5
 _SLACK_SECONDS = 8  # a busy machine, and the end of a flow run
 
 
@@ -100,6 +101,20 @@ def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     preempted.require_continued(from_step=preempted.committed())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("grace_seconds", "save_seconds"), [(0, 0.0), (2, 60.0)])
+def test_a_trial_that_cannot_save_within_the_grace_is_ended_and_loses_at_most_an_interval(
+    preempted: _Preempted, grace_seconds: float, save_seconds: float
+) -> None:
+    preempted.options["grace_period_seconds"] = grace_seconds
+    preempted.config |= {"save_seconds": save_seconds, "slow_from_step": 8}
+    driver = preempted.start()
+    preempted.until_at("trained", 8)
+    _ended_by(driver, signal.SIGTERM, within=grace_seconds)
+    assert max(preempted.acts("trained")) - preempted.committed() <= _INTERVAL
+    preempted.require_resumable()
+
+
 @pytest.mark.deep
 def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
     drivers: Drivers, s3_port: int, tmp_path: Path
@@ -118,6 +133,17 @@ def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
         proxy.restore()
         assert preempted.committed() == 5
         preempted.require_continued(from_step=5)
+
+
+@pytest.mark.long
+def test_a_group_wide_termination_still_lets_the_trial_save(preempted: _Preempted) -> None:
+    driver = preempted.start()
+    preempted.until_at("trained", 7)
+    for pid in driver.trials():
+        os.kill(pid, signal.SIGTERM)
+    _ended_by(driver, signal.SIGTERM, within=25)
+    assert preempted.committed() == max(preempted.acts("trained"))
+    preempted.require_resumable()
 
 
 @pytest.mark.deep

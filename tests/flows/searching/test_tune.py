@@ -73,6 +73,15 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
     assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("no_prefect_server")
+def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
+    space = {"fails": pt.grid_search(["raise", "not", "not either"])}
+    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
+    assert statuses(results) == ["errored"]
+    assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
+
+
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(pt.ResumeFailed, match="there is no experiment 'gone'"):
