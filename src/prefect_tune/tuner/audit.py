@@ -292,7 +292,7 @@ def _why_unknown(name: str, settings: Mapping[str, Any]) -> str:
     if stored is None:
         return ""
     if name == "search":
-        return "Optuna's proposals depend on its version" * ("OptunaSearch" in str(stored))
+        return "Optuna's proposals depend on its version" * ("OptunaSearch" in stored)
     if name == "scheduler":
         try:
             scheduler_from(stored)
