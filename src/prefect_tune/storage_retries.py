@@ -118,16 +118,17 @@ def with_retries(
     act: Callable[[], _Result],
     is_retried: Callable[[Exception], bool] = may_pass,
     pauses_seconds: Sequence[float] | None = None,
+    work: str = "",
 ) -> _Result:
-    """Return `act()`, retried as a task would be; for work too small for a task run."""
+    """Return `act()`, retried as a task would be; for work too small for a task run. Log lines begin with `work`."""
     served = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]
     for seconds in served if pauses_seconds is None else pauses_seconds:
         try:
             return act()
         except Exception as error:
-            if is_retried(error):
+            if is_retried(error) and not is_abandoned():
                 pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-                run_log().warning("retrying in %.1f s: %s", pause_seconds, error)
+                run_log().warning("%sretrying in %.1f s: %s", work, pause_seconds, str(error) or type(error).__name__)
                 _pause(pause_seconds)
                 continue
             raise

@@ -142,7 +142,7 @@ class AttemptPeriod:
     """The longest time between two reports, or before the first one."""
     ended: datetime | None = None
     status: Status = Status.RUNNING
-    """The status that it left its trial with."""
+    """How it is drawn: `COMPLETED` for each `Finished`, `ERRORED` for each failure except the machine's."""
     is_lost: bool = False
     """Whether its machine failed, its target, or its run."""
     rank_ends: Sequence[RankEnd] = ()

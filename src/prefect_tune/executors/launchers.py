@@ -43,8 +43,9 @@ _ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nod
 _LEAST_CPU = 0.01
 _WAITING_LOOK_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
-_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
+_START_SECONDS = 300.0
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
+_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
 """The name of the state Cancelled of runs that their search has cancelled."""
 _DEPLOY = "prefect-tune deploy train-trial --work-pool POOL"
@@ -249,7 +250,7 @@ class DeploymentLauncher:
             wanted = FlowRunFilterIdempotencyKey(any_=[self._next_key(key)])
             with get_client(sync_client=True) as client:
                 read = partial(client.read_flow_runs, flow_run_filter=FlowRunFilter(idempotency_key=wanted), limit=1)
-                later = self._retry_while_unavailable(read)
+                later = self._retry_while_unavailable(spec, read)
             if not later:
                 self._key_counts[key] -= 1
                 break
@@ -261,14 +262,15 @@ class DeploymentLauncher:
         self._key_counts[key] += 1
         return f"{key}/{self._key_counts[key]}" if self._key_counts[key] > 1 else key
 
-    def _retry_while_unavailable(self, ask: Callable[[], _Answer]) -> _Answer:
+    def _retry_while_unavailable(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
         """Call `ask`; while the API is unavailable, retry with backoff for about 5 minutes."""
+        until = time.monotonic() + _START_SECONDS
 
         def is_retried(error: Exception) -> bool:
             is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
-            return isinstance(error, _AWAY) and not is_final and not self._withdrawn.is_set()
+            return isinstance(error, _AWAY) and not (is_final or time.monotonic() >= until or self._withdrawn.is_set())
 
-        return with_retries(ask, is_retried, _PAUSES_SECONDS)
+        return with_retries(ask, is_retried, _PAUSES_SECONDS, f"trial {spec.trial.trial}: starting it: ")
 
     def _create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
@@ -282,7 +284,7 @@ class DeploymentLauncher:
             job_variables=self._job_variables,
         )
         try:
-            run = self._retry_while_unavailable(create)
+            run = self._retry_while_unavailable(spec, create)
         except ObjectNotFound as missing:
             raise InvalidInput(
                 f"trial_deployment: deployment {self._deployment!r}, or the flow run of this search, was deleted on "

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, cast
 
 import prefect_tune
@@ -142,7 +141,7 @@ def code_of(trainable: object) -> str:
             source = _definition_in(Path(file).read_text(encoding="utf-8"), name) if file else ""
         else:
             source = _source_of(trainable)
-    except (TypeError, OSError, SyntaxError, ValueError, ImportError, SystemError, TokenError):  # see `trial_process`
+    except Exception:  # noqa: BLE001  `inspect` and the parser have many errors, see `trial_process`
         return ""
     return digest_of(source.encode())[:16] if source else ""
 

@@ -292,7 +292,8 @@ def _why_unknown(name: str, settings: Mapping[str, Any]) -> str:
     if stored is None:
         return ""
     if name == "search":
-        return "Optuna's proposals depend on its version" * ("OptunaSearch" in stored)
+        is_optuna = "OptunaSearch" in (stored if isinstance(stored, Mapping) else [stored])
+        return "Optuna's proposals depend on its version" * is_optuna
     if name == "scheduler":
         try:
             scheduler_from(stored)

@@ -304,8 +304,8 @@ def _opened(
 def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """Log that the trainable has changed, if it has, and return the event that journals its code."""
     log_code(state, plan, CODE_TRAINS, log)
-    if settings_before_training(state, plan.settings) == plan.settings:
-        return ()
+    if not plan.code or settings_before_training(state, plan.settings) == plan.settings:
+        return ()  # without its source, the code that trained last is still what a later run compares with
     return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
 
 

@@ -170,11 +170,26 @@ def test_what_waiting_cannot_mend_is_said_at_once(
     assert api.slept == []
 
 
-def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, spec: TrialSpec) -> None:
-    api.troubles = [refused] * 99
-    with pytest.raises(httpx.ConnectError):
+@pytest.mark.parametrize("try_seconds", [0.0, 120.0])
+def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(
+    api: Api, spec: TrialSpec, try_seconds: float
+) -> None:
+    def time_out() -> None:
+        api.slept.append(try_seconds)
+        raise httpx.ConnectTimeout("")
+
+    api.troubles = [time_out] * 99
+    with pytest.raises(httpx.ConnectTimeout):
         begin(spec)
-    assert 240 < sum(api.slept) <= 300
+    assert 240 < sum(api.slept) <= 300 + 1.25 * try_seconds
+
+
+def test_a_start_is_not_retried_once_its_process_ends(api: Api, spec: TrialSpec) -> None:
+    api.troubles, abandoned = [refused] * 99, threading.Event()
+    abandoned.set()
+    with pytest.raises(httpx.ConnectError), storage_retries.retrying_until(abandoned):
+        begin(spec)
+    assert api.slept == []
 
 
 def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.errors import ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Cadence, Retention
+from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -174,19 +174,3 @@ def _blobs(trouble: Trouble, step: int) -> Sequence[Path]:
     (ref,) = (each for each in trouble.trial.checkpoints if each.step == step)
     key = CheckpointKey(trial=TrialKey(experiment=_NAME, generation=1, trial="trial"), step=step, sequence=ref.sequence)
     return [root / path for path in read_manifest(PosixStore(root), key).blob_paths()]
-
-
-@pytest.mark.long
-def test_the_best_checkpoints_stay(trouble: Trouble) -> None:
-    trouble.trainable = _MLP
-    trouble.run(steps=30, retention=Retention(best=1, metric="loss"), checkpoint=Cadence(every_steps=2))
-    losses = {int(step): loss for step, loss in _losses(30).items() if step % 2 == 0}
-    best = min(losses, key=lambda step: losses[step])
-    assert [each.step for each in trouble.trial.checkpoints] == sorted({best, 30})
-
-
-def _losses(steps: int) -> dict[int, float]:
-    from tests.trainables.numpy_mlp import Mlp
-
-    model = Mlp({})
-    return {step: float(model.train_step()["loss"]) for step in range(1, steps + 1)}

@@ -22,7 +22,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from tokenize import TokenError
 from types import FrameType
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -334,11 +333,9 @@ def _code(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is none, as for some pickled objects."""
     if (imported := _sources.get(id(trainable))) is not None:
         return imported[1]
-    try:
+    with suppress(Exception):  # no source; a file edited since; Python 3.11's parser, while another thread parses
         return digest_of(inspect.getsource(trainable).encode())[:16]
-    # SystemError: Python 3.11's parser, while another thread parses; TokenError: a function of a notebook's old cell
-    except (TypeError, OSError, SystemError, TokenError):
-        return ""
+    return ""
 
 
 def _be_quiet_when_a_thread_leaves() -> None:
