@@ -31,8 +31,7 @@ _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, since replacing expired credentials takes about a minute."""
-_UNSERVED_TRIES = 5
-"""Retries of a target that has not served the run yet: 31 s in total, since a user may wait for the answer."""
+_UNSERVED_TRIES = 5  # of a target that has not served the run yet: 31 s in total, since a user may wait for the answer
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 _abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)

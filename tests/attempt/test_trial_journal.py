@@ -233,6 +233,15 @@ def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() 
     assert journal.unjournaled(2) == [REPORTED.report, second.report]
 
 
+def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr(search_link, "_is_durable", looks.append)
+    journal = SubmittedEvents(Trial(trial=TRIAL.trial, config={}), lambda _: None)
+    for step in range(1, 101):
+        journal.report(Reported(trial=TRIAL.trial, report=StepReport(step=step, metrics={})))
+    assert len(looks) < 100
+
+
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(journal: SubmittedEvents) -> None:
         until(lambda: search.executor._refuses)

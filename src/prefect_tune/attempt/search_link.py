@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -94,16 +95,17 @@ class SubmittedEvents(TrialJournal):
     def __init__(self, trial: Trial, submit: Callable[[EventsSubmitted], None]) -> None:
         super().__init__(trial)
         self._submit = submit
-        self._reports: list[tuple[StepReport, Future[Experiment]]] = []
+        self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # another thread reads a copy
 
     def report(self, event: Reported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
-        self._reports = [(report, written) for report, written in self._reports if not _is_durable(written)]
+        while self._reports and _is_durable(self._reports[0][1]):  # entries are written in the order of the reports
+            self._reports.popleft()
         self._reports.append((event.report, submitted.written))
         self._submit(submitted)
 
     def unjournaled(self, step: int) -> Sequence[StepReport]:
-        return [report for report, written in self._reports if report.step <= step and not _is_durable(written)]
+        return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
         """Do nothing: no report waits here."""

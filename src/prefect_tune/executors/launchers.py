@@ -43,8 +43,7 @@ _ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nod
 _LEAST_CPU = 0.01
 _WAITING_LOOK_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # the most that Prefect returns
-_START_SECONDS = 300.0
-"""How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
+_START_SECONDS = 300.0  # of retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
 """The name of the state Cancelled of runs that their search has cancelled."""

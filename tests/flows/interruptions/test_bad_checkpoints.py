@@ -66,16 +66,6 @@ def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(tra
     _require_identical(trained, 20)
 
 
-@pytest.mark.long
-def test_two_damaged_checkpoints_are_both_put_aside(trained: Trouble) -> None:
-    flip(_blob(trained, 15))
-    flip(_blob(trained, 10))
-    trained.run(steps=20)
-    assert trained.acts("loaded") == [5]
-    assert len(trained.trial.quarantined) == 2
-    _require_identical(trained, 20)
-
-
 def test_when_all_checkpoints_are_damaged_nothing_is_started_afresh_however_often_it_is_tried(
     trained: Trouble,
 ) -> None:
