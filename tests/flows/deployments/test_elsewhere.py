@@ -42,7 +42,8 @@ from tests.trainables.witness import acts_of
 
 pytest.importorskip("torch")
 if True:  # only with torch
-    from tests.integrations.ranks.test_torch_ranks import CASES, STEPS, StruckDDP, trained
+    from tests.integrations.ranks.test_torch_ranks import CASES, StruckDDP, trained
+    from tests.integrations.ranks.test_torch_ranks import STEPS as RANK_STEPS
 
 
 class Slow(StruckDDP):
@@ -176,14 +177,14 @@ def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_
                 target="s3-target/apart",
                 experiment="apart",
                 num_samples=1,
-                stop={"step": STEPS},
+                stop={"step": RANK_STEPS},
                 checkpoint=pt.Cadence(every_steps=5),
                 trials="deployment",
                 nodes_per_trial=2,
             )
             striking.join()
         [trial] = results.trials.values()
-        assert (trial.status, trial.step, trial.attempt) == ("completed", STEPS, 2), [each.log() for each in nodes]
+        assert (trial.status, trial.step, trial.attempt) == ("completed", RANK_STEPS, 2), [each.log() for each in nodes]
         checkpoint = results.checkpoint(trial.trial)
         assert checkpoint is not None
         with checkpoint.as_directory() as directory:
