@@ -401,7 +401,7 @@ def kill_the_worker_of_a_node(witness: Path, node: int, killed: list[int]) -> No
 # Many concurrent trials on Dask workers, with a Prefect server on PostgreSQL; a worker and a machine are killed.
 
 
-_TRIALS, _AT_ONCE, _STEPS, _SAVE_EVERY = 100, 16, 10, 5
+_TRIALS, _AT_ONCE, _CLUSTER_STEPS, _SAVE_EVERY = 100, 16, 10, 5
 
 
 @pytest.fixture
@@ -425,11 +425,11 @@ def test_a_killed_worker_and_a_killed_machine_lose_nothing_of_a_search_on_a_clus
     """The killed machine runs the search and Dask's scheduler."""
     folder = tmp_path / "search"
     folder.mkdir()
-    work = Work(_TRIALS, _AT_ONCE, _STEPS, 0.2, _SAVE_EVERY, str(folder))
+    work = Work(_TRIALS, _AT_ONCE, _CLUSTER_STEPS, 0.2, _SAVE_EVERY, str(folder))
     with dask_cluster(environment_of_a_search, tmp_path) as cluster:
         found = disturbed(cluster, work)
-    committed = _TRIALS * _STEPS // _SAVE_EVERY
+    committed = _TRIALS * _CLUSTER_STEPS // _SAVE_EVERY
     assert found.outcome == Outcome(complete=_TRIALS, reported=_TRIALS, checkpoints=committed, unreadable=0)
     assert found.most_of_one <= 3, "two kills interrupt a step twice"
     # A worker has a quarter of the trials, the machine all; each repeats what it trained since its newest checkpoint.
-    assert found.trained <= _TRIALS * _STEPS + (_AT_ONCE // 4 + _AT_ONCE) * _SAVE_EVERY
+    assert found.trained <= _TRIALS * _CLUSTER_STEPS + (_AT_ONCE // 4 + _AT_ONCE) * _SAVE_EVERY
