@@ -130,8 +130,7 @@ class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
     Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
-    target serves one runner only: forks, trials on other machines and every other second writer of a journal are
-    refused.
+    target serves one runner only: trials on other machines and every other second writer of a journal are refused.
 
     Example:
         ```python

@@ -86,8 +86,8 @@ def resume(
         rerun_errored: retry errored trials, with their configurations; `only` trains no others.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
-        fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. No checkpoint is
-            copied, and `experiment` may be running. If the fork exists, as in a retry, it is resumed.
+        fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. The target
+            copies its checkpoints; `experiment` may be running. If the fork exists, as in a retry, it is resumed.
         at: with `fork`: number of the journal entry to fork at; the fork has the trials' progress up to it.
             Default: the last one.
         strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
@@ -125,8 +125,8 @@ def resume(
         UnsafePayload: its journal names something that is not trusted; the message says what to pass.
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
-        SearchFailed: every trial errored, or no report had a metric that it or `stop` needs; its `results` are the
-            Results. The flow run ends Failed.
+        SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
+            step; its `results` are the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it

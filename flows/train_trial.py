@@ -26,9 +26,9 @@ __all__ = ["train_trial"]
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
 def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
-    """Train one attempt of a trial. Its journal records how it ends; the states of its runs only show it.
+    """Train one attempt of a trial. The journal records how it ends; the states of its runs only show it.
 
-    With `nodes_per_trial`, one run for each node trains the attempt; that of node 0 writes the journal.
+    With `nodes_per_trial`, one run for each node trains the attempt; that of node 0 posts to the outbox.
 
     Args:
         parameters: the specification, from `spec_as_parameters`.

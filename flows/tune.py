@@ -164,8 +164,8 @@ def tune(
         InvalidInput: a parameter is not valid; nothing was started.
         Superseded: another run has taken over the experiment.
         ResumeFailed: the experiment exists and cannot be read; or it does not exist, and must.
-        SearchFailed: every trial errored, or no report had a metric that it or `stop` needs; its `results` are the
-            Results. The flow run ends Failed.
+        SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
+            step; its `results` are the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it

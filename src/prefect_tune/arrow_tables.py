@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.journal import each_entry
 from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
@@ -205,8 +205,4 @@ def curves_as_arrow(experiment: Experiment, curves: Curves) -> pa.Table:
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
     """Return the curves of all trials up to the experiment's last entry."""
-    curves = Curves()
-    for entry in history(store, experiment.key):
-        if entry.number <= experiment.number:
-            curves.tell(entry)
-    return curves
+    return Curves(entry for entry, _ in each_entry(store, experiment.key) if entry.number <= experiment.number)

@@ -14,19 +14,19 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_reports, trials_as_arrow
+from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_curves, read_reports, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
+    Curves,
     Losses,
     Scope,
     best_label,
     best_saved,
     config_at,
     counted,
-    curve,
     front,
     losses_in,
     objective_in,
@@ -263,11 +263,16 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
-        known = self._trial(trial)
+        """Return the learning curve of a trial: one report a step, without steps that were redone.
+
+        The first call reads the journal, which holds the curves of all trials.
+        """
+        return self._curves.of(self._trial(trial).trial)
+
+    @cached_property
+    def _curves(self) -> Curves:
         with self.target.open(timeout=_TIMEOUT) as store:
-            entries = history(store, self.experiment.key)
-        return curve((entry for entry in entries if entry.number <= self.experiment.number), known.trial)
+            return read_curves(store, self.experiment)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
@@ -355,7 +360,7 @@ class Results:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
-        experiment that has ended are read from its published file, those of a running one from its journals. Attempts
+        experiment that has ended are read from its published file, those of a running one from its journal. Attempts
         are those of `cost`: their seconds by category, processor time and memory.
 
         Raises:
@@ -414,10 +419,10 @@ class Results:
 
 # Why there is no best trial.
 
-Curves = Mapping[str, Sequence[Mapping[str, object]]]
+_MetricsByTrial = Mapping[str, Sequence[Mapping[str, object]]]
 
 
-def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: Curves) -> str:
+def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: _MetricsByTrial) -> str:
     """Return why none of the trials can be ranked by `scope`.
 
     Args:

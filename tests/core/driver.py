@@ -17,7 +17,7 @@ from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
-from prefect_tune.core.experiment.summary import curve
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
@@ -402,7 +402,7 @@ def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
 
 
 def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
-    reports = curve(entries, KEY.trial)
+    reports = Curves(entries).of(KEY.trial)
     steps = [report.step for report in reports]
     if steps != list(range(1, trial.step + 1)):
         yield f"I6: the curve that counts has steps {steps}, and the trial is at {trial.step}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import clock
+from prefect_tune import arrow_tables, clock
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.retention import retired
@@ -144,9 +146,12 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
     assert results.best_checkpoint(metric="accuracy") is None
 
 
-def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results) -> None:
+def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, results = Mock(wraps=arrow_tables.read_curves), replace(results)  # a copy has read nothing yet
+    monkeypatch.setattr("prefect_tune.results.read_curves", read)
     assert [(each.step, each.metrics["loss"]) for each in results.curve(A)] == [(1, 1.0), (2, 9.0), (3, 9.0)]
     assert list(results.curve(BROKEN)) == []
+    read.assert_called_once()  # one journal has the curves of all trials
 
 
 def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) -> None:

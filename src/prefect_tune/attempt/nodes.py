@@ -7,8 +7,8 @@
 
     node 0 ──► arrived ──► begin ──► restores the same checkpoint ──► processes ══ messages both ways ══► over
 
-Node 0 waits for the others, whose ranks become channels like its own: it owns the journal, decides, and commits. The
-others write no journal. A node that is lost is the end of its ranks: its connection was closed, or has carried nothing
+Node 0 waits for the others, whose ranks become channels like its own: it posts to the outbox, decides, and commits. The
+others post nothing. A node that is lost is the end of its ranks: its connection was closed, or has carried nothing
 for `SILENCE_TIMEOUT`. Each message is one JSON document, validated as it is read.
 
 Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; a wait for a node without

@@ -119,7 +119,7 @@ app = typer.Typer(
     cls=_InOrder,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
     "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, or no verdict (drill, audit), "
-    "3 a search ended and some of its trials errored, 4 maintenance found new damage, 130 interrupted.",
+    "3 a search ended and some of its trials errored, 4 maintenance found damage, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

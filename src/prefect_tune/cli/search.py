@@ -323,7 +323,7 @@ def search_in_this_process(
             results: Results = getattr(prefect_tune, flow)(**parameters)
         except SearchFailed as failed:
             results, message = cast("Results", failed.results), str(failed)
-            if len(results.errors) < len(results.trials):  # no report had the metric
+            if len(results.errors) < len(results.trials):  # it ended at the first errors, which are alike
                 raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if message:

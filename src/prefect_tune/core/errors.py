@@ -122,7 +122,7 @@ class CrashLoop(TuneError):
 
 
 class SearchFailed(TuneError):
-    """Every trial of the search errored, or no report had a metric that it needs: fix the cause, then run it again."""
+    """Every trial of the search errored, or the first three errors are alike: fix the cause, then run it again."""
 
     def __init__(self, message: str, results: object = None) -> None:
         super().__init__(message)

@@ -332,7 +332,7 @@ class DeploymentLauncher:
         """Mark the run of a node 0 as crashed where the other nodes have ended since it writes nothing any more.
 
         A machine that dies together with its worker leaves the run as it was. One that was marked by mistake ends at
-        its next write, which its journal refuses.
+        its next post, since the search has closed its outbox.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():

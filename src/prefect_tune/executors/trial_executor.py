@@ -37,7 +37,7 @@ _LAST_WORDS = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt has ended, with the error of its task if there was one; its journal holds how the trial ended."""
+    """An attempt has ended, with the error of its task if there was one; the journal holds how the trial ended."""
 
     trial: str
     error: BaseException | None = None

@@ -124,7 +124,7 @@ class Stopping:
         self._pending_entry.put(self._stopped(trial))
 
     def tell(self, trial: str) -> None:
-        """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
+        """Ask a running trial to save and end, after the next write; the journal records how it ends."""
         leave = Leave(outcome=self._stopped(trial), save=True)
         self._pending_entry.then(lambda: self._executor.answer(trial, leave))
 

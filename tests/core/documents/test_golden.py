@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import UnknownVersion
-from prefect_tune.core.experiment.summary import curve
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal import journal
 from prefect_tune.core.restore import read_manifest
@@ -79,7 +79,7 @@ def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
     entries = journal.history(store, JOURNAL)
     assert [entry.number for entry in entries] == list(range(1, 20))
-    assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
+    assert [report.step for report in Curves(entries).of("t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])
     assert journal.load(store, JOURNAL) == journal.load(state(version), JOURNAL)
 

@@ -12,7 +12,6 @@ from prefect_tune.core.experiment.summary import (
     Scope,
     best_first,
     best_label,
-    curve,
     front,
     losses_in,
     ranked,
@@ -157,10 +156,7 @@ CLONED = (
 def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
     events: tuple[Event, ...], counted: list[tuple[int, object]]
 ) -> None:
-    curves = Curves()
-    curves.tell(entry(*events))
-    assert losses(curves.of("t")) == counted
-    assert curve([entry(*events)], "t") == curves.of("t")
+    assert losses(Curves([entry(*events)]).of("t")) == counted
 
 
 def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:

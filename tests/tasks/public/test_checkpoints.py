@@ -12,7 +12,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import StoreUnavailable, TuneError
-from prefect_tune.core.experiment.summary import curve
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import history
 from tests.fakes.checkpoints import files_in, first_generation, write
@@ -196,7 +196,7 @@ def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path:
 
 def losses(caller: Caller) -> dict[int, object]:
     """Return the learning curve that results and the report use."""
-    reports = curve(history(caller.bucket, first_generation("e")), "trial")
+    reports = Curves(history(caller.bucket, first_generation("e"))).of("trial")
     return {each.step: each.metrics["loss"] for each in reports}
 
 

@@ -156,16 +156,7 @@ def _configured_by(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded 
             yield event
 
 
-# Learning curves of one trial, or of all trials, from the journal of an experiment.
-
-
-def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
-    """Return the curve of a trial, as `Curves` does."""
-    curves = Curves()
-    for event in (event for entry in entries for event in entry.events):
-        if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # keeps this trial's reports only
-            curves.tell_event(event)
-    return curves.of(trial)
+# Learning curves of all trials, from the journal of an experiment.
 
 
 class Curves:
@@ -174,10 +165,13 @@ class Curves:
     The curve of a trial that was cloned into begins with the clone's step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        """Args: entries: the first ones of the experiment's journal."""
         self._reports: dict[str, dict[int, StepReport]] = {}
         self.report_count = 0
         """How many reports were added so far, repeated steps included."""
+        for entry in entries:
+            self.tell(entry)
 
     def tell(self, entry: Entry) -> None:
         """Add the reports of the next entry."""
