@@ -37,8 +37,7 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
 
 
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = nothing_yet(first_generation("e"))
-    keeper = CurveKeeper(state)
+    keeper = CurveKeeper(state := nothing_yet(first_generation("e")))
     monkeypatch.setattr(Curves, "tell_event", Counts(fails_at=1).wrote)
     ObserverGroup([keeper], log_to(LogRecorder())).applied(TrialAdded(trial="a", config={}), state)
     assert keeper.curves is None
@@ -52,19 +51,15 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     earlier = [Opened(experiment="rates", generation=1, term=1, owner=opened), *begun, report]
     journal.record(*begun, report)
     journal.opens("second", after=60)
-    lost = AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died")
-    journal.record(lost)
+    journal.record(lost := AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died"))
     recorder = SearchRecorder(journal.state)
     recorder.await_earlier_entries()
-    again = Started(trial="a", attempt=2, from_step=0)
-    journal.record(again)
-    recorder.applied(again, journal.state)
     report_again = Reported(trial="a", report=StepReport(step=1, metrics={"loss": 0.5}))
-    journal.record(report_again)
-    recorder.applied(report_again, journal.state)
+    for event in (Started(trial="a", attempt=2, from_step=0), report_again):
+        journal.record(event)
+        recorder.applied(event, journal.state)
     assert [each.attempt for each in recorder.read().attempts] == [2]
-    second = Opened(experiment="rates", generation=1, term=2, owner=opened)
-    events = (tuple(earlier), (second, lost))
+    events = (tuple(earlier), (Opened(experiment="rates", generation=1, term=2, owner=opened), lost))
     recorder.prepend(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
     found = recorder.read(["a"])
     assert [(each.attempt, each.is_lost, each.status) for each in found.attempts] == [
@@ -76,7 +71,7 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     assert recorder.best == ("a", (0.5,))
 
 
-def test_the_best_after_earlier_runs_has_a_report_that_counts_not_one_that_was_lost() -> None:
+def test_the_best_has_the_best_last_report_that_counts_not_one_that_was_lost() -> None:
     journal = JournalBuilder()
     owner = journal.state.owner
     assert owner is not None
@@ -95,3 +90,8 @@ def test_the_best_after_earlier_runs_has_a_report_that_counts_not_one_that_was_l
     recorder.await_earlier_entries()
     recorder.prepend([Entry.model_construct(at=BEGAN.isoformat(), events=(opened, *earlier))])
     assert recorder.best == ("b", (0.5,))
+    for step, (trial, loss, best) in enumerate([("a", 0.2, "a"), ("a", 0.9, "b"), ("b", 0.9, "a"), ("b", 0.3, "b")], 2):
+        report = Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))
+        journal.record(report)
+        recorder.applied(report, journal.state)
+        assert (recorder.best or "")[0] == best  # of equal ones the first one

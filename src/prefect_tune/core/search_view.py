@@ -228,6 +228,7 @@ class SearchView:
         self._run_began = _EARLIEST
         self._is_whole = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
+        self._best: tuple[str, Losses] | None = None  # None also where a change of `_losses` may have changed it
 
     def begin_run(self, at: datetime) -> None:
         """Begin the present owner's run: events of earlier runs no longer count, and what they lost is not compared."""
@@ -288,11 +289,11 @@ class SearchView:
     @property
     def best(self) -> tuple[str, Losses] | None:
         """The trial with the best last report, by the rule of `ranked`; None if no trial can be compared."""
-        if not self._losses:
-            return None
-        trials = (trial for trial in self._experiment.trials if trial in self._losses)  # in the order of proposal
-        best = min(trials, key=self._losses.__getitem__)
-        return best, self._losses[best][0]
+        if self._best is None and self._losses:
+            trials = (trial for trial in self._experiment.trials if trial in self._losses)  # in the order of proposal
+            best = min(trials, key=self._losses.__getitem__)
+            self._best = best, self._losses[best][0]
+        return self._best
 
     @property
     def running(self) -> Mapping[str, AttemptPeriod]:
@@ -436,6 +437,8 @@ class SearchView:
             self._set_losses(trial, losses_in(state.metrics, self._objective), inherits=state.inherits)
 
     def _set_losses(self, trial: str, losses: Losses | None, *, inherits: bool) -> None:
+        if self._best is not None and (trial == self._best[0] or (losses is not None and losses <= self._best[1])):
+            self._best = None
         if losses is None:
             self._losses.pop(trial, None)
         else:
