@@ -94,4 +94,4 @@ def test_the_best_has_the_best_last_report_that_counts_not_one_that_was_lost() -
         report = Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))
         journal.record(report)
         recorder.applied(report, journal.state)
-        assert (recorder.best or "")[0] == best  # of equal ones the first one
+        assert recorder.best[0] == best  # of equal ones the first one
