@@ -158,7 +158,7 @@ _ROWS: list[_Row] = [
     ("memory, MiB: before → peak", lambda run, _: f"{run['before_mib']} → {run['peak_mib']}"),
     ("**resume**: s until a trial starts (≤ 5)", lambda _, it: f"**{it['first']['seconds']:.2f}**"),
     (
-        "objects read until then (31, and the entries since the last snapshot: ≤ 199, with 10,000 trials ≤ 1,599)",
+        "objects read until then (≤ 230: up to 199 entries since the last snapshot, and 31)",
         lambda _, it: f"**{it['first']['read']}**",
     ),
     ("listings and looks at sizes", lambda _, it: f"{it['first']['list']} and {it['first']['size']}"),

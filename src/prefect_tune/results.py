@@ -263,10 +263,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report a step, without steps that were redone.
-
-        The first call reads the journal, which holds the curves of all trials.
-        """
+        """Return the learning curve of a trial: one report a step, without steps that were redone."""
         return self._curves.of(self._trial(trial).trial)
 
     @cached_property

@@ -7,6 +7,7 @@ from datetime import timedelta
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -324,6 +325,15 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
     search.run(num_samples=3, stop={"step": 1})
     assert executor.polls[0][0] == 3
     assert all(patience > timedelta(0) for _, patience in executor.polls)
+
+
+def test_the_snapshot_that_the_next_run_lacks_is_written_at_the_end(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_tune.tuner.driver.lacks_snapshot", lambda written: written.number > 1)
+    monkeypatch.setattr("prefect_tune.tuner.pending_entry.Janitor.write_snapshot", write_snapshot := Mock())
+    state = PlannedSearch(target).run(num_samples=2)
+    write_snapshot.assert_called_once_with(state)
 
 
 @pytest.mark.parametrize("seed", long_after(1, [4, 3, 0, 1, 2]))

@@ -28,6 +28,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, clonable_checkpoint, clone_for, is_live
+from prefect_tune.core.journal.journal import lacks_snapshot
 from prefect_tune.core.journal.outbox import POSTS_AT_ONCE, ClosedOutbox, Post, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
     AttemptEvent,
@@ -154,6 +155,8 @@ class Driver:
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
             stop_source.journaled(len(written.stop_requests))
             if not len(self._executor):
+                if lacks_snapshot(written):
+                    self._janitor.write_snapshot(written)
                 return self._failure_handler.require_imported(written)
             patience = timedelta(0) if has_free_slots else _PATIENCE
             self._receive(self._executor.poll(patience))

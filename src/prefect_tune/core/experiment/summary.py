@@ -156,9 +156,6 @@ def _configured_by(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded 
             yield event
 
 
-# Learning curves of all trials, from the journal of an experiment.
-
-
 class Curves:
     """The reports of every trial, one for each step; for a step that was trained again, the later report.
 

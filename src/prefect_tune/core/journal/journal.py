@@ -426,6 +426,11 @@ def snapshot_is_due(experiment: Experiment, before: int) -> bool:
     return experiment.number // interval > before // interval
 
 
+def lacks_snapshot(experiment: Experiment) -> bool:
+    """Return whether a snapshot is worth its bytes where a run ends: many entries came since the one before."""
+    return experiment.number % interval_of(experiment) >= _INTERVAL
+
+
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """Write the snapshot of `experiment`, and delete earlier ones; a failing target is ignored.
 
