@@ -327,9 +327,7 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
     assert all(patience > timedelta(0) for _, patience in executor.polls)
 
 
-def test_the_snapshot_that_the_next_run_lacks_is_written_at_the_end(
-    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_tune.tuner.driver.lacks_snapshot", lambda written: written.number > 1)
     monkeypatch.setattr("prefect_tune.tuner.pending_entry.Janitor.write_snapshot", write_snapshot := Mock())
     state = PlannedSearch(target).run(num_samples=2)

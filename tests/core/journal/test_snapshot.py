@@ -76,9 +76,7 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
     ("trials", "interval", "at_end"),
     [(0, 200, []), (1600, 200, []), (1601, 400, [200, 399]), (3200, 400, [200, 399]), (3201, 800, [200, 399, 400])],
 )
-def test_the_interval_between_snapshots_grows_with_the_number_of_trials(
-    trials: int, interval: int, at_end: list[int]
-) -> None:
+def test_the_interval_between_snapshots_grows_with_the_trials(trials: int, interval: int, at_end: list[int]) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))
     assert interval_of(state) == interval
     due = [n for n in range(1, 3300) if snapshot_is_due(state.model_copy(update={"number": n}), n - 1)]

@@ -57,11 +57,15 @@ _DAMAGE: dict[str, Callable[[Trouble, int], None]] = {
 
 
 @pytest.mark.parametrize("damage", long_after(1, _DAMAGE))
-def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(trained: Trouble, damage: str) -> None:
-    _DAMAGE[damage](trained, 15)
+@pytest.mark.parametrize(("damaged", "newest"), long_after(1, [([15], 10), ([15, 10], 5)]))
+def test_damaged_checkpoints_are_put_aside_loudly_and_the_newest_whole_one_is_used(
+    trained: Trouble, damage: str, damaged: list[int], newest: int
+) -> None:
+    for step in damaged:
+        _DAMAGE[damage](trained, step)
     trained.run(steps=20)
-    assert trained.acts("loaded") == [10]
-    assert len(trained.trial.quarantined) == 1
+    assert trained.acts("loaded") == [newest]
+    assert len(trained.trial.quarantined) == len(damaged)
     assert "step 15 cannot be restored" in trained.loudly()
     _require_identical(trained, 20)
 
