@@ -228,7 +228,7 @@ class SearchView:
         self._run_began = _EARLIEST
         self._is_whole = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
-        self._best: tuple[str, Losses] | None = None  # None also where a change of `_losses` may have changed it
+        self._best: tuple[str, Losses] | None = None  # None if unknown: a change of `_losses` may have changed it
 
     def begin_run(self, at: datetime) -> None:
         """Begin the present owner's run: events of earlier runs no longer count, and what they lost is not compared."""

@@ -163,7 +163,7 @@ class Curves:
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        """Args: entries: the first ones of the experiment's journal."""
+        """Args: entries: the first entries of the experiment's journal."""
         self._reports: dict[str, dict[int, StepReport]] = {}
         self.report_count = 0
         """How many reports were added so far, repeated steps included."""

@@ -427,7 +427,7 @@ def snapshot_is_due(experiment: Experiment, before: int) -> bool:
 
 
 def lacks_snapshot(experiment: Experiment) -> bool:
-    """Return whether a snapshot is worth its bytes where a run ends: many entries came since the one before."""
+    """Return whether the end of a run should write a snapshot: 200 entries or more came after the last snapshot."""
     return experiment.number % interval_of(experiment) >= _INTERVAL
 
 
