@@ -1,4 +1,4 @@
-"""What a cell shows: one HTML display, updated in place; tables as in a terminal; no log lines of Prefect."""
+"""Output of a notebook cell: one HTML display, updated in place; tables like in a terminal; no Prefect log lines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from prefect_tune.terminal.progress_view import ProgressState, common_metrics, f
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_PERIOD = timedelta(seconds=1)
-_SHARE = 0.05
+_DRAW_INTERVAL = timedelta(seconds=1)
+_MAX_CPU_SHARE = 0.05
 _END_TIMEOUT = timedelta(seconds=5)
 
 
 class Ending(StrEnum):
-    """How a search that a cell shows has ended."""
+    """How the search of a cell ended, or that it is running."""
 
     RUNNING = "running"
     DONE = "done"
@@ -48,11 +48,11 @@ class Ending(StrEnum):
 
 
 Draw: TypeAlias = "Callable[[Ending, str], tuple[str, str]]"
-"""Returns the output as HTML and as one line of text; its arguments are the ending, and the error of a failure."""
+"""Returns the output as HTML and as one line of text, given the ending and the error message of a failure."""
 
 
 class CellOutput:
-    """A display in the cell that created it, with an id by which it is updated. Call it from any thread."""
+    """A display in the cell that created it, updated by its id. May be called from any thread."""
 
     def __init__(self, html: str, text: str) -> None:
         from IPython.display import display
@@ -66,75 +66,75 @@ class CellOutput:
         self._handle.update({"text/html": html, "text/plain": text}, raw=True)
 
 
-_here: ContextVar[CellOutput | None] = ContextVar("prefect_tune_cell_output", default=None)
+_current_output: ContextVar[CellOutput | None] = ContextVar("prefect_tune_cell_output", default=None)
 
 
 def output_here() -> CellOutput | None:
-    """Return the output of the running search's cell; None outside of a notebook."""
-    return _here.get()
+    """Return the output of the cell that runs the search; None outside of a notebook."""
+    return _current_output.get()
 
 
 @contextmanager
 def search_output(what: str) -> Iterator[None]:
-    """In a notebook, display that `what` starts, and keep Prefect's log out of the cell; elsewhere do nothing.
+    """In a notebook, display that the search `what` starts, and hide Prefect's log; elsewhere do nothing.
 
     Raises:
-        KeyboardInterrupt: the kernel was interrupted; it has no traceback of what waited for the search's end.
+        KeyboardInterrupt: the kernel was interrupted; raised without the traceback of the waiting code.
     """
     if not can_show_output():
         yield
         return
     output = CellOutput(cell_html(Text([f"{what}: starting …"], kind="legend")), f"{what}: starting")
-    token = _here.set(output)
-    unused = "nothing was left to do"
+    token = _current_output.set(output)
+    status = "nothing was left to do"
     try:
         with quiet_console():
             yield
     except BaseException as error:
-        unused = f"{type(error).__name__}, before it began"
+        status = f"{type(error).__name__}, before it began"
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"{what} was interrupted; run the cell again to resume it") from None
         raise
     finally:
-        _here.reset(token)
+        _current_output.reset(token)
         if not output.is_used:
-            output.show(cell_html(Text([f"{what}: {unused}"], kind="legend")), f"{what}: {unused}")
+            output.show(cell_html(Text([f"{what}: {status}"], kind="legend")), f"{what}: {status}")
 
 
 @contextmanager
 def live_output(
     output: CellOutput, draw: Draw, on_error: Callable[[Exception], None], stop: threading.Event
 ) -> Iterator[None]:
-    """Show what `draw` returns during the `with` block, at most once a second, and how it ended afterwards.
+    """Show the result of `draw` during the `with` block, at most once a second, and the ending afterwards.
 
-    A thread calls `draw`, for a 20th of the time at most. `on_error` receives an error of it or of the kernel; only the
-    end is drawn then.
+    A thread calls `draw`, for at most 5 % of the time. `on_error` receives errors of `draw` or the kernel; after an
+    error, only the ending is drawn.
     """
-    over = threading.Event()
+    ended = threading.Event()
     ending = Ending.RUNNING, ""
 
-    def show() -> float:
-        """Draw once; return the pause until the next time, in seconds."""
+    def draw_once() -> float:
+        """Draw, and return the pause until the next call, in seconds."""
         began = time.thread_time()
         output.show(*draw(*ending))
-        return max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
+        return max(_DRAW_INTERVAL.total_seconds(), (time.thread_time() - began) / _MAX_CPU_SHARE)
 
-    def show_until_over() -> None:
-        while not over.wait(show()):
+    def draw_until_end() -> None:
+        while not ended.wait(draw_once()):
             pass
 
-    def run() -> None:
-        """Draw, and after an error only the end: else the cell would say for ever that the search runs."""
-        for draw_part in (show_until_over, show):
+    def run_display() -> None:
+        """Draw until the end; after an error, draw only the ending, or the cell would show a running search forever."""
+        for step in (draw_until_end, draw_once):
             try:
-                draw_part()
+                step()
             except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the display
                 on_error(error)
-            over.wait()
+            ended.wait()
 
-    context = copy_context()  # by which a kernel finds the cell
-    runner = threading.Thread(target=context.run, args=(run,), name="cell-output", daemon=True)
-    runner.start()
+    context = copy_context()  # the kernel finds the cell by its context
+    thread = threading.Thread(target=context.run, args=(run_display,), name="cell-output", daemon=True)
+    thread.start()
     try:
         yield
     except KeyboardInterrupt:
@@ -146,17 +146,17 @@ def live_output(
     else:
         ending = Ending.INTERRUPTED if stop.is_set() else Ending.DONE, ""
     finally:
-        over.set()
-        runner.join(_END_TIMEOUT.total_seconds())
+        ended.set()
+        thread.join(_END_TIMEOUT.total_seconds())
 
 
 # The kernel and its log.
 
 
 def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is a kernel, whose cells show HTML; `PREFECT_TUNE_PROGRESS=off` forbids it.
+    """Return whether this process is a kernel whose cells show HTML; `PREFECT_TUNE_PROGRESS=off` disables this.
 
-    A kernel has imported IPython and ipykernel; no other process does so for this.
+    A kernel has already imported IPython and ipykernel, so this function imports neither.
     """
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or "ipykernel" not in sys.modules:
         return False
@@ -164,62 +164,62 @@ def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-_FILTER = QuietFilter()
+_QUIET_FILTER = QuietFilter()
 _guard = threading.Lock()
-_uses: list[object] = []  # the searches that are shown at this moment
-_displayed: dict[Console, bool] = {}  # whether Rich displayed the lines of a console before them
+_active_uses: list[object] = []  # one object per search that is shown
+_jupyter_consoles: dict[Console, bool] = {}  # the previous `is_jupyter` of each console
 
 
 @contextmanager
 def quiet_console() -> Iterator[None]:
-    """Have the handlers that write Prefect's log to the console write warnings, errors and notices only, as text.
+    """Make Prefect's console handlers write only warnings, errors and notices, as text.
 
-    In a notebook they would display an HTML output for each line. The records reach all other handlers, so that
-    Prefect's UI has the whole log.
+    In a notebook they would display an HTML output for each line. All other handlers still receive every record, so
+    Prefect's UI has the complete log.
     """
     use = object()
     with _guard:
-        _uses.append(use)
+        _active_uses.append(use)
         for handler in console_handlers():
-            handler.addFilter(_FILTER)  # adding it again has no effect
-            _write_lines(handler)
+            handler.addFilter(_QUIET_FILTER)  # adding it again has no effect
+            _disable_html_output(handler)
     try:
         yield
     finally:
         with _guard:
-            _uses.remove(use)
-            for handler in () if _uses else console_handlers():
-                handler.removeFilter(_FILTER)
-            while _displayed and not _uses:
-                console, is_jupyter = _displayed.popitem()
+            _active_uses.remove(use)
+            for handler in () if _active_uses else console_handlers():
+                handler.removeFilter(_QUIET_FILTER)
+            while _jupyter_consoles and not _active_uses:
+                console, is_jupyter = _jupyter_consoles.popitem()
                 console.is_jupyter = is_jupyter
 
 
-def _write_lines(handler: logging.StreamHandler[TextIO]) -> None:
-    """Have Rich write what the handler's console prints to the stream; in a notebook it displays it."""
+def _disable_html_output(handler: logging.StreamHandler[TextIO]) -> None:
+    """Make the handler's console write to its stream; in a notebook, Rich would display HTML instead."""
     console = getattr(handler, "console", None)
     if isinstance(console, Console) and can_show_output():
-        _displayed.setdefault(console, console.is_jupyter)
+        _jupyter_consoles.setdefault(console, console.is_jupyter)
         console.is_jupyter = False
 
 
-# Tables as in a terminal, and the learning curves of results.
+# Tables like in a terminal, and the learning curves of results.
 
-_WIDTH = 120
-_HEIGHT = 34
-"""In characters and lines: of the terminal whose output a cell shows."""
-_MAX_CHARACTERS = 20_000
+_TERMINAL_WIDTH = 120
+_TERMINAL_HEIGHT = 34
+"""The size, in characters and lines, of the terminal whose output a cell shows."""
+_MAX_TABLE_CHARACTERS = 20_000
 
 
 def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
-    """Return a table with a row per trial: status, step, metrics, the differing parameters; `more` is said below it."""
-    table, hidden = trials_table(trials, metrics, width=_WIDTH)
+    """Return a table with a row per trial: status, step, metrics, differing parameters; `more` is a note below it."""
+    table, hidden = trials_table(trials, metrics, width=_TERMINAL_WIDTH)
     notes = (Text([note], kind="legend") for note in (hidden, more) if note)
-    return cell_html(*([Code(text_of(table, width=_WIDTH), "text")] if trials else []), *notes)
+    return cell_html(*([Code(text_of(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
 
-def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> str:
-    """Return the output of a running search, or how it ended; `why` is the error of a failure, `link` its run's URL."""
+def progress_html(state: ProgressState, ending: Ending, error: str, link: str | None = None) -> str:
+    """Return the progress or the ending of a search; `error` is the message of a failure, `link` the URL of its run."""
     after = f"after {format_duration(state.elapsed)}"
     headline: list[Cell] = []
     match ending:
@@ -228,33 +228,33 @@ def progress_html(state: ProgressState, ending: Ending, why: str, link: str | No
         case Ending.DONE if state.ended_because:
             headline = [f"ended early {after}: {state.ended_because}"]
         case Ending.DONE if not state.has_trained:
-            headline = ["nothing to train: every trial had ended before. A new experiment name begins a new search"]
+            headline = ["nothing to train: all trials have already ended. For a new search, use a new experiment name"]
         case Ending.DONE:
             headline = [f"done {after}"]
         case Ending.INTERRUPTED:
             same_name = Verbatim(f"experiment={state.outlook.experiment!r}")
             headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
         case Ending.FAILED:
-            headline = [f"failed {after}: {why}"]
+            headline = [f"failed {after}: {error}"]
     parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
     address = [Text([Link("in the Prefect UI", link)])] if link else []
     kind: Literal["", "bad"] = "bad" if ending is Ending.FAILED else ""
-    table = text_of(frame(state, _WIDTH, _HEIGHT), width=_WIDTH)
-    return cell_html(Text(parts, kind=kind), Code(table[-_MAX_CHARACTERS:], "text"), *address)
+    table = text_of(frame(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
+    return cell_html(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
 
 
 Points: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
 """Learning curves: steps and values by trial and metric."""
 ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], Points]"
-"""Reads the curves of trials, by metric."""
+"""Reads the learning curves of these trials, for these metrics."""
 MAX_ROWS = 20
 _MAX_METRICS = 4
 
 
 def results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
-    """Return the output: the report without its runs and settings, for any number of trials.
+    """Return the report without its runs and settings, for any number of trials.
 
-    `read_curves` and `read_cost` may read the target: an error of it takes the place of the curves, and hides the cost.
+    `read_curves` and `read_cost` may read the target; if that fails, the error replaces the curves or hides the cost.
     """
     metrics = report.objective.metrics if report.objective else common_metrics(report.first_trials)[:_MAX_METRICS]
     blocks = [*headline_and_facts(report), *best_trial(report)]
@@ -272,13 +272,13 @@ def results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callab
 
 
 def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> Points:
-    """Return the learning curves of some trials from a table with a row per report; of long ones some points."""
+    """Return the learning curves of some trials from a table with a row per report; long curves are thinned out."""
     import pyarrow.compute as pc
 
     columns = metric_columns(reports, metrics)
-    wanted = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
+    selected = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
     curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in columns} for trial in trials}
-    for row in wanted.to_pylist():
+    for row in selected.to_pylist():
         for name, number in numbers_in({name: row[column] for name, column in columns.items()}).items():
             curves[row["trial"]][name].add(row["step"], number)
     return {
@@ -288,5 +288,5 @@ def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str
 
 
 def more_trials(count: int) -> str:
-    """Return how many trials a table leaves out, and where they are; empty if none."""
+    """Return how many trials a table leaves out, and how to get them; empty if none."""
     return f"and {plural(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""

@@ -29,7 +29,7 @@ MOMENT = datetime.fromisoformat(AT)
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(search_observer, "_FIRST", timedelta(0))
+    monkeypatch.setattr(search_observer, "_FIRST_DELAY", timedelta(0))
     BUCKETS["live"] = Bucket()
     yield BUCKETS["live"]
     del BUCKETS["live"]
@@ -97,7 +97,7 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
         return len(pauses) > 3
 
     monkeypatch.setattr(running._closed, "wait", is_closed_after)
-    running._run(OFTEN)
+    running._run_publisher(OFTEN)
     assert pauses == [0.0, OFTEN.total_seconds(), 40.0, 40.0]
     found = newest_live_status(bucket, KEY)
     assert found.period_seconds == 40
@@ -107,9 +107,9 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
 def test_a_trial_that_this_owner_does_not_run_is_not_published() -> None:
     search, run_here = Search(OFTEN), set[str]()
     publisher = LiveStatusPublisher(BucketTarget(name="live"), search.view.read, OFTEN, run_here.__contains__)
-    assert publisher._running()[1] == ()
+    assert publisher._read_running_trials()[1] == ()
     run_here.add("a")
-    assert [each.trial for each in publisher._running()[1]] == ["a"]
+    assert [each.trial for each in publisher._read_running_trials()[1]] == ["a"]
 
 
 @pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])

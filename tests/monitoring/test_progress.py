@@ -83,7 +83,7 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
     assert len(caplog.messages) == 1
     often.progress.fall_back(OSError("hung up"))
     often.reports(3)
-    assert caplog.messages[1] == "the live table ends, and the search continues: OSError: hung up"
+    assert caplog.messages[1] == "the live table failed; the search continues: OSError: hung up"
     assert len(caplog.messages) == 3
 
 
@@ -113,7 +113,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_e
         raise ZeroDivisionError
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("INFO", "e: none of 3 after 0 s"),
-        ("WARNING", "e: 1 errored of 3 after 0 s; why: results.errors, or prefect-tune show TARGET e"),
+        ("WARNING", "e: 1 errored of 3 after 0 s; see results.errors, or prefect-tune show TARGET e"),
     ]
 
 

@@ -33,7 +33,7 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
     for _ in range(4):
         group.wrote(state)
     assert (bad.calls, good.calls) == (2, 4)
-    assert recorder.lines == ["Counts failed, and is called no more; the search continues"]
+    assert recorder.lines == ["Counts failed and is not called again; the search continues"]
 
 
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:

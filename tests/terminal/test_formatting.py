@@ -166,7 +166,7 @@ def live(period_seconds: float) -> LiveStatus:
     [
         (30, "01:32:20 UTC, 58 s ago"),
         (5, "01:32:20 UTC, 58 s ago; updates every 5 s are missing: its process has probably ended"),
-        (None, "01:32:20 UTC, 58 s ago: the last journal entry; running trials may be further"),
+        (None, "01:32:20 UTC, 58 s ago: the last journal entry; running trials may have progressed further"),
     ],
 )
 def test_what_is_old_says_its_age_and_what_that_means(period: float | None, said: str) -> None:

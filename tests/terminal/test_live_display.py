@@ -162,7 +162,7 @@ def test_a_pipe_that_breaks_ends_neither_the_process_nor_its_stdout(broken: list
     stream = os.fdopen(writing, "w", encoding="utf-8")
     console = LiveDisplay(table, broken.append, stream, OutputCapture(stream)).console
     os.close(reading)
-    with pytest.raises(BrokenPipeError, match="its reader has closed it"):
+    with pytest.raises(BrokenPipeError, match="the reader has closed it"):
         console.print("a table")
     with contextlib.suppress(BrokenPipeError):
         stream.close()

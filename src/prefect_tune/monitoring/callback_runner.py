@@ -1,7 +1,7 @@
 """Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision.
 
-A callback receives events in their order, at least once. With its state, the target has the number of the last entry of
-the journal that it has received completely: after a crash the next run delivers what comes after that entry.
+A callback receives each event at least once, in order. The target stores the state of each callback, with the number of
+the last journal entry delivered to it in full: after a crash, the next run delivers the entries after that one.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
 
-Delivered: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
+CallbackEvent: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""
 _TIMEOUT = timedelta(minutes=5)
 _STORE_INTERVAL = timedelta(seconds=10)
 _MAX_WAITING = 20_000
-_TRACES = 3
-_MILESTONES = frozenset(10**exponent for exponent in range(1, 12))
+_MAX_TRACEBACKS = 3
+_LOGGED_ERROR_COUNTS = frozenset(10**exponent for exponent in range(1, 12))
 
 
-def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
+def callbacks_for(specs: Sequence[Any] | None) -> Sequence[Callback]:
     """Return callback objects from objects, classes, or `"package.module:Name"` of either.
 
     Raises:
         InvalidInput: an element is none of these.
     """
     callbacks = []
-    for each in given or ():
-        named = load_named(each, "callback") if isinstance(each, str) and ":" in each else each
-        callback = named() if callable(named) and not isinstance(named, Callback) else named
+    for spec in specs or ():
+        loaded = load_named(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
+        callback = loaded() if callable(loaded) and not isinstance(loaded, Callback) else loaded
         if not isinstance(callback, Callback):
             raise InvalidInput(
-                f"callback {each!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
-                "'package.module:Name' of one"
+                f"callback {spec!r}: expected a pt.Callback, a class or function that returns one when called without "
+                "arguments, or 'package.module:Name' of one of these"
             )
         valid_name(callback.name)
         kind, hooks = type(callback), [name for name in vars(Callback) if name.startswith("on_")]
@@ -85,26 +85,26 @@ class CallbackState(Document):
     format: Literal["prefect-tune/callback"] = "prefect-tune/callback"
     version: Literal[1] = 1
     entry: int
-    """The last entry of the experiment's journal that was delivered completely."""
+    """The number of the last journal entry that was delivered in full."""
     state: Mapping[str, object] | None = None
-    """The value that its `get_state` returned."""
+    """The return value of the callback's `get_state`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     experiment: Experiment
-    """Its state after this item."""
+    """The state after this item."""
     event: Event | None = None
-    """None: the journal holds everything before this item."""
+    """None if this item only says that the journal holds all events before it."""
     is_gap: bool = False
-    """Whether items before this one were dropped, since the queue was full: the journal has them."""
+    """Whether earlier items were dropped because the queue was full; their events are in the journal."""
     is_last: bool = False
 
 
 class CallbackThread(SearchObserver):
-    """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once.
+    """Calls the hooks of one callback in a separate thread. The observer's methods queue an item and return at once.
 
-    What the callback has not received is read from the journal.
+    Events that the callback has not received are read from the journal.
     """
 
     _journal: JournalKey
@@ -117,35 +117,35 @@ class CallbackThread(SearchObserver):
         self._log = log
         self._items: queue.Queue[_Item] = queue.Queue(_MAX_WAITING)
         self._delivered_entry = 0
-        self._is_behind = True  # what happened before this run is in the journal
-        self._has_news = False
+        self._is_behind = True  # the events of earlier runs are in the journal
+        self._has_unsaved_state = False
         self._error_count = 0
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run_thread,), name=name, daemon=True)
 
     def start(self, experiment: Experiment) -> None:
-        """Start the thread; it first delivers what the journal holds up to this state."""
+        """Start the thread, which first delivers the journal entries up to this state."""
         self._journal = experiment.key
-        self._put(_Item(experiment))
+        self._queue_item(_Item(experiment))
         self._thread.start()
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._put(_Item(experiment, event))
+        self._queue_item(_Item(experiment, event))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._put(_Item(experiment))
+        self._queue_item(_Item(experiment))
 
-    def end(self, experiment: Experiment) -> None:
-        """Queue the end: the thread delivers what is left, calls `on_experiment_end`, and ends."""
-        self._put(_Item(experiment, is_last=True))
+    def queue_end(self, experiment: Experiment) -> None:
+        """Queue the end: the thread delivers the remaining events, calls `on_experiment_end`, and exits."""
+        self._queue_item(_Item(experiment, is_last=True))
 
-    def join(self, until: float) -> None:
-        """Wait for the thread until `until`, a time of `time.monotonic`; log a warning if it is still busy then."""
-        self._thread.join(max(0.0, until - time.monotonic()))
+    def join(self, deadline: float) -> None:
+        """Wait for the thread until `deadline` (of `time.monotonic`); log a warning if it still runs then."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._log.warning("callback %s did not finish in time: the next run delivers the rest", self._name)
+            self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
 
-    def _put(self, item: _Item) -> None:
-        """Queue an item without waiting; drop all items of a full queue."""
+    def _queue_item(self, item: _Item) -> None:
+        """Queue an item without waiting; if the queue is full, drop all items in it."""
         if self._items.full():
             with suppress(queue.Empty):
                 while True:
@@ -153,33 +153,33 @@ class CallbackThread(SearchObserver):
             self._items.put_nowait(_Item(item.experiment, is_gap=True))
         self._items.put_nowait(item)
 
-    # -------------------------------------------------------------------------------------- the thread's own
+    # ----------------------------------------------------------------------------------- run in the thread
 
-    def _run(self) -> None:
-        if not self._is_set_up():
+    def _run_thread(self) -> None:
+        if not self._set_up_callback():
             return
-        stored_at, is_over = time.monotonic(), False
-        while not is_over:
+        stored_at, has_ended = time.monotonic(), False
+        while not has_ended:
             with suppress(queue.Empty):
                 item = self._items.get(timeout=_STORE_INTERVAL.total_seconds())
                 self._handle_item(item)
-                is_over = item.is_last
-            if is_over:
-                self._call(partial(self._callback.on_experiment_end, item.experiment.trials))
-            if is_over or time.monotonic() - stored_at >= _STORE_INTERVAL.total_seconds():
+                has_ended = item.is_last
+            if has_ended:
+                self._call_hook(partial(self._callback.on_experiment_end, item.experiment.trials))
+            if has_ended or time.monotonic() - stored_at >= _STORE_INTERVAL.total_seconds():
                 stored_at = time.monotonic()
-                if self._has_news:
-                    self._call(self._store_state)  # after an error the next interval tries again
+                if self._has_unsaved_state:
+                    self._call_hook(self._store_state)  # after an error, retried in the next interval
 
-    def _is_set_up(self) -> bool:
-        """Set up the callback, with the state that it stored in an earlier run."""
+    def _set_up_callback(self) -> bool:
+        """Set up the callback with its stored state of an earlier run; return False if the callback fails."""
         try:
             self._callback.setup(self._search)
             if (stored := with_retries(self._read_state)) is not None:
                 is_restored = stored.state is None or self._callback.set_state(stored.state) is not False
                 self._delivered_entry = stored.entry if is_restored else 0
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
-            self._log.exception("callback %s: setup failed; this run does not call its hooks", self._name)
+            self._log.exception("callback %s: setup failed; its hooks are not called in this run", self._name)
             return False
         return True
 
@@ -195,15 +195,15 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # else it is read from the journal
-                self._deliver(item.event, item.experiment)
+            if not self._is_behind:  # else the event is read from the journal
+                self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
-            self._catch_up(item.experiment)
+            self._deliver_missed_entries(item.experiment)
         else:
             self._delivered_entry = item.experiment.number
 
-    def _catch_up(self, experiment: Experiment) -> None:
-        """Deliver the journal entries that this callback has not received, if the journal can be read."""
+    def _deliver_missed_entries(self, experiment: Experiment) -> None:
+        """Deliver the journal entries that the callback has not received; retry later if the journal cannot be read."""
 
         def read_missed_entries() -> Sequence[Entry]:
             with self._target.open(timeout=_TIMEOUT) as store:
@@ -217,35 +217,35 @@ class CallbackThread(SearchObserver):
         for entry in entries:
             if entry.number <= experiment.number:
                 for event in entry.events:
-                    self._deliver(event, experiment)
+                    self._deliver_event(event, experiment)
                 self._delivered_entry = entry.number
         self._is_behind = False
 
-    def _deliver(self, event: Event, experiment: Experiment) -> None:
-        if isinstance(event, Delivered):
-            self._has_news = True
-            for hook in hooks_for(self._callback, event, experiment.trial(event.trial)):
-                self._call(hook)
+    def _deliver_event(self, event: Event, experiment: Experiment) -> None:
+        if isinstance(event, CallbackEvent):
+            self._has_unsaved_state = True
+            for hook in make_hook_calls(self._callback, event, experiment.trial(event.trial)):
+                self._call_hook(hook)
 
-    def _call(self, hook: Callable[[], object]) -> None:
-        """Call a hook; log its first three failures with a traceback, then only each power of ten."""
+    def _call_hook(self, hook: Callable[[], object]) -> None:
+        """Call a hook; log the first three failures with a traceback, then only the 10th, 100th, and so on."""
         try:
             hook()
         except BaseException as error:  # noqa: BLE001  a callback's error must not end the search
             self._error_count += 1
-            if self._error_count <= _TRACES:
+            if self._error_count <= _MAX_TRACEBACKS:
                 self._log.error("callback %s failed", self._name, exc_info=error)
-            elif self._error_count in _MILESTONES:
+            elif self._error_count in _LOGGED_ERROR_COUNTS:
                 self._log.error("callback %s has failed %d times: %r", self._name, self._error_count, error)
 
     def _store_state(self) -> None:
         state = CallbackState(entry=self._delivered_entry, state=self._callback.get_state())
         with self._target.open(timeout=_TIMEOUT) as store:
             store.replace(self._state_path, (seal(state),))
-        self._has_news = False
+        self._has_unsaved_state = False
 
 
-def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Callable[[], object]]:
+def make_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> Iterator[Callable[[], object]]:
     """Yield the hook calls of a trial's event, in order."""
     match event:
         case Started():
@@ -266,11 +266,11 @@ def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Ca
 
 
 class Callbacks:
-    """The callbacks of a search. Of names that occur again, the next ones are `name-2`, `name-3`."""
+    """The callbacks of a search. Further callbacks of the same name are called `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
         self.threads: list[CallbackThread] = []
-        """One for each callback, as an observer of the search."""
+        """One thread per callback; each is an observer of the search."""
         counts: Counter[str] = Counter()
         for callback in callbacks:
             counts[callback.name] += 1
@@ -279,14 +279,14 @@ class Callbacks:
             self.threads.append(CallbackThread(callback, name, target, search, log))
 
     def start(self, experiment: Experiment) -> None:
-        """Start the threads; each first delivers what the journal holds up to this state."""
+        """Start the threads; each first delivers the journal entries up to this state."""
         for thread in self.threads:
             thread.start(experiment)
 
     def end(self, experiment: Experiment, patience: timedelta) -> None:
-        """Deliver what is left, all of it in the journal by now; wait up to `patience` for all threads together."""
-        until = time.monotonic() + patience.total_seconds()
+        """Deliver the remaining events, now all in the journal; wait up to `patience` for all threads together."""
+        deadline = time.monotonic() + patience.total_seconds()
         for thread in self.threads:
-            thread.end(experiment)
+            thread.queue_end(experiment)
         for thread in self.threads:
-            thread.join(until)
+            thread.join(deadline)

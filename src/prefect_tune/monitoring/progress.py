@@ -1,7 +1,7 @@
-"""Progress of a running search: a live table in a terminal or a notebook, and its log.
+"""Show the progress of a running search: a live table in a terminal or a notebook, and log lines.
 
-The log has a line for each trial that begins, pauses, resumes or ends, with its result and the best; without a live
-table, a line on the whole search once a minute, too.
+The log has a line for each trial that begins, pauses, resumes or ends, with its result and the best result; without a
+live table, it also has a line about the whole search once a minute.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOG_PERIOD = timedelta(minutes=1)
 
 
 class Progress(SearchObserver):
-    """Shows the progress, or logs it at most once a minute where there is no live table."""
+    """Shows the progress in a live table; without one, logs it at most once a minute."""
 
     def __init__(
         self, reader: ProgressReader, log: Log, log_period: timedelta = _LOG_PERIOD, link: str | None = None
@@ -57,30 +57,28 @@ class Progress(SearchObserver):
         self._log = log
         self._link = link
         self._log_period = log_period.total_seconds()
-        self._logged_at = time.monotonic()
+        self._last_logged_at = time.monotonic()
         self.is_shown = False
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         del event, experiment
-        if not self.is_shown and time.monotonic() - self._logged_at >= self._log_period:
+        if not self.is_shown and time.monotonic() - self._last_logged_at >= self._log_period:
             self.log_progress()
 
     def log_progress(self) -> None:
         """Log the progress."""
-        self._logged_at = time.monotonic()
-        self._log.info("%s", progress_view.line(self._reader.state(self._logged_at)))
+        self._last_logged_at = time.monotonic()
+        self._log.info("%s", progress_view.line(self._reader.state(self._last_logged_at)))
 
     def conclude(self) -> None:
-        """Log the final progress; if trials of a search errored, warn, and name where their errors are shown."""
+        """Log the final progress; if trials of a search errored, as a warning that says how to show their errors."""
         state = self._reader.state(time.monotonic())
         if state.outlook.is_training:
-            if self.is_shown:  # elsewhere the log has a line of its end
+            if self.is_shown:  # else the log already has a line about the end
                 self.log_progress()
         elif state.counts.get(Status.ERRORED):
             name = state.outlook.experiment
-            self._log.warning(
-                "%s; why: results.errors, or prefect-tune show TARGET %s", progress_view.line(state), name
-            )
+            self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", progress_view.line(state), name)
         else:
             self.log_progress()
 
@@ -88,15 +86,15 @@ class Progress(SearchObserver):
         """Return the progress as a table."""
         return progress_view.frame(self._reader.state(time.monotonic()), width, height)
 
-    def draw_html(self, ending: Ending, why: str) -> tuple[str, str]:
-        """Return the progress as the output of a notebook's cell, and as one line."""
+    def render_html(self, ending: Ending, error: str) -> tuple[str, str]:
+        """Return the progress as HTML for a notebook's cell, and as one line of text."""
         state = self._reader.state(time.monotonic())
-        return progress_html(state, ending, why, self._link), progress_view.line(state)
+        return progress_html(state, ending, error, self._link), progress_view.line(state)
 
     def fall_back(self, error: Exception) -> None:
-        """Log progress lines from now on, after an error of the table."""
+        """Log progress lines from now on, since the table failed with `error`."""
         self.is_shown = False
-        self._log.warning("the live table ends, and the search continues: %s: %s", type(error).__name__, error)
+        self._log.warning("the live table failed; the search continues: %s: %s", type(error).__name__, error)
 
 
 @contextmanager
@@ -109,7 +107,7 @@ def progress(
     *,
     in_terminal: bool,
 ) -> Iterator[SearchObserver]:
-    """Yield the observer that shows the progress of a search or a single training; log a final line unless it raises.
+    """Yield the observer that shows the progress of a search or a training; log a final line unless the block raises.
 
     Args:
         notes: the last lines of the log.
@@ -117,40 +115,40 @@ def progress(
     """
     owner = recorder.read().experiment.owner
     reader = ProgressReader(recorder.read, outlook, notes, time.monotonic())
-    shown = Progress(reader, log, link=link_to(owner) if owner else None)
+    observer = Progress(reader, log, link=link_to(owner) if owner else None)
     if (output := output_here()) is not None:
-        shown.is_shown = True
-        with live_output(output, shown.draw_html, shown.fall_back, stop):
-            yield shown
+        observer.is_shown = True
+        with live_output(output, observer.render_html, observer.fall_back, stop):
+            yield observer
     elif in_terminal and can_show(sys.stdout):
-        shown.is_shown = True
-        with live_display(shown.draw, shown.fall_back, sys.stdout):
-            yield shown
+        observer.is_shown = True
+        with live_display(observer.draw, observer.fall_back, sys.stdout):
+            yield observer
     else:
-        yield shown
-    shown.conclude()
+        yield observer
+    observer.conclude()
 
 
 _MAX_NOTES = 50
 _NO_PARAMETERS = "no parameters"
-_METRICS = 3
-"""Metrics in a line if the search compares trials by none."""
+_MAX_METRICS = 3
+"""How many metrics a line shows if the search has no objective."""
 
 
 class SearchLog(SearchObserver):
-    """A listener that logs what happens to trials, each with the trial's name. A single training has no names."""
+    """An observer that logs the events of trials, with the trial's name unless it is a single training."""
 
     def __init__(self, recorder: SearchRecorder, objective: Objective | None, uri: str, log: Log) -> None:
         self.notes: deque[Note] = deque(maxlen=_MAX_NOTES)
-        """The last lines."""
+        """The last lines of the log."""
         experiment = recorder.read().experiment
         self._recorder = recorder
         self._objective = objective
         self._uri = uri
         self._log = log
-        self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
-        self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
-        self._left_unfinished = {  # trials that an earlier run has begun, and did not end or pause
+        self._recomputed_steps = {trial.trial: trial.wasted_steps for trial in experiment.trials.values()}
+        self._lost_trials: set[str] = set()  # trials whose lost attempt is logged but not yet journaled
+        self._unfinished_trials = {  # trials that an earlier run began, and neither ended nor paused
             trial.trial
             for trial in experiment.trials.values()
             if trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
@@ -160,13 +158,13 @@ class SearchLog(SearchObserver):
         if isinstance(event, Started | Cloned | AttemptEnded | Finished | Paused | GaveUp):
             self._log_event(event, experiment.trial(event.trial), experiment)
 
-    def lost(self, trial: Trial, why: str) -> None:
+    def lost(self, trial: Trial, reason: str) -> None:
         if trial.phase is Phase.RUNNING:
-            self._lost.add(trial.trial)
-            text = f"crashed in attempt {trial.attempt}: {first_line(why)}"
+            self._lost_trials.add(trial.trial)
+            text = f"crashed in attempt {trial.attempt}: {first_line(reason)}"
         else:
-            text = f"crashed before attempt {trial.attempt + 1} began: {first_line(why)}"
-        self._write(trial, text, logging.WARNING)
+            text = f"crashed before attempt {trial.attempt + 1} began: {first_line(reason)}"
+        self._log_line(trial, text, logging.WARNING)
 
     def _log_event(
         self,
@@ -179,8 +177,8 @@ class SearchLog(SearchObserver):
             case Started():
                 is_earlier = trial.outbox is not None and trial.search_term < experiment.term
                 text = self._describe_start(event, trial, is_earlier=is_earlier)
-                is_notice = trial.trial in self._left_unfinished
-                self._left_unfinished.discard(trial.trial)
+                is_notice = trial.trial in self._unfinished_trials
+                self._unfinished_trials.discard(trial.trial)
             case Cloned(source=source):
                 text = f"continues from trial {source}, step {trial.step}: {format_config(trial) or _NO_PARAMETERS}"
             case Finished(reason=reason):
@@ -189,25 +187,25 @@ class SearchLog(SearchObserver):
                 text = self._describe_end(Status.PAUSED, reason, trial, experiment.key)
             case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
                 text = self._describe_end(Status.INTERRUPTED, reason, trial, experiment.key)
-            case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost:
-                self._lost.discard(trial.trial)
+            case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost_trials:
+                self._lost_trials.discard(trial.trial)
             case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
             case GaveUp(reason=reason):
                 text, level = self._describe_end(Status.ERRORED, reason, trial, experiment.key), logging.ERROR
             case _:
-                pass  # a failure that is retried: `FailureHandler` logs it
+                pass  # a retried failure is logged by `FailureHandler`
         if text:
-            self._write(trial, text, level, is_notice=is_notice)
+            self._log_line(trial, text, level, is_notice=is_notice)
 
-    def _write(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
+    def _log_line(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
         line = visible(f"trial {trial.trial} {text}" if trial.of_search else f"the trial {text}")
         self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_bad=level >= logging.WARNING))
         self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
     def _describe_start(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
-        repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
-        self._wasted[trial.trial] = trial.wasted_steps
+        repeated = trial.wasted_steps - self._recomputed_steps.get(trial.trial, 0)
+        self._recomputed_steps[trial.trial] = trial.wasted_steps
         if is_earlier:
             config = format_config(trial) or _NO_PARAMETERS
             return f"began attempt {event.attempt} in an earlier run: {config}"
@@ -220,21 +218,21 @@ class SearchLog(SearchObserver):
         return f"resumes from step {event.from_step} ({again})"
 
     def _describe_end(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
-        """Return how a trial ended, its last metrics and how they compare, and why; with its checkpoint."""
+        """Describe the end of a trial: its last metrics, how they compare, the reason, and the checkpoint."""
         saved = self._describe_checkpoint(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {first_line(reason)}{saved}"
-        has_losses = self._losses_in(trial.metrics) is not None
+        has_losses = self._compute_losses(trial.metrics) is not None
         if has_losses:
             reason = without_result(reason, trial.step)
-        names_result = (  # such as a limit that is reached
+        reason_has_result = (  # such as a limit that was reached
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)
         )
         metrics, compared = "", ""
-        if not names_result:
-            names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
+        if not reason_has_result:
+            names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
             metrics = _format_metrics(trial.metrics, names)
         best = self._recorder.best
         if self._objective is not None and best is not None and trial.of_search and has_losses:
@@ -245,20 +243,20 @@ class SearchLog(SearchObserver):
         return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
-        """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
+        """Describe the newest checkpoint; for a paused or pruned trial, only if it differs from the last step."""
         key = newest_key(experiment.trial_key(trial.trial), trial)
         if key is None:
             return "; no checkpoint"
         if end in {Status.PAUSED, Status.PRUNED}:
             return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
-        better = ""  # the best checkpoint, unless the newest one is as good
+        better = ""  # names the best checkpoint unless the newest one is as good
         best = next(iter(best_saved(trial.checkpoints, self._objective)), None) if self._objective else None
-        if best and self._losses_in(best.metrics) != self._losses_in(trial.checkpoints[-1].metrics):
+        if best and self._compute_losses(best.metrics) != self._compute_losses(trial.checkpoints[-1].metrics):
             names = self._objective.metrics if self._objective else ()
             better = f" (the best one is of step {best.step}{_format_metrics(best.metrics, names)})"
         return f"; checkpoint of step {key.step}{better}: {below(self._uri, key.folder)}"
 
-    def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
+    def _compute_losses(self, metrics: Mapping[str, object]) -> Losses | None:
         return losses_in(metrics, self._objective) if self._objective else None
 
 

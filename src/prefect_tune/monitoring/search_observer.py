@@ -1,4 +1,4 @@
-"""Observers of a search, which decide nothing, and the live status of its running attempts."""
+"""Observers of a search, which make no decisions, and the live status of its running attempts."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchV
 
 
 class SearchObserver:
-    """An observer of a search, which overrides the methods that it needs: these do nothing.
+    """Base class of the observers of a search; its methods do nothing, and subclasses override the ones they need.
 
-    The driver calls it in the driver's thread, in order; methods must return at once.
+    The driver calls them in its own thread, in order; each must return at once.
     """
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        """Receive an event that the next entry of the journal will hold, and the state after it."""
+        """Receive an event that the next journal entry will hold, and the state after it."""
 
-    def lost(self, trial: Trial, why: str) -> None:
-        """Receive that an attempt ended without journaling its end, and is tried again; the journal gets it later."""
+    def lost(self, trial: Trial, reason: str) -> None:
+        """Receive that an attempt ended without journaling its end: that follows later, and the trial is retried."""
 
     def wrote(self, experiment: Experiment) -> None:
-        """Receive the state up to which the journal is written."""
+        """Receive the state up to which the journal has been written."""
 
 
 class ObserverGroup(SearchObserver):
-    """Passes each call to several observers, in order. One that raises is logged, and called no more.
+    """Passes each call to several observers, in order. An observer that raises is logged and not called again.
 
-    The search continues: nothing that it decides or journals depends on them.
+    The search continues: no decision and no journal entry depends on an observer.
     """
 
     def __init__(self, observers: Sequence[SearchObserver], log: Log) -> None:
@@ -50,118 +50,118 @@ class ObserverGroup(SearchObserver):
         self._log = log
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._call(lambda observer: observer.applied(event, experiment))
+        self._call_observers(lambda observer: observer.applied(event, experiment))
 
-    def lost(self, trial: Trial, why: str) -> None:
-        self._call(lambda observer: observer.lost(trial, why))
+    def lost(self, trial: Trial, reason: str) -> None:
+        self._call_observers(lambda observer: observer.lost(trial, reason))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._call(lambda observer: observer.wrote(experiment))
+        self._call_observers(lambda observer: observer.wrote(experiment))
 
-    def _call(self, call: Callable[[SearchObserver], None]) -> None:
+    def _call_observers(self, method: Callable[[SearchObserver], None]) -> None:
         for observer in self._observers:
             try:
-                call(observer)
-            except Exception:  # noqa: BLE001 - the edge of what only observes: hours of training must not end for it
+                method(observer)
+            except Exception:  # noqa: BLE001 - the edge of all observers: their errors must not end the search
                 name = type(observer).__name__
-                self._log.exception("%s failed, and is called no more; the search continues", name)
+                self._log.exception("%s failed and is not called again; the search continues", name)
                 self._observers = tuple(other for other in self._observers if other is not observer)
 
 
 class SearchRecorder(SearchObserver):
-    """Applies what happens to the one `SearchView` of a run; `read` may be called from any thread.
+    """Applies each event to the one `SearchView` of a run; `read` may be called from any thread.
 
-    It comes first: the other observers read it.
+    It must be the first observer, since the others read it.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self._guard = threading.Lock()
-        self._first, self._began = experiment, datetime.now(UTC)
+        self._initial_experiment, self._run_began = experiment, datetime.now(UTC)
         self._view = SearchView(experiment)
-        self._view.begin_run(self._began)
+        self._view.begin_run(self._run_began)
         self._changes: list[Callable[[SearchView], None]] | None = None
-        """Those of this run, until what came before it is known; None if nobody wants to know."""
+        """The changes of this run, until the earlier entries are prepended; None if they are not needed."""
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
-        self._change(lambda view: view.apply(event, at, experiment))
+        self._apply_change(lambda view: view.apply(event, at, experiment))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._change(lambda view: view.set_experiment(experiment))
+        self._apply_change(lambda view: view.set_experiment(experiment))
 
     def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
-        """Return what is known now, with the curves of these trials."""
+        """Return a snapshot of the view, with the curves of the `drawn` trials."""
         with self._guard:
             return self._view.read(drawn)
 
     @property
     def running(self) -> Mapping[str, AttemptPeriod]:
-        """The attempts that run now, by trial."""
+        """The attempts that are running, by trial."""
         with self._guard:
             return self._view.running
 
     @property
     def best(self) -> tuple[str, Losses] | None:
-        """The trial with the best last report until now, and its losses."""
+        """The trial with the best last report so far, and its losses."""
         with self._guard:
             return self._view.best
 
     def await_earlier_entries(self) -> None:
-        """Keep all changes from now on, until `prepend` has the entries of earlier runs."""
+        """Keep all changes from now on, until `prepend` receives the entries of earlier runs."""
         self._changes = []
 
     def prepend(self, entries: Iterable[Entry] | None) -> None:
-        """Apply the entries of earlier runs, and then the changes of this run again; None: they cannot be read."""
+        """Apply the entries of earlier runs, then reapply the changes of this run. Pass None if they cannot be read."""
         view = self._view
         if entries is not None:
-            view = SearchView(self._first)
+            view = SearchView(self._initial_experiment)
             for entry in entries:
                 view.apply_entry(entry)
-            view.begin_run(self._began)
+            view.begin_run(self._run_began)
         with self._guard:
             for change in (self._changes or ()) if view is not self._view else ():
                 change(view)
             self._view, self._changes = view, None
 
-    def _change(self, change: Callable[[SearchView], None]) -> None:
+    def _apply_change(self, change: Callable[[SearchView], None]) -> None:
         with self._guard:
             change(self._view)
             if self._changes is not None:
                 self._changes.append(change)
 
 
-_MAX_REPORTS = 300_000
+_MAX_CURVE_REPORTS = 300_000
 
 
 class CurveKeeper(SearchObserver):
-    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
+    """Collects the learning curves of a new experiment while it runs, to publish them without reading the journal."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.curves: Curves | None = None if experiment.trials else Curves()
 
     def applied(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        curves, self.curves = self.curves, None  # without curves, publishing reads them from the journal
+        curves, self.curves = self.curves, None  # if None, they are read from the journal to be published
         if curves is not None:
             curves.tell_event(event)
-            if curves.report_count <= _MAX_REPORTS:  # to bound the memory
+            if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory
                 self.curves = curves
 
 
 # The live status: the running attempts, written to the target every few seconds.
 
 _REQUEST_TIMEOUT = timedelta(seconds=30)
-_FIRST = timedelta(seconds=1)
+_FIRST_DELAY = timedelta(seconds=1)
 _END_TIMEOUT = timedelta(seconds=1)
-_SHARE = 20
-"""The pause after a write is at least this multiple of its duration, so that a slow target gets fewer writes."""
+_PAUSE_FACTOR = 20
+"""The pause after a write is at least this multiple of its duration: a slow target gets fewer writes."""
 
 
 class LiveStatusPublisher:
     """Writes the running attempts during a `with` block: after 1 s, then every `period`. Best effort.
 
-    It writes also while no trial runs: `delete` takes an experiment whose live status is recent for running.
-    While the target fails, nothing is written and nothing else fails; the first such error is logged.
+    It also writes while no trial runs: `delete` treats an experiment with a recent live status as running.
+    While the target fails, nothing is written and no error is raised; the first such error is logged.
     """
 
     def __init__(
@@ -169,52 +169,52 @@ class LiveStatusPublisher:
         target: StorageTarget,
         read: Callable[[], SearchSnapshot],
         period: timedelta | None,
-        is_run_here: Callable[[str], bool] = lambda _: True,
+        is_own_trial: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """Prepare to write.
 
         Args:
-            read: returns what is known of the journal whose owner this process is.
+            read: returns a snapshot of the experiment that this process owns.
             period: the time between two writes; None to write nothing.
-            is_run_here: whether this owner runs a trial; others, which an earlier one left, are not published.
+            is_own_trial: whether this owner runs a trial; trials that an earlier owner left are not published.
         """
         self._target = target
         self._read = read
         self._period = period
-        self._is_run_here = is_run_here
+        self._is_own_trial = is_own_trial
         self._written_count = 0
-        self._fails = False
+        self._is_failing = False
         self._is_superseded = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self._period is not None:
-            loop = self._run, self._period
+            loop = self._run_publisher, self._period
             self._thread = threading.Thread(target=copy_context().run, args=loop, name="live-status", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop; delete the last object if no trial runs any more. Waits at most 1 s for the target.
+        """Stop, and delete the live status if no trial runs any more. Waits at most 1 s for the target.
 
-        After `Superseded` another process publishes: then what this one wrote is deleted.
+        After `Superseded`, another process publishes; the live status of this process is then deleted.
         """
         self._is_superseded = kind is not None and issubclass(kind, Superseded)
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_END_TIMEOUT.total_seconds())
 
-    def _run(self, period: timedelta) -> None:
-        pause, next_pause = _FIRST, period
+    def _run_publisher(self, period: timedelta) -> None:
+        pause, next_pause = _FIRST_DELAY, period
         while not self._closed.wait(pause.total_seconds()):
             began = time.monotonic()
-            self._write(next_pause)
-            pause, next_pause = next_pause, max(period, timedelta(seconds=time.monotonic() - began) * _SHARE)
-        self._delete()
+            self._write_status(next_pause)
+            pause, next_pause = next_pause, max(period, timedelta(seconds=time.monotonic() - began) * _PAUSE_FACTOR)
+        self._delete_status()
 
-    def _write(self, next_pause: timedelta) -> None:
-        experiment, running = self._running()
+    def _write_status(self, next_pause: timedelta) -> None:
+        experiment, running = self._read_running_trials()
         status = LiveStatus(
             term=experiment.term,
             owner=experiment.owner,
@@ -228,23 +228,23 @@ class LiveStatusPublisher:
             with self._target.open(timeout=_REQUEST_TIMEOUT) as store:
                 write_live_status(store, experiment.key, status)
         except TuneError as error:
-            if not self._fails:
+            if not self._is_failing:
                 log = logging.getLogger("prefect_tune")
                 log.warning("the newest steps of running trials cannot be published; retried later: %s", error)
-            self._fails = True
+            self._is_failing = True
         else:
-            self._fails = False
+            self._is_failing = False
         self._written_count += 1  # also after an error: the target may have written it
 
-    def _delete(self) -> None:
-        experiment, running = self._running()
-        may_be_left = self._written_count > 0 or experiment.term > 1  # this one's, or that of an owner that was killed
+    def _delete_status(self) -> None:
+        experiment, running = self._read_running_trials()
+        may_be_left = self._written_count > 0 or experiment.term > 1  # of this owner, or of one that was killed
         if may_be_left and (self._is_superseded or not running):
             with suppress(TuneError), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
                 delete_live_status(store, experiment.key, experiment.term)
 
-    def _running(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
-        """Return the state and the running attempts; how those of an earlier owner began is not known here."""
+    def _read_running_trials(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
+        """Return the state and the running attempts; `began_at` is None for attempts of an earlier owner."""
         snapshot = self._read()
         running = [
             RunningTrial(
@@ -256,6 +256,6 @@ class LiveStatusPublisher:
                 reported_at=attempt.reported_at.isoformat(timespec="milliseconds") if attempt.reported_at else None,
             )
             for name, attempt in snapshot.running.items()
-            if self._is_run_here(name)
+            if self._is_own_trial(name)
         ]
         return snapshot.experiment, tuple(running)

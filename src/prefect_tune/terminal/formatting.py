@@ -1,4 +1,4 @@
-"""Format values, steps, numbers, errors, ages, costs and tables, for a terminal, a notebook and a report."""
+"""Format values, steps, numbers, errors, ages, costs and tables for terminals, notebooks and reports."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from prefect_tune.core.shown_text import format_duration, format_span, shown_amo
 from prefect_tune.core.usage_records import RankEnd
 from prefect_tune.core.values import flat, metric_in, parse_time
 
-# Tables, and what is printed to stdout.
+# Tables, and output to stdout.
 
 UNLIMITED_WIDTH = 100_000
-"""The width of what is no terminal: a pipe or a file gets every column, and whole cells."""
+"""The width of a pipe or a file, which gets all columns and uncut cells."""
 
 
 def output_width() -> int:
-    """Return the width of stdout: that of its terminal, or of `COLUMNS` where that is set; else it is unlimited."""
+    """Return the width of stdout's terminal, or `COLUMNS` if it is set; otherwise the width is unlimited."""
     has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return Console().width if has_width else UNLIMITED_WIDTH
 
 
 def print_parts(*parts: Table | str) -> None:
-    """Print tables and lines to stdout; lines are not parsed as markup, nor wrapped."""
+    """Print tables and lines to stdout; lines are neither parsed as markup nor wrapped."""
     console = Console(highlight=False, width=output_width())
-    with console.capture() as printed:
+    with console.capture() as output:
         for part in parts:
-            shown_part = visible(part) if isinstance(part, str) else part
-            console.print(shown_part, markup=False, soft_wrap=isinstance(part, str))
-    lines = (line.rstrip(" ") for line in printed.get().split("\n"))  # a table fills its rows with blanks
+            content = visible(part) if isinstance(part, str) else part
+            console.print(content, markup=False, soft_wrap=isinstance(part, str))
+    lines = (line.rstrip(" ") for line in output.get().split("\n"))  # tables pad their rows with spaces
     console.file.write("\n".join(lines))
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
-    """Return what a terminal of this width would show, without colors."""
+    """Render parts as plain text, as a terminal of this width would show them."""
     console = Console(color_system=None, force_jupyter=False, width=width, file=io.StringIO())
-    with console.capture() as captured:
+    with console.capture() as output:
         for part in parts:
             console.print(part)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return "\n".join(line.rstrip() for line in output.get().splitlines())
 
 
 def borderless_table(*names: str) -> Table:
@@ -63,12 +63,12 @@ def borderless_table(*names: str) -> Table:
 
 
 def plain_cells(cells: Iterable[str]) -> Iterator[Text]:
-    """Return cells as plain text: names chosen by users are not parsed as markup."""
+    """Return cells as plain text, so that names chosen by users are not parsed as markup."""
     return (Text(visible(cell)) for cell in cells)
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
-    """Return a table with a row for each name and value."""
+    """Return a table with one row per name and value."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(visible(name), style="dim"), Text(visible(format_value(value))))
@@ -77,9 +77,9 @@ def facts_table(facts: Mapping[str, object]) -> Table:
 
 # Values, steps and errors.
 
-_MIN_RANGE = 4
-"""The shortest run of steps that is written as a range."""
-_NAMED = 3
+_MIN_RANGE_STEPS = 4
+"""The minimum number of steps that are written as a range."""
+_MAX_NAMED_TRIALS = 3
 
 
 def format_value(value: object) -> str:
@@ -98,7 +98,7 @@ def format_value(value: object) -> str:
 
 
 def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
-    """Return the name of the best trial, or of another one, and these metrics: `trial 00003, errored, loss 0.25`."""
+    """Return the name of a trial and these metrics: `trial 00003, errored, loss 0.25`."""
     values = ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
     return f"trial {named(trial.trial, trial.status)}, {values}"
 
@@ -109,12 +109,12 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def format_time(at: str) -> str:
-    """Format a time of the journal to the second."""
+    """Format a journal time to the second."""
     return at.replace("T", " ")[:19]
 
 
 def format_steps(steps: Sequence[int]) -> str:
-    """Return steps as `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`: with the count if any is left out."""
+    """Return steps like `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`; the count is added if steps are left out."""
     parts: list[str] = []
     begin = 0
     while begin < len(steps):
@@ -122,7 +122,7 @@ def format_steps(steps: Sequence[int]) -> str:
         stride = steps[end] - first if end < len(steps) else 0
         while stride > 0 and end < len(steps) and steps[end] - steps[end - 1] == stride:
             end += 1
-        if end - begin < _MIN_RANGE:
+        if end - begin < _MIN_RANGE_STEPS:
             end = begin + 1
             parts.append(str(first))
         else:
@@ -132,53 +132,53 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def with_last_output(reason: object, output: str) -> str:
-    """Return how an attempt or a process ended, followed by its last output unless that is shown already: `visible`."""
-    ended, last_output = visible(reason).strip(), visible(output.rstrip())
-    return ended if ended.endswith(last_output) else f"{ended}\nlast output:\n{last_output}"
+    """Return why an attempt or a process ended, and its last output unless the reason ends with it; made `visible`."""
+    text, last_output = visible(reason).strip(), visible(output.rstrip())
+    return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 
 
 def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
-    """Return each different error of these errored trials with its trials, the most frequent error first."""
-    causes: dict[str, list[Trial]] = defaultdict(list)
+    """Return each distinct error of these errored trials with its trials, the most frequent error first."""
+    trials_by_error: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
-        causes[format_error(trial.end_reason)].append(trial)
-    return sorted(causes.items(), key=lambda cause: -len(cause[1]))
+        trials_by_error[format_error(trial.end_reason)].append(trial)
+    return sorted(trials_by_error.items(), key=lambda item: -len(item[1]))
 
 
 def names_of(trials: Sequence[Trial]) -> str:
-    """Return the names of the first trials, and how many more there are: `00000, 00001, 00002 and 5 more`."""
-    more = len(trials) - _NAMED
-    named = ", ".join(trial.trial for trial in trials[:_NAMED])
-    return f"{named} and {more} more" if more > 0 else named
+    """Return the names of the first trials and the number of others: `00000, 00001, 00002 and 5 more`."""
+    more = len(trials) - _MAX_NAMED_TRIALS
+    names = ", ".join(trial.trial for trial in trials[:_MAX_NAMED_TRIALS])
+    return f"{names} and {more} more" if more > 0 else names
 
 
 # Numbers in a report: four significant digits, commas between thousands, durations with units.
 
-_DIGITS = 4
-_LARGE = 10_000_000
-_SMALL = 0.001
-"""Numbers with a fraction, from `_LARGE` on and below `_SMALL`, are written with an exponent."""
-_MAX_INT = 10**15
+_SIGNIFICANT_DIGITS = 4
+_MIN_LARGE_NUMBER = 10_000_000
+_MIN_PLAIN_NUMBER = 0.001
+"""Floats of at least `_MIN_LARGE_NUMBER`, or below `_MIN_PLAIN_NUMBER`, are written with an exponent."""
+_MAX_PLAIN_INT = 10**15
 
 
 def format_number(value: float) -> str:
-    """Return a number: `0.02041`, `27`, `12,346`, `2.148e-28`."""
+    """Return a number like `0.02041`, `27`, `12,346` or `2.148e-28`."""
     if not math.isfinite(value):
         return str(value)
-    if value and not _SMALL <= abs(value) < _LARGE:
-        digits, _, exponent = f"{value:.{_DIGITS - 1}e}".partition("e")
+    if value and not _MIN_PLAIN_NUMBER <= abs(value) < _MIN_LARGE_NUMBER:
+        digits, _, exponent = f"{value:.{_SIGNIFICANT_DIGITS - 1}e}".partition("e")
         end = f"e{int(exponent)}"
     else:
-        places = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
+        places = _SIGNIFICANT_DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
         digits, end = f"{value:,.{max(0, places)}f}", ""
     return (digits.rstrip("0").rstrip(".") if "." in digits else digits) + end
 
 
 def format_cell(value: object) -> str:
-    """Return a parameter or a metric."""
+    """Format a parameter or a metric for a table cell."""
     match value:
         case int() if not isinstance(value, bool):
-            return f"{value:,}" if abs(value) < _MAX_INT else shown(value)
+            return f"{value:,}" if abs(value) < _MAX_PLAIN_INT else shown(value)
         case float():
             return format_number(value)
         case None:
@@ -192,34 +192,34 @@ def format_cell(value: object) -> str:
 
 
 def format_metrics(metrics: Mapping[str, object]) -> str:
-    """Return metrics on one line: `loss 0.02041, accuracy 0.9931`."""
+    """Return metrics on one line, like `loss 0.02041, accuracy 0.9931`."""
     return ", ".join(f"{name} {format_cell(value)}" for name, value in flat(metrics).items())
 
 
-# How old is what a reader sees of an experiment: as JSON fields, and in words.
+# The age of the state of an experiment that a command shows, as JSON fields and in words.
 
-_MISSED = 2
-_SLACK = timedelta(seconds=1)
-"""A live status is stale once this many updates are missing, and this time for the last one has passed."""
-_SAME_DAY = timedelta(hours=12)
+_MAX_MISSED = 2
+_STALE_MARGIN = timedelta(seconds=1)
+"""A live status is stale once this many updates are missing and this additional time has passed."""
+_MAX_TIME_ONLY_AGE = timedelta(hours=12)
 
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """The time of what is shown, and its age by this machine's clock."""
+    """The time of the shown state, and its age by this machine's clock."""
 
     as_of: datetime | None
-    """None if the experiment does not say a time."""
+    """None if the experiment records no time."""
     age: timedelta
     is_running: bool
-    """Whether a trial runs by the journal."""
+    """Whether a trial is running according to the journal."""
     period: timedelta | None = None
-    """The time between two updates; None if the owner publishes none."""
+    """The time between two updates; None if the owner publishes no updates."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether the next two updates of a running experiment are missing: its process has probably ended."""
-        return self.is_running and self.period is not None and self.age > self.period * _MISSED + _SLACK
+        """Whether the last two expected updates of a running experiment are missing: its process has probably ended."""
+        return self.is_running and self.period is not None and self.age > self.period * _MAX_MISSED + _STALE_MARGIN
 
     def fields(self) -> Mapping[str, object]:
         """Return the fields for JSON outputs."""
@@ -230,31 +230,31 @@ class Freshness:
         }
 
     def short(self) -> str:
-        """Return the time and the rough age: `01:32:20, 9 min ago`, with the date if it is not of these hours."""
+        """Return the time and a rough age, like `01:32:20, 9 min ago`; with the date if older than half a day."""
         if self.as_of is None:
             return ""
-        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M"
-        rough = " ".join(format_duration(self.age).split()[:2])
-        return f"{self.as_of:{shape}}, {rough} ago"
+        pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M"
+        rough_age = " ".join(format_duration(self.age).split()[:2])
+        return f"{self.as_of:{pattern}}, {rough_age} ago"
 
     def words(self, since: str = "ago") -> str:
-        """Return a sentence for people; `since` follows the age."""
+        """Return the time and the age in words; `since` follows the age."""
         if self.as_of is None:
             return "an unknown time"
-        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M:%S"
-        said = f"{self.as_of:{shape}} UTC, {format_duration(self.age)} {since}"
+        pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M:%S"
+        text = f"{self.as_of:{pattern}} UTC, {format_duration(self.age)} {since}"
         if self.is_stale and self.period is not None:
-            return f"{said}; updates every {format_duration(self.period)} are missing: its process has probably ended"
+            return f"{text}; updates every {format_duration(self.period)} are missing: its process has probably ended"
         if self.is_running and self.period is None:
-            return f"{said}: the last journal entry; running trials may be further"
-        return said
+            return f"{text}: the last journal entry; running trials may have progressed further"
+        return text
 
 
 UNKNOWN = Freshness(None, timedelta(0), is_running=False)
 
 
 def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
-    """Return how old `view` is at `now`; a time in the future counts as now, since clocks differ."""
+    """Return the freshness of `view` at `now`; a time in the future counts as now, since clocks differ."""
     is_running = any(trial.status is Status.RUNNING for trial in view.experiment.trials.values())
     period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
     as_of = parse_time(view.as_of)
@@ -262,20 +262,20 @@ def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
 
 
 def format_moment(at: str | None, now: datetime) -> str:
-    """Return how long ago a time of the target was: `12 s ago`; empty for none."""
+    """Return the age of a time that the target recorded, like `12 s ago`; empty for None."""
     time = parse_time(at) if at else None
     return "" if time is None else f"{format_duration(max(timedelta(0), now - time))} ago"
 
 
 # The cost of an experiment, as tables and as JSON.
 
-_RANKS_NAMED = 8
+_MAX_NAMED_RANKS = 8
 LEAST_SECONDS = 0.005
-"""A shorter time is in no table."""
+"""Shorter times are left out of tables."""
 
 
 def cost_table(cost: ExperimentCost) -> Table:
-    """Return a table with each category that took time, its time and its share."""
+    """Return a table of the categories that took time, with their times and shares."""
     table = borderless_table("slots", "time", "share")
     for category, seconds in cost.seconds.items():
         if seconds >= LEAST_SECONDS:
@@ -285,21 +285,21 @@ def cost_table(cost: ExperimentCost) -> Table:
 
 
 def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
-    """Return the table of a trial's attempts: their time, the largest losses, processors, memory, ends of ranks."""
-    used = [_resources_of(attempt) for attempt in attempts]
-    names = [name for name in _RESOURCES if any(name in each for each in used)]
+    """Return a table of a trial's attempts: times, largest losses, processors, memory, exits of ranks."""
+    rows = [_format_resources(attempt) for attempt in attempts]
+    names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
     table = borderless_table("attempt", "in all", "training", "largest losses", *names)
-    for attempt, resources in zip(attempts, used, strict=True):
+    for attempt, resources in zip(attempts, rows, strict=True):
         training = attempt.seconds[Category.TRAINING]
         losses = sorted(
             ((seconds, category) for category, seconds in attempt.seconds.items() if category is not Category.TRAINING),
             key=lambda loss: -loss[0],
         )
-        named = [
+        largest = [
             f"{name} {format_span(seconds)}" for seconds, name in losses[:LOSSES_NAMED] if seconds >= LEAST_SECONDS
         ]
         times = format_span(attempt.total_seconds), format_span(training)
-        cells = (str(attempt.attempt), *times, ", ".join(named), *(resources.get(name, "") for name in names))
+        cells = (str(attempt.attempt), *times, ", ".join(largest), *(resources.get(name, "") for name in names))
         table.add_row(*plain_cells(cells))
     return table
 
@@ -307,14 +307,14 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
 _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
-def _resources_of(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return what an attempt used. Of a single sample it is not known how many processors were busy at a time."""
+def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
+    """Return the resources that an attempt used; a single sample does not say how many processors were busy."""
     use, resources = attempt.use, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
-        busy = None
+        busy_count = None
         if use.cpu_seconds is not None:
-            busy = use.cpu_seconds / max(0.01, use.seconds.total - use.seconds.start)
-        resources["processors"] = "-" if busy is None else shown_amount(busy, digits=2)
+            busy_count = use.cpu_seconds / max(0.01, use.seconds.total - use.seconds.start)
+        resources["processors"] = "-" if busy_count is None else shown_amount(busy_count, digits=2)
         if use.mean_memory_bytes is not None:
             mean = shown_size(use.mean_memory_bytes)
             resources["peak memory"] = f"{shown_size(use.peak_memory_bytes)} (mean {mean})"
@@ -327,11 +327,11 @@ def _resources_of(attempt: AttemptCost) -> Mapping[str, str]:
 
 
 def ends_words(ends: Sequence[RankEnd]) -> str:
-    """Return how ranks ended that did not end like the others: `rank 1: ended by SIGKILL, the cause`."""
+    """Describe the exits of ranks that ended unlike the others: `rank 1: ended by SIGKILL, the cause`."""
     parts = []
     for end in ends:
-        more = len(end.ranks) - _RANKS_NAMED
-        ranks = ", ".join(map(str, end.ranks[:_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
+        more = len(end.ranks) - _MAX_NAMED_RANKS
+        ranks = ", ".join(map(str, end.ranks[:_MAX_NAMED_RANKS])) + (f" and {more} more" if more > 0 else "")
         cause = ", the cause" if end.is_cause else ""
         parts.append(f"rank{'s' if len(end.ranks) > 1 else ''} {ranks}: {end.how}{cause}")
     return "; ".join(parts)
@@ -346,7 +346,7 @@ def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
             {"began_at": run.began_at.isoformat(), "seconds": round(run.seconds, 3), "slots": run.slots}
             for run in cost.runs
         ],
-        "seconds": _seconds_fields(cost.seconds),
+        "seconds": _round_seconds(cost.seconds),
     }
 
 
@@ -355,9 +355,9 @@ def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     use = cost.use.model_dump(mode="json", exclude={"seconds", "output"}) if cost.use else {}
     if cost.rank_ends:
         use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
-    begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
-    return {**begins, "seconds": _seconds_fields(cost.seconds), **use}
+    identity = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
+    return {**identity, "seconds": _round_seconds(cost.seconds), **use}
 
 
-def _seconds_fields(seconds: Mapping[Category, float]) -> Mapping[str, float]:
+def _round_seconds(seconds: Mapping[Category, float]) -> Mapping[str, float]:
     return {category.key: round(spent, 3) for category, spent in seconds.items()}

@@ -18,30 +18,30 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-# Capture what other code writes to a terminal while a live table is shown, to print it above the table. Rich's own
-# redirection would have each `print` of a training wait for the terminal, and does not know the handlers of `logging`.
+# Capture the output of other code while a live table is shown, and print it above the table. Rich's own redirection
+# would make each `print` of a training wait for the terminal, and it ignores the handlers of `logging`.
 
 _MAX_CHUNKS = 20_000
-_DROPPED = "(more was printed at once than the live table could pass on: lines are missing here)"
+_DROPPED_LINES_MESSAGE = "(lines are missing here: more was printed at once than the live table could show)"
 
 
 class OutputCapture(io.TextIOBase):
-    """Replaces a terminal's stream and keeps what is written; a write never waits for the terminal."""
+    """Replaces the stream of a terminal and buffers its output; a write never waits for the terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         super().__init__()
         self._terminal = terminal
         self._guard = threading.Lock()
-        self._lets_through = False
+        self._passes_through = False
         self._chunks: deque[str] = deque(maxlen=_MAX_CHUNKS)
         self._has_dropped = False
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # the stub has an attribute where a property does
+    def encoding(self) -> str:  # type: ignore[override]  # the stub has an attribute, which a property can replace
         return self._terminal.encoding
 
     def write(self, text: str) -> int:
-        if self._lets_through:
+        if self._passes_through:
             return self._terminal.write(text)
         with self._guard:
             self._has_dropped |= len(self._chunks) == _MAX_CHUNKS
@@ -49,7 +49,7 @@ class OutputCapture(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if self._lets_through:
+        if self._passes_through:
             self._terminal.flush()
 
     def isatty(self) -> bool:
@@ -62,23 +62,23 @@ class OutputCapture(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> object:
-        """Return what only the terminal's stream has, such as `buffer`, whose writes are not kept."""
+        """Return other attributes of the terminal's stream, such as `buffer`, whose writes are not captured."""
         return getattr(self._terminal, name)
 
     def take_lines(self) -> Sequence[str]:
-        """Return the complete lines since the last call; of too many the last ones, after a line that says so."""
+        """Return the complete lines since the last call; if lines were dropped, a message comes first."""
         with self._guard:
-            whole, newline, rest = "".join(self._chunks).rpartition("\n")
+            lines, newline, rest = "".join(self._chunks).rpartition("\n")
             self._chunks.clear()
             if rest:
                 self._chunks.append(rest)
-            dropped = [_DROPPED] * self._has_dropped
+            dropped = [_DROPPED_LINES_MESSAGE] * self._has_dropped
             self._has_dropped = False
-        return [*dropped, *(whole.split("\n") if newline else ())]
+        return [*dropped, *(lines.split("\n") if newline else ())]
 
-    def let_through(self) -> None:
-        """Write the rest to the terminal, and pass later writes straight through. Raises the terminal's errors."""
-        self._lets_through = True
+    def pass_through(self) -> None:
+        """Write the buffered rest to the terminal, and pass later writes through. Raises the terminal's errors."""
+        self._passes_through = True
         with self._guard:
             rest = "".join(self._chunks)
             self._chunks.clear()
@@ -87,11 +87,11 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below a warning that a person has to see: a live table or a cell hides the other ones."""
+"""The `extra` of a log line below WARNING that users must see; a live table or a cell hides other such lines."""
 
 
 class QuietFilter(logging.Filter):
-    """Passes warnings, errors and notices; at Prefect's log level DEBUG everything."""
+    """Passes warnings, errors and notices; everything if Prefect's log level is DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_shown = record.levelno >= logging.WARNING or hasattr(record, "is_notice")
@@ -99,24 +99,24 @@ class QuietFilter(logging.Filter):
 
 
 @contextmanager
-def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
-    """Redirect what `print` and logging handlers write to these streams into `capture`.
+def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
+    """Redirect the output of `print` and logging handlers to these streams into `capture`.
 
-    Handlers with a Rich console of their own (Prefect's, which log every task run) have a `QuietFilter` meanwhile.
+    Handlers with their own Rich console (Prefect's, which log every task run) get a `QuietFilter` meanwhile.
     """
-    with ExitStack() as undoing:
+    with ExitStack() as restores:
         for name in ("stdout", "stderr"):
             if (stream := getattr(sys, name)) in terminal:
                 setattr(sys, name, capture)
-                undoing.callback(setattr, sys, name, stream)
+                restores.callback(setattr, sys, name, stream)
         quiet = QuietFilter()
         for handler in _stream_handlers():
             if handler.stream not in terminal:
                 continue
-            undoing.callback(setattr, handler, "stream", handler.stream)
+            restores.callback(setattr, handler, "stream", handler.stream)
             if (console := getattr(handler, "console", None)) is not None:
-                undoing.callback(setattr, console, "file", handler.stream)
-                undoing.callback(handler.removeFilter, quiet)
+                restores.callback(setattr, console, "file", handler.stream)
+                restores.callback(handler.removeFilter, quiet)
                 console.file = cast(TextIO, capture)
                 handler.addFilter(quiet)
             handler.stream = cast(TextIO, capture)
@@ -124,8 +124,8 @@ def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[Non
 
 
 def console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
-    """Yield the handlers with a Rich console of their own: Prefect's."""
-    return (each for each in _stream_handlers() if hasattr(each, "console"))
+    """Return the handlers with their own Rich console, which are Prefect's."""
+    return (handler for handler in _stream_handlers() if hasattr(handler, "console"))
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
@@ -138,15 +138,15 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
             yield handler
 
 
-_PERIOD = timedelta(seconds=0.5)
-_SHARE = 0.05
+_DRAW_INTERVAL = timedelta(seconds=0.5)
+_MAX_CPU_SHARE = 0.05
 _END_TIMEOUT = timedelta(seconds=2)
-_ONLY_ONE = threading.Lock()
-_shown: list[LiveDisplay] = []
+_display_lock = threading.Lock()
+_displays: list[LiveDisplay] = []
 
 
 def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `stream` can show a live table: it is a terminal with cursor control, and nothing forbids it."""
+    """Return whether `stream` can show a live table: a UTF-8 terminal with cursor control, where none is disabled."""
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
         return False
     return _is_terminal(stream) and (stream.encoding or "").lower().replace("-", "") == "utf8"
@@ -160,42 +160,42 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 def live_display(
     draw: Callable[[int, int], RenderableType], on_error: Callable[[Exception], None], terminal: TextIO
 ) -> Iterator[None]:
-    """Show a live table during the `with` block, and remove it afterwards; of several at once only the first is shown.
+    """Show a live table during the `with` block, then remove it; while one is shown, further ones are not.
 
-    A thread calls `draw` with the number of columns and lines. `on_error` receives an error of it or of the terminal;
-    only the table ends then.
+    A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal,
+    which end only the table.
     """
-    if not _ONLY_ONE.acquire(blocking=False):
+    if not _display_lock.acquire(blocking=False):
         yield
         return
     try:
         screen = LiveDisplay(draw, on_error, terminal, capture := OutputCapture(terminal))
-        with captured(capture, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
+        with capturing_output(capture, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
             screen.start()
-            _shown.append(screen)
+            _displays.append(screen)
             try:
                 yield
             finally:
-                _shown.remove(screen)
+                _displays.remove(screen)
                 screen.end()
     finally:
-        _ONLY_ONE.release()
+        _display_lock.release()
 
 
 def end_display() -> None:
-    """Remove the live table of this process, if there is one, before its `with` block ends; call it in any thread."""
-    for screen in tuple(_shown):
+    """Remove the live table of this process, if any, before its `with` block ends; may be called from any thread."""
+    for screen in tuple(_displays):
         screen.end()
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise an ordinary error; Rich would close stdout and end the process."""
-        raise BrokenPipeError(f"{self.file}: its reader has closed it")
+        raise BrokenPipeError(f"{self.file}: the reader has closed it")
 
 
 class LiveDisplay(threading.Thread):
-    """Draws until `end`, or until the terminal fails. Drawing takes at most a 20th of the time."""
+    """Draws until `end` is called or the terminal fails. Drawing takes at most 5 % of the time."""
 
     def __init__(
         self,
@@ -209,23 +209,23 @@ class LiveDisplay(threading.Thread):
         self._on_error = on_error
         self._capture = capture
         self.console = _Console(file=terminal, highlight=False, markup=False)
-        self._over = threading.Event()
+        self._stop_requested = threading.Event()
 
     def end(self) -> None:
-        """Remove the table and end the thread; a terminal that does not respond is left as it is."""
-        self._over.set()
+        """Remove the table and end the thread; do not wait for a terminal that does not respond."""
+        self._stop_requested.set()
         self.join(_END_TIMEOUT.total_seconds())
 
     def run(self) -> None:
         try:
-            self._show()
-            self._capture.let_through()
+            self._draw_until_end()
+            self._capture.pass_through()
         except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the table
             with suppress(OSError, ValueError):  # the terminal may be the cause
-                self._capture.let_through()
+                self._capture.pass_through()
             self._on_error(error)
 
-    def _show(self) -> None:
+    def _draw_until_end(self) -> None:
         with Live(
             console=self.console,
             auto_refresh=False,
@@ -234,17 +234,17 @@ class LiveDisplay(threading.Thread):
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self.console.show_cursor()  # so that the terminal has one even if this process is killed
+            self.console.show_cursor()  # so that it is visible even if this process is killed
             pause = 0.0
-            while not self._over.wait(pause):
+            while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_lines()
-                # The size of this terminal: Rich reads that of stdin, stdout or stderr. Raises if it has hung up.
+                # The size of this terminal; Rich reads the size of stdin, stdout or stderr. Raises if it has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)
                 live.update(self._draw(*self.console.size), refresh=True)
-                pause = max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
+                pause = max(_DRAW_INTERVAL.total_seconds(), (time.thread_time() - began) / _MAX_CPU_SHARE)
             self._print_lines()
 
     def _print_lines(self) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a search: its state, from the events and reports of the run, and as much of it as fits a terminal."""
+"""The progress of a search: its state, computed from events and reports, and a rendering that fits the terminal."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ from prefect_tune.terminal.formatting import (
     plain_cells,
 )
 
-_RATE_OVER = timedelta(seconds=15)
-_TOO_EARLY = timedelta(seconds=1)
+_RATE_WINDOW = timedelta(seconds=15)
+_MIN_ELAPSED = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
 class SearchEstimate:
-    """The expected extent of a search, as far as it is known at its start."""
+    """The expected extent of a search, as far as known at its start."""
 
     experiment: str
     objective: Objective | None = None
     trial_count: int | None = None
-    """Total number of trials, including those of earlier runs."""
+    """The total number of trials, including trials of earlier runs."""
     step_count: int | None = None
-    """The most steps that a trial trains."""
+    """The maximum number of steps of a trial."""
     time: timedelta | None = None
     """The time budget of this run."""
     is_training: bool = False
-    """Whether it is a single training, not a search."""
+    """Whether this is a single training, not a search."""
     resumes_paused: bool = True
-    """Whether the scheduler resumes every trial that it pauses, as in a population that takes turns."""
+    """Whether the scheduler resumes every trial that it pauses."""
 
 
 def resumes_paused(scheduler: Scheduler | None) -> bool:
-    """Return whether a scheduler is known to resume every trial that it pauses, if only to end it."""
+    """Return whether the scheduler is known to resume every trial that it pauses, even if only to end it."""
     if isinstance(scheduler, ASHA):
         return scheduler.variant == "stopping"
     return scheduler is None or isinstance(scheduler, FIFO | PBT | MedianStopping)
 
 
 class Note(NamedTuple):
-    """A line of the log on a trial."""
+    """A log line about a trial."""
 
     at: datetime
     text: str
@@ -80,34 +80,34 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     time_left: timedelta | None = None
-    """The remaining steps at the pace of this run, or the rest of the time budget; None if unknown."""
+    """Estimated from the remaining steps and the rate of this run, or the rest of the time budget; None if unknown."""
     rungs: Mapping[int, int] = field(default_factory=dict)
-    """How many trials the scheduler has judged, by step."""
+    """The number of trials that the scheduler has decided on, by step."""
     running: Sequence[Trial] = ()
     """Running trials with their newest reports, in the order of proposal."""
     others: Sequence[Trial] = ()
-    """Trials that do not run and can be compared, the best first."""
+    """Trials that are not running and can be compared, the best first."""
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
     ended_because: str = ""
-    """Why the search ends early; empty while it does not."""
-    lacking_count: int = 0
-    """The number of completed trials that cannot be compared: their last report lacks a metric of the search."""
+    """Why the search ends early; empty if it does not."""
+    incomparable_count: int = 0
+    """The number of completed trials that cannot be compared, since their last report lacks a metric of the search."""
     has_trained: bool = True
-    """Whether this run has started an attempt; if not, every trial had ended before it."""
+    """Whether this run has started an attempt; if not, all trials ended in earlier runs."""
 
 
 class ProgressReader:
-    """Reads the progress of a search from its view, and remembers how fast reports came; for one thread.
+    """Reads the progress of a search from its view, and tracks the rate of reports; not thread-safe.
 
-    The caller passes the times, in seconds of a monotonic clock.
+    The caller passes times, in seconds of a monotonic clock.
     """
 
     def __init__(
         self, read: Callable[[], SearchSnapshot], outlook: SearchEstimate, notes: Sequence[Note], now: float
     ) -> None:
-        """Args: notes: the last lines of the log, oldest first; they may change."""
+        """Args: notes: the last lines of the log, oldest first; the sequence may change."""
         self._read = read
         self._outlook = outlook
         self._notes = notes
@@ -115,7 +115,7 @@ class ProgressReader:
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
 
     def state(self, now: float) -> ProgressState:
-        """Return the current progress; takes a few microseconds per trial."""
+        """Return the current progress; this takes a few microseconds per trial."""
         snapshot = self._read()
         experiment = snapshot.experiment
         trials = list(experiment.trials.values())
@@ -125,64 +125,64 @@ class ProgressReader:
             with_report(trial, snapshot.newest(trial.trial)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
-        if objective is None:  # the last ones that ended
+        if objective is None:  # the trials that ended last
             best_first = [trial for trial in reversed(newest) if trial.phase in ENDED]
         else:
             best_first = [trial for trial, _ in ranked(newest, objective)]
         others = [trial for trial in best_first if trial.phase is not Phase.RUNNING]
-        judged = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
+        steps = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
         counts = Counter(trial.status for trial in trials)
-        compared = sum(trial.status is Status.COMPLETED for trial in others)
+        comparable_count = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
             outlook=outlook,
             elapsed=elapsed,
             counts=counts,
-            reports_per_second=self._rate(now, snapshot.counts.reports),
-            time_left=None if experiment.ends else self._time_left(elapsed, newest, snapshot.counts.steps),
-            rungs=dict(sorted(Counter(judged).items())),
+            reports_per_second=self._update_rate(now, snapshot.counts.reports),
+            time_left=None if experiment.ends else self._estimate_time_left(elapsed, newest, snapshot.counts.steps),
+            rungs=dict(sorted(Counter(steps).items())),
             running=[trial for trial in newest if trial.phase is Phase.RUNNING],
             others=others,
             best=next(iter(best_first), None),
             notes=tuple(self._notes),
             ended_because=str(experiment.ends),
-            lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
+            incomparable_count=counts[Status.COMPLETED] - comparable_count if objective else 0,
             has_trained=bool(snapshot.running or snapshot.counts.ended_attempts),
         )
 
-    def _rate(self, now: float, reports: int) -> float:
-        while len(self._rates) > 1 and now - self._rates[0][0] > _RATE_OVER.total_seconds():
+    def _update_rate(self, now: float, reports: int) -> float:
+        while len(self._rates) > 1 and now - self._rates[0][0] > _RATE_WINDOW.total_seconds():
             self._rates.popleft()
-        since, before = self._rates[0]
+        window_start, earlier_reports = self._rates[0]
         self._rates.append((now, reports))
-        return (reports - before) / (now - since) if now > since else 0.0
+        return (reports - earlier_reports) / (now - window_start) if now > window_start else 0.0
 
-    def _time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
-        """Return the time of the remaining steps at the pace of this run, or the rest of the time budget if shorter."""
+    def _estimate_time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
+        """Return the time of the remaining steps at the rate of this run, or the rest of the time budget if shorter."""
         time = self._outlook.time
         budget = None if time is None else max(timedelta(0), time - elapsed)
-        if elapsed < _TOO_EARLY or not trained_steps:
+        if elapsed < _MIN_ELAPSED or not trained_steps:
             return budget
         try:
             steps = remaining_steps(trials, self._outlook)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
-        except OverflowError:  # so large a number of steps is no limit: something else ends the search
+        except OverflowError:  # so many steps are no limit: something else ends the search
             return budget
         return left if left is None or budget is None else min(left, budget)
 
 
 def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
-    """Return the number of steps that a search has left; None if the number of its trials or steps is unknown.
+    """Return the number of steps that a search has left; None if its number of trials or steps is unknown.
 
-    Running trials train `step_count` steps, and new ones as many as those that have ended did on average. Steps after
-    a waiting trial's newest checkpoint are trained again. If only some of the trials that pause resume, it is unknown.
+    Running trials train `step_count` steps; new trials train as many as the average of the ended trials. The steps
+    after a waiting trial's newest checkpoint are trained again. It is unknown if only some paused trials resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
-    steps_of_new = fmean(last_steps) if last_steps else estimate.step_count
-    step_count = estimate.step_count or steps_of_new
-    if estimate.trial_count is None or not (step_count and steps_of_new) or not estimate.resumes_paused:
+    new_trial_steps = fmean(last_steps) if last_steps else estimate.step_count
+    step_count = estimate.step_count or new_trial_steps
+    if estimate.trial_count is None or not (step_count and new_trial_steps) or not estimate.resumes_paused:
         return None
-    steps = max(0, estimate.trial_count - len(trials)) * steps_of_new
+    steps = max(0, estimate.trial_count - len(trials)) * new_trial_steps
     for trial in trials:
         if trial.phase not in ENDED:
             checkpoint = newest_checkpoint(trial)
@@ -194,7 +194,7 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
 def share_of_search(
     trials: Collection[Trial], newest: Callable[[str], StepReport | None], outlook: SearchEstimate
 ) -> float | None:
-    """Return the share of the search's training that is done; None if its number of trials is unknown."""
+    """Return the completed share of the search's training; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
     done = sum(share_of_trial(trial, newest(trial.trial), outlook) for trial in trials)
@@ -202,17 +202,17 @@ def share_of_search(
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
-    """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
+    """Return the completed share of the trial's training; a paused trial counts as done unless all are resumed."""
     if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
     step, steps = max(trial.step, report.step if report else 0), outlook.step_count
     return min(1.0, step / steps) if steps else 0.0
 
 
-# The trials of a search as a table that fits its terminal.
+# The trials of a search as a table that fits the terminal.
 
-_GAP = 2
-_MAX_CELL = 24
+_COLUMN_GAP = 2
+_MAX_CELL_WIDTH = 24
 
 
 def trials_table(
@@ -225,8 +225,8 @@ def trials_table(
 ) -> tuple[Table, str]:
     """Return a table with a row per trial: metrics, the columns `more`, and the differing parameters that fit.
 
-    With it comes a line that names the parameters that do not fit; empty if all do. `width` is that of stdout by
-    default; `styles` are Rich's styles of rows.
+    The second value is a line that names the parameters that do not fit; it is empty if all fit. The default of
+    `width` is the width of stdout; `styles` are Rich styles of rows.
     """
     names, rows, hidden = cells_of(trials, metrics, width or output_width(), more)
     table = borderless_table()
@@ -241,9 +241,9 @@ def trials_table(
 def cells_of(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return column names and rows that are no wider than `width` if that is possible, and the hidden parameters.
+    """Return column names and rows that fit `width` if possible, and the names of the hidden parameters.
 
-    A column with the name of another one gets a prefix.
+    A column whose name is already taken gets a prefix.
     """
     columns: dict[str, list[str]] = {
         "trial": [trial.trial for trial in trials],
@@ -251,14 +251,14 @@ def cells_of(
         "step": [str(trial.step) for trial in trials],
     }
     for name in metrics:
-        cells = [_on_one_line(metric_in(trial.metrics, name)) for trial in trials]
+        cells = [_format_on_one_line(metric_in(trial.metrics, name)) for trial in trials]
         columns[f"metrics/{name}" if name in columns else name] = cells
     for name, cells in more.items():
         columns[f"trial's {name}" if name in columns else name] = cells
-    used, hidden = sum(_width(name, cells) + _GAP for name, cells in columns.items()) - _GAP, []
-    configuration = _differing_parameters(trials, width if width >= UNLIMITED_WIDTH else _MAX_CELL)
+    used, hidden = sum(_column_width(name, cells) + _COLUMN_GAP for name, cells in columns.items()) - _COLUMN_GAP, []
+    configuration = _differing_parameters(trials, width if width >= UNLIMITED_WIDTH else _MAX_CELL_WIDTH)
     for name, cells in configuration.items():
-        column_width = _width(name, cells) + _GAP
+        column_width = _column_width(name, cells) + _COLUMN_GAP
         if used + column_width <= width:
             used += column_width
             columns[f"config/{name}" if name in columns else name] = cells
@@ -268,11 +268,11 @@ def cells_of(
 
 
 def format_config(trial: Trial) -> str:
-    """Return the names and values of a configuration on one line, each value short."""
-    return ", ".join(f"{name} {cells[0]}" for name, cells in _differing_parameters([trial], _MAX_CELL).items())
+    """Return a configuration on one line: names and shortened values."""
+    return ", ".join(f"{name} {cells[0]}" for name, cells in _differing_parameters([trial], _MAX_CELL_WIDTH).items())
 
 
-def _width(name: str, cells: Sequence[str]) -> int:
+def _column_width(name: str, cells: Sequence[str]) -> int:
     return max(len(name), *map(len, cells), 0)
 
 
@@ -281,18 +281,18 @@ def _differing_parameters(trials: Sequence[Trial], max_width: int) -> Mapping[st
     configs = [flat(trial.config) for trial in trials]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for config in configs for name in config):
-        cells = [shorten(_on_one_line(config.get(name)), max_width) for config in configs]
+        cells = [shorten(_format_on_one_line(config.get(name)), max_width) for config in configs]
         if len(set(cells)) > 1 or len(cells) == 1:
             columns[name] = cells
     return columns
 
 
-def _on_one_line(value: object) -> str:
+def _format_on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
 def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
-    """Return the metrics that the first trial with any has reported."""
+    """Return the metrics of the first trial that has reported any."""
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
 
@@ -301,8 +301,8 @@ def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
 _MAX_ROWS = 16
 _MAX_NOTES = 5
 _MAX_RUNGS = 8
-_HEAD = 8  # lines of everything that is neither a trial nor an event
-_STYLES = {
+_HEADER_LINE_COUNT = 8  # all lines except trials and events
+_STATUS_STYLES = {
     Status.RUNNING: "green",
     Status.ERRORED: "red",
     Status.INTERRUPTED: "yellow",
@@ -315,10 +315,10 @@ _STYLES = {
 def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     """Render for a terminal of `width` columns and `height` lines, leaving its last line free.
 
-    Of the trials it shows running ones, with a third of the lines for the best of the others; none of a single
-    training, which the facts show.
+    A third of the rows is reserved for the best trials that are not running; the others show running trials. A single
+    training has no rows: the facts describe it.
     """
-    room = max(0, height - 1 - _HEAD)
+    room = max(0, height - 1 - _HEADER_LINE_COUNT)
     notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
     row_count = 0 if state.outlook.is_training else min(_MAX_ROWS, room - len(notes))
     other_count = min(len(state.others), max(row_count // 3, row_count - len(state.running)))
@@ -326,14 +326,14 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := _format_time_left(state):
         title.append(visible(f", {left}"))
-    if pace := _format_pace(state):
-        title.append(f"  {pace}", "dim")
+    if rate := _format_rate(state):
+        title.append(f"  {rate}", "dim")
     facts = (Text.assemble((f"{name:<8}", "dim"), visible(text)) for name, text in head_facts(state).items())
     parts: list[RenderableType] = [title, *facts]
     if rows:
         objective = state.outlook.objective
         metrics = objective.metrics if objective else common_metrics(rows)
-        table, hidden = trials_table(rows, metrics, width=width, styles=_STYLES)
+        table, hidden = trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
         if hidden and len(rows) + len(notes) < room:
             parts.append(Text(hidden, style="dim"))
@@ -349,48 +349,48 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
 
 
 def line(state: ProgressState) -> str:
-    """Return the progress as one line, for a log."""
+    """Return the progress as one line for the log."""
     facts, elapsed = head_facts(state), format_duration(state.elapsed)
     objective = state.outlook.objective
     if state.outlook.is_training:
         metrics = f", {facts['metrics']}" if "metrics" in facts else ""
         parts = [f"step {facts['step']}{metrics} after {elapsed}"]
         if state.running:
-            parts += [_format_pace(state), _format_time_left(state)]
+            parts += [_format_rate(state), _format_time_left(state)]
         if "saved" in facts:
             parts.append(f"saved: {facts['saved']}")
     else:
         parts = [f"{facts['trials']} after {elapsed}"]
         if state.running:
             parts.append(_format_time_left(state))
-        if state.lacking_count and objective is not None:
-            parts.append(f"{state.lacking_count} without {', '.join(objective.metrics)} in the last report")
+        if state.incomparable_count and objective is not None:
+            parts.append(f"{state.incomparable_count} without {', '.join(objective.metrics)} in the last report")
         if state.best is not None and objective is not None:
             parts.append(f"{best_label(objective)}: {format_trial(state.best, objective.metrics)}")
     return f"{state.outlook.experiment}: {'; '.join(filter(None, parts))}"
 
 
 def head_facts(state: ProgressState) -> Mapping[str, str]:
-    """Return the progress beside the table of trials: counts, rungs, the best trial, and below it its configuration.
+    """Return the facts above the table of trials: counts, rungs, and the best trial with its configuration.
 
-    A single training has no table: its step, metrics, newest checkpoint and configuration.
+    For a single training, return its step, metrics, newest checkpoint and configuration.
     """
     if state.outlook.is_training:
         return _training_facts(state)
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
-    if (asked := state.outlook.trial_count) is not None:
+    if (trial_count := state.outlook.trial_count) is not None:
         # An earlier run of the experiment may have passed a larger `num_samples`.
-        facts["trials"] += f" of {max(asked, sum(state.counts.values()))}"
+        facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
-        judged = [f"{count} at step {step}" for step, count in state.rungs.items()]
-        if len(judged) > _MAX_RUNGS:
-            judged[_MAX_RUNGS // 2 : -_MAX_RUNGS // 2] = ["…"]
-        facts["rungs"] = ", ".join(judged)
+        rungs = [f"{count} at step {step}" for step, count in state.rungs.items()]
+        if len(rungs) > _MAX_RUNGS:
+            rungs[_MAX_RUNGS // 2 : -_MAX_RUNGS // 2] = ["…"]
+        facts["rungs"] = ", ".join(rungs)
     best, objective = state.best, state.outlook.objective
     if best is not None and objective is not None:
-        of_another = ", of the checkpoint that it continues from" if best.inherits else ""
-        facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{of_another}"
+        inherited = ", of the checkpoint that it continues from" if best.inherits else ""
+        facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
         facts[""] = format_config(best)
     return facts
 
@@ -399,12 +399,12 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
     trial = next(iter((*state.running, *state.others)), None)
     if trial is None:
         return {"step": "none yet"}
-    of_all = f" of {state.outlook.step_count}" if state.outlook.step_count else ""
+    total = f" of {state.outlook.step_count}" if state.outlook.step_count else ""
     attempt = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
-    ended = "" if trial.status is Status.RUNNING else f", {trial.status}"
+    status = "" if trial.status is Status.RUNNING else f", {trial.status}"
     newest = newest_checkpoint(trial)
     facts = {
-        "step": f"{trial.step}{of_all}{attempt}{ended}",
+        "step": f"{trial.step}{total}{attempt}{status}",
         "metrics": format_value(flat(trial.metrics)),
         "saved": f"step {newest.step}" if newest else "",
         "config": format_config(trial),
@@ -412,14 +412,14 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def _format_pace(state: ProgressState) -> str:
-    """Return how fast steps, or reports of all trials, come; empty before the first."""
+def _format_rate(state: ProgressState) -> str:
+    """Return the rate of steps, or of the reports of all trials; empty before the first report."""
     unit = "steps/s" if state.outlook.is_training else "reports/s"
     return f"{shown_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 
 def _format_time_left(state: ProgressState) -> str:
-    """Return the estimate of the time left in words, or why the search ends early; empty if there is neither."""
+    """Describe the estimated time left, or why the search ends early; empty if neither is known."""
     if state.ended_because:
         return f"ending: {first_line(state.ended_because)}"
     return "" if state.time_left is None else f"about {format_duration(state.time_left)} left"
