@@ -139,7 +139,7 @@ def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of
     shown, audited = run("show", tmp_path, "torn"), run("audit", tmp_path, "torn")
     assert (shown.code, audited.code) == (0, 1)
     for err in (shown.err, audited.err):
-        assert "torn or altered since it was written" in err
+        assert "incomplete, or altered since it was written" in err
         assert "; restore this object from a backup" in err
         assert "'A damaged journal' in docs/maintain.md" in err
     assert shown.err.startswith("warning: ")

@@ -209,8 +209,8 @@ def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked
 
 DEVELOPMENT = Path(__file__).parents[1] / "data" / "development_layout"
 REFUSED = (
-    "experiment '{}' was written by a development version of prefect-tune, before its first release, and is not read: "
-    "finish it with that version, or delete its folder {}/, or choose another name"
+    "experiment '{}' was written by a development version of prefect-tune, before its first release, and "
+    "cannot be read: finish it with that version, delete its folder {}/, or choose another name"
 )
 NAMES = sorted(path.name for path in DEVELOPMENT.iterdir())
 VERBS: Sequence[Sequence[str]] = (

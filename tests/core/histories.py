@@ -38,7 +38,7 @@ def stamp(write_id: object) -> Stamp:
 def snapshots_every(entries: int) -> Iterator[None]:
     """Write a snapshot every few entries, which usually takes hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "_INTERVAL", entries)
+        patch.setattr(journal, "_MIN_SNAPSHOT_INTERVAL", entries)
         yield
 
 

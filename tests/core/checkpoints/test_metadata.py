@@ -153,6 +153,6 @@ class Crowded(MemoryStore):
 
 
 def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_TRIES", 5)
+    monkeypatch.setattr(manifest, "_MAX_TRIES", 5)
     with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
         revise_metadata(Crowded(), FOLDER, dict, before={}, write_id="w")

@@ -129,7 +129,7 @@ def test_a_reused_blob_that_rots_spoils_no_more_checkpoints_than_the_bound(store
 def test_a_reused_blob_that_rots_spoils_every_later_checkpoint_where_none_is_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    break_lines(monkeypatch, Reverification.is_due, {"return place": "return False and place"})
+    break_lines(monkeypatch, Reverification.is_due, {"return hashed": "return False and hashed"})
     session = training(MemoryStore())
     rot(session.store, shared_blobs(newest(session))[0])
     for _ in range(3 * EVERY):

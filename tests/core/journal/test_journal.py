@@ -147,7 +147,7 @@ def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
     theirs = take_over(store, YOU, "yours")
 
     with pytest.raises(
-        Superseded, match=r"owner 1, and owner 2, you \(pid 2 on there, flow run brave-otter\), took over"
+        Superseded, match=r"owner 1, but owner 2, you \(pid 2 on there, flow run brave-otter\), took over"
     ):
         journal.append(store, mine, [report(1)], stamp("c"))
 
@@ -373,7 +373,7 @@ def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
     store = MemoryStore()
     with_steps(store, 2)
     del store.objects[JOURNAL.entry_path(number)]
-    with pytest.raises(JournalCorrupt, match=rf"{number:010d}\.json: entries after it exist, and it is missing"):
+    with pytest.raises(JournalCorrupt, match=rf"{number:010d}\.json: the entry is missing"):
         load(store)
 
 
@@ -405,7 +405,7 @@ def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
     store = MemoryStore()
     with_steps(store, 2)
     store.objects[JOURNAL.entry_path(9_999_999_999)] = b"{}"
-    with pytest.raises(JournalCorrupt, match=r"0000000006\.json: entries after it exist, and it is missing"):
+    with pytest.raises(JournalCorrupt, match=r"0000000006\.json: the entry is missing"):
         load(store)
 
 
@@ -552,7 +552,7 @@ def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
     store = MemoryStore()
     state = running(store)
     mounted, store.objects = store.objects, {}
-    with pytest.raises(StoreUnavailable, match="still mounted"):
+    with pytest.raises(StoreUnavailable, match="target is mounted"):
         journal.append(store, state, [report(1)], stamp("c"))
     assert store.objects == {}
     store.objects = mounted

@@ -215,7 +215,7 @@ def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
     run(store, 2)
     del store.objects[JOURNAL.entry_path(1)]
     store.operations.clear()
-    with pytest.raises(JournalCorrupt, match="it is missing"):
+    with pytest.raises(JournalCorrupt, match="the entry is missing"):
         journal.load(store, JOURNAL)
     assert store.operations["read"] == 1
 

@@ -102,7 +102,7 @@ def test_two_files_of_one_name_are_an_error_that_names_both_nodes() -> None:
     node_sends(store, 2, {"model": b"2"})
     with pytest.raises(InvalidInput, match="model: nodes 1 and 2 saved different files of this name"):
         joined(store, {}, 1, 2)
-    with pytest.raises(InvalidInput, match=r"make no directory: .*'model/x' is below a file"):
+    with pytest.raises(InvalidInput, match=r"do not form one directory: .*'model/x' is below a file"):
         joined(store, {"model/x": b""}, 1)
 
 
@@ -182,7 +182,7 @@ def meeting_owners() -> Sequence[str]:
 
 MUTANTS = {
     "the manifest before the last part": Mutant(
-        every_death, {commit.with_parts: {"for each in wanted.of_nodes if": "for each in wanted.of_nodes[:-1] if"}}
+        every_death, {commit.with_parts: {"for node in wanted.of_nodes if": "for node in wanted.of_nodes[:-1] if"}}
     ),
     "no look at what a node sent": Mutant(
         a_forgotten_shard,
@@ -192,7 +192,7 @@ MUTANTS = {
         },
     ),
     "the last file of a name counts": Mutant(
-        other_bytes, {commit._join: {"if _bytes_of(other) != _bytes_of(file):": "if False:"}}
+        other_bytes, {commit._merge_manifests: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}}
     ),
 }
 

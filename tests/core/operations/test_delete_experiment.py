@@ -144,7 +144,7 @@ def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
 
     store = MemoryStore()
     search_of_three(store)
-    with pytest.raises(InvalidInput, match="'old' is being deleted: 'new' is no fork of it; delete 'new', too"):
+    with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete it"):
         forked(Meanwhile(store, is_a_copy, lambda: removed(store, "old")))
     assert not load(store, first_generation("new")).is_whole
     removed(store, "new", "n")
@@ -158,7 +158,7 @@ def test_what_a_deletion_was_faster_than_is_no_fork(cut: bool) -> None:
     make = begun_fork(store)
     with suppress(Crash):
         removed(DyingStore(store, 1 if cut else 0, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
-    with pytest.raises(InvalidInput, match="'old' is being deleted: 'new' is no fork of it"):
+    with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed"):
         make()
 
 
@@ -441,13 +441,13 @@ def a_fork_is_harmed() -> Sequence[str]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "a fork does not ask whether its origin is deleted": Mutant(
-        a_fork_is_harmed, {forking._load_origin: {"raise InvalidInput(": "return past.experiment; raise InvalidInput("}}
+        a_fork_is_harmed, {forking._load_origin: {"raise Invalid": "return point.experiment; raise Invalid"}}
     ),
     "a blob that is gone counts as copied": Mutant(
         a_fork_is_harmed,
         {
             forking._copy_checkpoints: {
-                "return path  # its checkpoint was retired and deleted meanwhile": "return None",
+                "return path  # meanwhile its checkpoint was retired and deleted": "return None",
                 "require_stored(store, folder, required)": "pass",
             }
         },

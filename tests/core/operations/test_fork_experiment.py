@@ -288,7 +288,7 @@ def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
     [
         (0, "new", "expected an entry from 1 to"),
         (99, "new", "expected an entry from 1 to .*, found 99"),
-        (2, "old", "found no fork"),
+        (2, "old", "found another experiment"),
         (3, "taken", "found a fork of experiment 'old' as of entry 2"),
     ],
 )
@@ -372,7 +372,7 @@ def _both_go_on(store: MemoryStore) -> None:
 # --------------------------------------------------------------------------------------------- mutants
 
 COPY = "deleted = set(store.map(copy_blob, missing))"
-LAST = "    if len(copied) < len(wanted):"
+LAST = "    if len(copied) < len(needed):"
 MUTANTS = {
     "manifests before their blobs": {
         COPY: "deleted = set()",

@@ -311,8 +311,8 @@ def test_an_experiment_of_a_development_version_is_refused_in_one_sentence() -> 
     with pytest.raises(UnknownVersion) as refused:
         current_journal(store, "old")
     assert str(refused.value) == (
-        "experiment 'old' was written by a development version of prefect-tune, before its first release, and is not "
-        "read: finish it with that version, or delete its folder old/, or choose another name"
+        "experiment 'old' was written by a development version of prefect-tune, before its first release, and "
+        "cannot be read: finish it with that version, delete its folder old/, or choose another name"
     )
     assert experiment_names(store) == ["old"]
 

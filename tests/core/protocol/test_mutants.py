@@ -191,16 +191,16 @@ MUTANTS = {
     "the manifest first": Mutant(
         every_death,
         {
-            commit._place: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
-            commit.require_stored: {"if not written:": "if True:"},
+            commit._store_group: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
+            commit.require_stored: {"if not uploaded:": "if True:"},
             commit.commit: {
-                "work =": "LATER.clear(); work =",
+                "batches =": "LATER.clear(); batches =",
                 "return Save(": "[at.put(path, of) for at, path, of in LATER]; return Save(",
             },
         },
     ),
     "no digest check": Mutant(
-        every_flipped_blob, {manifest._verified: {"if found != wanted.chunk.digest:": "if False:"}}
+        every_flipped_blob, {manifest._read_verified: {"if actual != target.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
         meeting_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
@@ -211,7 +211,7 @@ MUTANTS = {
     ),
     "unknown means conflict": Mutant(
         every_death,
-        {object_store.create_or_recognize: {"if found != data:": "if True:"}},
+        {object_store.create_or_recognize: {"if stored != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temporary: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(
@@ -219,7 +219,7 @@ MUTANTS = {
     ),
     "no term check": Mutant(
         meeting_owners,
-        {journal._after_guest: {"raise Superseded(": "return load(store, experiment.key)\n    raise Superseded("}},
+        {journal._apply_non_owner_entry: {"raise Sup": "return load(store, experiment.key)\n    raise Sup"}},
     ),
     "collect before the entry": Mutant(
         every_death,
@@ -228,7 +228,7 @@ MUTANTS = {
     "reuse any orphan": Mutant(
         every_late_deletion, {commit.reusable: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
-    "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not written:": "if True:"}}),
+    "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
         every_death,
         {trial_transitions.is_acceptable: {"sequence > known and": "True or"}},
@@ -264,7 +264,7 @@ MUTANTS = {
         },
     ),
     "believe a snapshot without a look at the journal": Mutant(
-        stale_snapshots, {journal._follow: {"if last is None or digest_of(last) != experiment.digest:": "if False:"}}
+        stale_snapshots, {journal._apply_newer_entries: {"last is None or": "False and"}}
     ),
     "believe a snapshot of another history": Mutant(
         stale_snapshots, {experiment.apply: {"if (entry.number, entry.previous, entry.term) != expected:": "if False:"}}
@@ -306,7 +306,7 @@ MUTANTS = {
     ),
     "post after the end of the outbox": Mutant(
         every_failure_of_an_outbox,
-        {outbox.write_post: {"if found is None:": "if found and found.closed_by: return\n        if found is None:"}},
+        {outbox.write_post: {"if stored is N": "if stored and stored.closed_by: return\n        if stored is N"}},
     ),
     "settle on opening": Mutant(
         every_death,

@@ -258,7 +258,7 @@ def test_a_post_after_the_deletion_of_the_experiment_is_refused_and_removed() ->
     world.attempt(world.store, 1)
     for path in [path for path in world.store.objects if "/journal/" in path]:
         del world.store.objects[path]
-    with pytest.raises(StoreUnavailable, match="first entry is gone"):
+    with pytest.raises(StoreUnavailable, match="first entry is missing"):
         write_post(world.store, TRIAL, 1, 2, Post(write_id="w", at="now", events=(reported(2),)))
     assert TRIAL.outbox_path(1, 2) not in world.store.objects
 

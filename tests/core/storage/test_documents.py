@@ -131,7 +131,7 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Docu
 
 def test_no_document_beyond_the_limit_is_written_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store, limit = MemoryStore(), len(seal(Held(a="x" * 5000)))
-    monkeypatch.setattr(documents, "_FIRST_BYTES", 1000)
+    monkeypatch.setattr(documents, "_FIRST_READ_BYTES", 1000)
     monkeypatch.setattr(documents, "DOCUMENT_BYTES", limit)
     for letters in (10, 5000):
         store.put(f"{letters}", seal(Held(a="x" * letters)))
@@ -151,7 +151,7 @@ def test_a_document_that_is_deleted_while_it_is_read_is_not_found(monkeypatch: p
         def size(self, path: str) -> int | None:  # noqa: ARG002  whatever is asked for
             return None
 
-    monkeypatch.setattr(documents, "_FIRST_BYTES", 10)
+    monkeypatch.setattr(documents, "_FIRST_READ_BYTES", 10)
     store = Vanishing()
     store.put("a", seal(Held()))
     assert read_sealed(store, Held, "a", CheckpointCorrupt) is None
@@ -330,7 +330,7 @@ def test_an_old_document_that_no_release_wrote_is_damaged(changes: dict[str, obj
 
 
 def test_an_altered_old_document_is_damaged_and_no_step_sees_it() -> None:
-    with pytest.raises(CheckpointCorrupt, match="torn or altered"):
+    with pytest.raises(CheckpointCorrupt, match="incomplete, or altered"):
         read(seal(LAP).replace(b'"seconds":2', b'"seconds":"two"'))
 
 
@@ -344,7 +344,7 @@ def test_a_document_that_does_not_say_its_version_is_damaged(version: object) ->
     "data", [resealed(LAP, version=4), resealed(LAP, version=4, seconds={}), b'{"version":4,"sealed":"otherwise"}']
 )
 def test_a_newer_document_is_refused_with_what_to_do_however_it_is_sealed(data: bytes) -> None:
-    expected = "here: test/lap of version 4; this prefect-tune reads versions 1 to 3. Written by a newer prefect-tune"
+    expected = "here: test/lap of version 4; this prefect-tune reads versions 1 to 3. A newer prefect-tune wrote it"
     with pytest.raises(UnknownVersion, match=f"^{re.escape(expected)}: upgrade prefect-tune$"):
         read(data)
 
@@ -413,7 +413,7 @@ def test_a_listing_that_keeps_naming_a_document_that_is_gone_ends_with_an_error(
             del after
             return [Listed(f"{prefix}/{3:010d}.json", 1)]
 
-    with pytest.raises(JournalCorrupt, match="a document that is gone"):
+    with pytest.raises(JournalCorrupt, match="a document that does not exist"):
         read_newest(StaleListing(), Entry, "folder", JournalCorrupt)
 
 

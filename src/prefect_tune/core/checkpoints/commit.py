@@ -1,11 +1,11 @@
 """Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest.
 
-The idea: a checkpoint exists when its manifest exists, and a manifest is created once, under a name that must be free.
-Everything before that creation only prepares. So a process may die, and a request may be repeated or lose its reply, at
-any point, and the answer is one of two: no checkpoint, or the whole one.
+The idea: a checkpoint exists when its manifest exists, and a manifest is created once, only if its name is free. All
+earlier steps only prepare that. So at any point a process may die, and a request may be repeated or lose its reply: the
+result is either no checkpoint or a complete one.
 
-    files ─▶ pieces ─▶ groups ─▶ blobs        put, in parallel; named by their content and by this save's sequence
-                                 read back    some reused blobs, each in its turn (`Reverification`)
+    files ─▶ pieces ─▶ groups ─▶ blobs        put in parallel; the name holds the content's digest and the sequence
+                                 read back    some reused blobs, in rotation (`Reverification`)
                                  listed       every blob that was sent, with its full size
                                  manifest     created only if absent: the commit
     then, elsewhere              entry        the journal names the checkpoint: only then do readers use it
@@ -13,28 +13,28 @@ any point, and the answer is one of two: no checkpoint, or the whole one.
     after it                     acknowledged to the trial: from now on the checkpoint is never lost
 
 If the owner dies between manifest and entry, the next owner adopts the checkpoint (`core/restore.py`). A manifest that
-an owner creates after it was superseded is never used.
+a superseded owner creates is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of
-  the save that sent it, so that a save never relies on a blob that a garbage collection of an earlier state may still
+  the save that sent it, so that no save relies on a blob that a garbage collection with an older state may still
   delete: see `reusable`.
-- The directory must not change between the first byte read and the manifest: `require_unchanged` looks at the end.
-- A reply that was lost is settled by reading: `publish` recognizes its own manifest by the write id.
+- The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
+- After a lost reply, `publish` reads the manifest back and recognizes its own by the write id.
 
-Never: a manifest before all its blobs were seen on the target; a second manifest under the same name; a blob replaced.
+Never: create a manifest before all its blobs were seen on the target, or a second one of the same name; replace a blob.
 
-Where several nodes train a checkpoint, each sends its own files, and one manifest names them all.
+If several nodes train a trial, each node sends its own files, and one manifest names them all.
 
     node 1   blobs ──► part  (a document, created if absent) ──┐
     node 2   blobs ──► part                                    ├──► node 0: all verified ──► manifest: the commit
     node 0   blobs ────────────────────────────────────────────┘    within the deadline
 
-A part is no checkpoint: readers do not know it, and it is deleted with its attempt. A part has the attempt, the owner's
-term, the step and the sequence of the save that it is for. Node 0 names these when it asks for the parts, after the
-commit before: no garbage collection deletes a blob of that sequence before the next retirement, which is node 0's own.
+A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. It names the attempt, the owner's
+term, the step and the sequence of its save. Node 0 sends these when it requests the parts, after the previous commit:
+no garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
 
-Never: a manifest before the last part; a part of another attempt, owner or save; a part whose blobs were not seen.
+Never: create a manifest before the last part; use a part of another attempt, owner or save, or one with unseen blobs.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class _ChunkLocation:
 
 @dataclass(frozen=True, slots=True)
 class Reusable:
-    """Bytes that are on the target already and cannot be garbage-collected during this save.
+    """Bytes that are already on the target and cannot be garbage-collected during this save.
 
-    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are whole blobs, of live
-    checkpoints or of an interrupted save; `sizes` is the listing they were found in.
+    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are complete blobs of live checkpoints
+    or of an interrupted save; `sizes` is the listing that contains them.
     """
 
     chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
@@ -105,31 +105,31 @@ class Reusable:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A saved checkpoint: the manifest says what was reported and where the bytes lie; the rest is what saving cost."""
+    """A saved checkpoint: its manifest, the number of uploaded bytes, and the damage that was found."""
 
     manifest: Manifest
     sent_bytes: int
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """By path, the damage of blobs that were read back; they are not reused, and their bytes were sent again."""
+    """By path, the damage of blobs that were read back; these are not reused: their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    """The chunks of one group, stored on the target: every chunk's place, and the path and size of a blob sent now."""
+    """The stored chunks of one group, with their locations; `uploaded` is the path and size of a blob sent just now."""
 
     chunks: tuple[tuple[Piece, Digest, _ChunkLocation], ...]
-    written: tuple[str, int] | None
+    uploaded: tuple[str, int] | None
 
 
 def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
     """Find the bytes that the next save of `trial` need not send again.
 
-    A blob may be reused when a live checkpoint refers to it (`parent`), or when it was first written
-    after the last retirement (sequence `collected_up_to`): older unreferenced blobs may be deleted at any
-    time, even by a process that was believed dead, and are never reused.
+    A blob may be reused if a live checkpoint (`parent`) refers to it, or if it was first written after the last
+    retirement (sequence `collected_up_to`). Older unreferenced blobs are never reused: they may be deleted at any
+    time, even by a process that was believed dead.
 
-    A chunk is reused only if its blob has its full size in the listing; a truncated one is sent again. The blobs of a
-    clone belong to another trial, and are not in this trial's listing: later saves do not reuse them.
+    A chunk is reused only if the listing shows its blob at full size; otherwise the chunk is sent again. The blobs of a
+    clone belong to another trial, so they are not in this trial's listing, and later saves do not reuse them.
     """
     sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
     live = parent.blob_paths() if parent else frozenset[str]()
@@ -159,110 +159,112 @@ def commit(
 ) -> Save:
     """Publish `source` as the checkpoint `key`.
 
-    A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
-    bytes twice is the same as committing them once.
+    A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
+    same result as committing them once.
 
-    `reverification` says which reused blobs are read back first; the bytes of a blob that fails are sent again, to a
-    new path. Without `reverification`, reused blobs are trusted. `complete` adds what other nodes have sent.
+    `reverification` selects the reused blobs to read back first; if one fails, its bytes are sent again to a new path.
+    Without `reverification`, reused blobs are trusted. `complete` adds the parts of other nodes to the manifest.
 
     Raises:
         InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
         AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back did not tell.
+        CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
         StoreUnavailable: not committed; the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to during the commit.
     """
     _, about = seal_and_read_back(about)
-    work = list(groups(pieces(source.files)))
-    blobs = list(store.map(lambda group: _place(store, key, source, group, reuse), work))
-    written = _written(blobs)
-    manifest = Manifest(**_contents(key, source, blobs), about=about)
-    unverified: dict[str, Unverified] = {}
+    batches = list(groups(pieces(source.files)))
+    blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
+    uploaded = _sizes_by_path(blobs)
+    manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
+    unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
-        due = _due_reads(manifest, reuse, reverification)
-        looked = store.map(lambda read: verify_read(store, manifest, read), due)
-        unverified = {each.path: each for each in looked if each is not None}
+        due_reads = _select_due_reads(manifest, reuse, reverification)
+        verified_reads = store.map(lambda read: verify_read(store, manifest, read), due_reads)
+        unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
-        # No whole blob is reused either: none of those was read back.
-        good = Reusable({digest: at for digest, at in reuse.chunks.items() if at.path not in unverified})
-        again = [any(at.path in unverified for _, _, at in blob.chunks) for blob in blobs]
-        redone = store.map(lambda group: _place(store, key, source, group, good), compress(work, again))
-        blobs = [*compress(blobs, map(not_, again)), *redone]
-        written |= _written(blobs)
-        manifest = Manifest(**_contents(key, source, blobs), about=about)
+        # Do not reuse complete blobs either: they were not read back.
+        intact = Reusable({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
+        affected = [any(location.path in unverified for _, _, location in blob.chunks) for blob in blobs]
+        replaced = store.map(lambda group: _store_group(store, key, source, group, intact), compress(batches, affected))
+        blobs = [*compress(blobs, map(not_, affected)), *replaced]
+        uploaded |= _sizes_by_path(blobs)
+        manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
     source.require_unchanged()
-    require_stored(store, key.trial.blobs, written)
-    published = publish(store, key, complete(manifest) if complete else manifest)
-    damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
-    return Save(published, sum(written.values()), damaged)
+    require_stored(store, key.trial.blobs, uploaded)
+    stored = publish(store, key, complete(manifest) if complete else manifest)
+    damaged = {failed.path: failed.reason for failed in unverified.values() if failed.is_damaged}
+    return Save(stored, sum(uploaded.values()), damaged)
 
 
-def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
-    """Hash a group's chunks and send those that are not on the target, as one blob."""
+def _store_group(
+    store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable
+) -> _Blob:
+    """Hash the chunks of a group, and send the ones that are not on the target as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     chunks: list[tuple[Piece, Digest, _ChunkLocation]] = []
-    fresh: list[tuple[Piece, Digest, int]] = []
+    new_chunks: list[tuple[Piece, Digest, int]] = []
     end = 0
     for piece in group:
         chunk = buffer[end : end + piece.length]
         source.read_into(piece, chunk)
         digest = digest_of(chunk)
-        if place := reuse.chunks.get(digest):
-            chunks.append((piece, digest, place))  # the next chunk overwrites it in the buffer
+        if location := reuse.chunks.get(digest):
+            chunks.append((piece, digest, location))  # the next chunk overwrites it in the buffer
         else:
-            fresh.append((piece, digest, end))
+            new_chunks.append((piece, digest, end))
             end += piece.length
-    if not fresh:
+    if not new_chunks:
         return _Blob(tuple(chunks), None)
-    digest = blob_digest((digest, piece.length) for piece, digest, _ in fresh)
+    digest = blob_digest((digest, piece.length) for piece, digest, _ in new_chunks)
     path = reuse.blobs.get(digest)
-    written = None
+    uploaded = None
     if path is None or reuse.sizes[path] != end:
         path = key.trial.blob_path(digest, key.sequence)
         store.put(path, buffer[:end])
-        written = (path, end)
-    chunks += [(piece, digest, _ChunkLocation(path, end, offset)) for piece, digest, offset in fresh]
-    return _Blob(tuple(chunks), written)
+        uploaded = (path, end)
+    chunks += [(piece, digest, _ChunkLocation(path, end, offset)) for piece, digest, offset in new_chunks]
+    return _Blob(tuple(chunks), uploaded)
 
 
-def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
-    return dict(blob.written for blob in blobs if blob.written)
+def _sizes_by_path(blobs: Iterable[_Blob]) -> dict[str, int]:
+    return dict(blob.uploaded for blob in blobs if blob.uploaded)
 
 
-def require_stored(store: ObjectStore, folder: str, written: Mapping[str, int]) -> None:
-    """Require every sent blob in `folder` at its full size before the manifest: the client's reply is no proof.
+def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int]) -> None:
+    """Require that every sent blob in `folder` has its full size: a successful reply of the client is no proof.
 
     Raises:
-        StoreUnavailable: one is missing, or is not whole.
+        StoreUnavailable: a blob is missing or truncated.
     """
-    if not written:
+    if not uploaded:
         return
-    seen = {listed.path: listed.size_bytes for listed in store.list(folder)}
-    for path, size_bytes in written.items():
-        # A listing may be stale: ask for the object itself before calling it missing.
-        found = seen.get(path)
-        if found != size_bytes and (found := store.size(path)) != size_bytes:
+    listed_sizes = {listed.path: listed.size_bytes for listed in store.list(folder)}
+    for path, size_bytes in uploaded.items():
+        # A listing may be stale: check the object itself before reporting it as missing.
+        stored = listed_sizes.get(path)
+        if stored != size_bytes and (stored := store.size(path)) != size_bytes:
             raise StoreUnavailable(
                 f"{path}: {size_bytes} bytes were sent or copied and the client reported success, but the target has "
-                f"{'nothing' if found is None else f'{found} bytes'}; not committed"
+                f"{'nothing' if stored is None else f'{stored} bytes'}; not committed"
             )
 
 
-def _contents(key: CheckpointKey, source: Source, placed: Iterable[_Blob]) -> dict[str, Any]:
+def _layout_fields(key: CheckpointKey, source: Source, placed: Iterable[_Blob]) -> dict[str, Any]:
     """Return the fields of `Contents`."""
-    blobs: dict[str, int] = {}
+    blob_index: dict[str, int] = {}
     refs: list[BlobRef] = []
-    of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
-    for piece, digest, place in (chunk for each in placed for chunk in each.chunks):
-        if place.path not in blobs:
-            blobs[place.path] = len(refs)
-            path = place.path.removeprefix(f"{key.trial.of_experiment.folder}/")
-            refs.append(BlobRef(path=path, size_bytes=place.size_bytes))
-        chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
-        of_file.setdefault(piece.file, []).append((piece.offset, chunk))
+    chunks_of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
+    for piece, digest, location in (chunk for blob in placed for chunk in blob.chunks):
+        if location.path not in blob_index:
+            blob_index[location.path] = len(refs)
+            path = location.path.removeprefix(f"{key.trial.of_experiment.folder}/")
+            refs.append(BlobRef(path=path, size_bytes=location.size_bytes))
+        chunk = ChunkRef(blob=blob_index[location.path], offset=location.offset, length=piece.length, digest=digest)
+        chunks_of_file.setdefault(piece.file, []).append((piece.offset, chunk))
     files = []
     for index, file in enumerate(source.files):
-        chunks = tuple(chunk for _, chunk in sorted(of_file.get(index, []), key=lambda at: at[0]))
+        chunks = tuple(chunk for _, chunk in sorted(chunks_of_file.get(index, []), key=lambda entry: entry[0]))
         files.append(FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=chunks))
     empty = tuple(source.empty_directories)
     return {**names_of(key), "blobs": tuple(refs), "files": tuple(files), "empty_directories": empty}
@@ -278,56 +280,56 @@ def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manif
 
     Raises:
         AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote, and reading back did not tell.
+        CommitUnknown: the target did not say whether it wrote, and could not be read back.
     """
     try:
         create_or_recognize(store, key.manifest_path, seal(manifest))
     except AlreadyExists as exists:
-        there = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
-        if there is None or there.about.write_id != manifest.about.write_id:
+        stored = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
+        if stored is None or stored.about.write_id != manifest.about.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
-        return there  # an earlier try of this same save, which found other blobs to reuse
+        return stored  # an earlier try of this save, which reused other blobs
     return manifest
 
 
-# Read reused blobs back, each once in a fixed number of commits, so that none is reused for ever on its size alone.
+# Read reused blobs back, each one once in a fixed number of commits, so that none is reused forever by its size alone.
 #
-# A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would spoil every later
-# checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before its
-# first commit. After that each commit verifies, of the blobs that it shares with the checkpoint before it, those whose
-# turn it is, and all other blobs that it reuses: an interrupted save left these, or older content has come back.
+# A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
+# checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
+# first commit. After that, each commit verifies a rotating share of the blobs in common with the previous checkpoint,
+# and all other reused blobs: these are from an interrupted save, or hold older content that was saved again.
 
 _HASH_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """Which reused blobs a commit reads back: each blob once in `every` consecutive commits."""
+    """The share of the reused blobs that a commit reads back: each blob once in `every` consecutive commits."""
 
     turn: int
-    """The number of commits that the attempt has made before this one."""
+    """The number of earlier commits of the attempt."""
     every: int
-    """At least 1; with 1 every commit reads back all reused blobs."""
+    """At least 1; with 1, every commit reads back all reused blobs."""
 
     def is_due(self, path: str) -> bool:
-        """Return whether it is the turn of the blob at `path`."""
-        place = int(digest_of(path.encode())[:_HASH_DIGITS], 16)
-        return place % self.every == self.turn % self.every
+        """Return whether this commit reads the blob at `path` back."""
+        hashed = int(digest_of(path.encode())[:_HASH_DIGITS], 16)
+        return hashed % self.every == self.turn % self.every
 
 
 @dataclass(frozen=True, slots=True)
-class Unverified:
+class FailedBlob:
     """A blob that failed verification, and must not be reused."""
 
     path: str
-    why: str
+    reason: str
     is_damaged: bool
-    """Whether its bytes are missing or altered; otherwise they could not be read."""
+    """Whether its bytes are missing or altered; False if they could not be read."""
 
 
-def _due_reads(manifest: Manifest, reuse: Reusable, reverification: Reverification) -> Sequence[Read]:
-    """Return the reads of the reused blobs that are due; this save, or an earlier try of it, has sent the others."""
-    shared = frozenset(place.path for place in reuse.chunks.values())
+def _select_due_reads(manifest: Manifest, reuse: Reusable, reverification: Reverification) -> Sequence[Read]:
+    """Return the reads of the reused blobs that are due. All other blobs were sent by this save or an earlier try."""
+    shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
         for index in range(len(manifest.blobs))
@@ -337,11 +339,10 @@ def _due_reads(manifest: Manifest, reuse: Reusable, reverification: Reverificati
     return [read for read in reads(manifest) if read.blob in due]
 
 
-def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> Unverified | None:
+def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> FailedBlob | None:
     """Read the chunks of one request back; return None if all match their digests.
 
-    A blob that cannot be read is not reused either: its bytes are sent again, with the same writes that any commit
-    needs.
+    A blob that cannot be read is not reused either: its bytes are sent again, with the usual writes of a commit.
 
     Raises:
         DeadlineExceeded: no time is left to send the bytes again.
@@ -351,15 +352,15 @@ def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> Unverifie
     except DeadlineExceeded:
         raise
     except (CheckpointCorrupt, StoreUnavailable, StoreRefused) as error:
-        return Unverified(manifest.blob_path(read.blob), str(error), is_damaged=isinstance(error, CheckpointCorrupt))
+        return FailedBlob(manifest.blob_path(read.blob), str(error), is_damaged=isinstance(error, CheckpointCorrupt))
     return None
 
 
-# The parts of a checkpoint that several nodes train.
+# The parts of a checkpoint of a trial that several nodes train.
 
 
 class StoredPart(Contents, Document):
-    """What one node adds to a checkpoint."""
+    """The files that one node adds to a checkpoint."""
 
     format: Literal["prefect-tune/part"] = "prefect-tune/part"
     version: Literal[1] = 1
@@ -367,7 +368,7 @@ class StoredPart(Contents, Document):
     attempt: int
     node: int
     failed: str = ""
-    """Why the node cannot add it; then it has no files."""
+    """Why the node cannot add its part, which then has no files; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,44 +377,44 @@ class PartsOfSave:
 
     nodes: NodesKey
     term: int
-    """The owner's, in which it is saved."""
+    """The term of the owner that saves the checkpoint."""
     of_nodes: tuple[int, ...]
-    """The nodes that add one."""
+    """The nodes that add a part."""
     waits: Callable[[], Callable[[], bool]]
-    """Called when the files of node 0 are sent; returns a function that waits a moment, or returns False: too late."""
+    """Called when node 0 has sent its files; returns a function that waits briefly; it returns False if late."""
     lost: Callable[[], Mapping[int, Reason]]
-    """Returns the nodes that are gone, with the reason."""
+    """Returns the lost nodes, each with the reason."""
 
 
 def send_files(store: ObjectStore, key: CheckpointKey, source: Source, *, reuse: Reusable) -> dict[str, Any]:
-    """Send a node's files of the checkpoint `key`; return the fields of its `Contents`. Commits nothing.
+    """Send a node's files of the checkpoint `key`; return the fields of their `Contents`. Commits nothing.
 
     Raises:
         StoreUnavailable: not all bytes are on the target.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    work = groups(pieces(source.files))
-    blobs = list(store.map(lambda group: _place(store, key, source, group, reuse), work))
+    batches = groups(pieces(source.files))
+    blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs, _written(blobs))
-    return _contents(key, source, blobs)
+    require_stored(store, key.trial.blobs, _sizes_by_path(blobs))
+    return _layout_fields(key, source, blobs)
 
 
 def send_part(
     store: ObjectStore, key: CheckpointKey, source: Source, *, of: tuple[NodesKey, int, int], reuse: Reusable
 ) -> None:
-    """Send a node's files of the checkpoint `key`, then its part; `of` are its attempt, its number and the term.
+    """Send a node's files of the checkpoint `key`, then its part; `of` is the attempt, the node's number and the term.
 
     Raises:
-        StoreUnavailable, CommitUnknown: the next try reuses what was sent.
+        StoreUnavailable, CommitUnknown: the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to meanwhile.
     """
     _create_part(store, key, of, send_files(store, key, source, reuse=reuse))
 
 
-def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], why: str) -> None:
-    """Tell node 0 why a node cannot add its part. Raises as `send_part`."""
-    _create_part(store, key, of, {**names_of(key), "blobs": (), "files": (), "failed": why})
+def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], reason: str) -> None:
+    """Tell node 0 why a node cannot add its part. Raises like `send_part`."""
+    _create_part(store, key, of, {**names_of(key), "blobs": (), "files": (), "failed": reason})
 
 
 def _create_part(
@@ -425,44 +426,44 @@ def _create_part(
 
 
 def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> Manifest:
-    """Wait for the parts, verify them, and return the manifest of the whole checkpoint; `manifest` is that of node 0.
+    """Wait for the parts, verify them, and merge them with `manifest`, which has the files of node 0.
 
     Raises:
-        PartMissing: a node did not add its part in time, cannot, or is gone; nothing was committed.
-        InvalidInput: two nodes have files of one name with different bytes.
+        PartMissing: a node did not add its part in time, cannot add it, or was lost; nothing was committed.
+        InvalidInput: two nodes have files of the same name with different bytes.
         StoreUnavailable: a blob of a part is missing.
-        CheckpointCorrupt: a part is damaged, or is not of this save.
+        CheckpointCorrupt: a part is damaged, or belongs to another save.
     """
     parts: dict[int, StoredPart] = {}
     wait = wanted.waits()
-    while missing := [each for each in wanted.of_nodes if each not in parts]:
+    while missing := [node for node in wanted.of_nodes if node not in parts]:
         for node in missing:
             if (part := _read_part(store, manifest.key, wanted, node)) is not None:
                 parts[node] = part
-        still = [each for each in missing if each not in parts]
-        if gone := {each: why for each, why in wanted.lost().items() if each in still}:
-            raise PartMissing("; ".join(f"node {each} {why}" for each, why in gone.items()))
-        if still and not wait():
-            raise PartMissing(f"node {', '.join(map(str, still))} did not add its part in time")
+        pending = [node for node in missing if node not in parts]
+        if lost_nodes := {node: reason for node, reason in wanted.lost().items() if node in pending}:
+            raise PartMissing("; ".join(f"node {node} {reason}" for node, reason in lost_nodes.items()))
+        if pending and not wait():
+            raise PartMissing(f"node {', '.join(map(str, pending))} did not add its part in time")
     sizes = {part.blob_path(index): blob.size_bytes for part in parts.values() for index, blob in enumerate(part.blobs)}
     require_stored(store, manifest.key.trial.blobs, sizes)
-    return _join(manifest, [parts[each] for each in sorted(parts)])
+    return _merge_manifests(manifest, [parts[node] for node in sorted(parts)])
 
 
 def _read_part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int) -> StoredPart | None:
     path = wanted.nodes.part_path(key, node)
     if (part := read_sealed(store, StoredPart, path, CheckpointCorrupt)) is None:
         return None
-    found = part.key, part.attempt, part.term, part.node
+    actual = part.key, part.attempt, part.term, part.node
     expected = key, wanted.nodes.attempt, wanted.term, node
-    if found != expected:
-        raise CheckpointCorrupt(f"{path}: expected the part of {expected}, found that of {found}")
+    if actual != expected:
+        raise CheckpointCorrupt(f"{path}: expected the part of {expected}, found the part of {actual}")
     if part.failed:
         raise PartMissing(f"node {node} cannot add its part: {part.failed}")
     return part
 
 
-def _join(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
+def _merge_manifests(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
     blobs: dict[BlobRef, int] = {blob: index for index, blob in enumerate(manifest.blobs)}
     files = {file.path: (0, file) for file in manifest.files}
     empty = set(manifest.empty_directories)
@@ -470,29 +471,29 @@ def _join(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
         empty.update(part.empty_directories)
         for file in part.files:
             if file.path not in files:
-                places = [blobs.setdefault(part.blobs[chunk.blob], len(blobs)) for chunk in file.chunks]
-                chunks = (chunk.model_copy(update={"blob": at}) for chunk, at in zip(file.chunks, places, strict=True))
+                indexes = [blobs.setdefault(part.blobs[chunk.blob], len(blobs)) for chunk in file.chunks]
+                chunks = (chunk.model_copy(update={"blob": n}) for chunk, n in zip(file.chunks, indexes, strict=True))
                 files[file.path] = part.node, file.model_copy(update={"chunks": tuple(chunks)})
                 continue
             node, other = files[file.path]
-            if _bytes_of(other) != _bytes_of(file):
+            if _chunk_digests(other) != _chunk_digests(file):
                 raise InvalidInput(
                     f"{file.path}: nodes {node} and {part.node} saved different files of this name: save it on one "
-                    "rank, or put pt.get_trial().rank into the name"
+                    "rank only, or put pt.get_trial().rank into the name"
                 )
-    whole = dict(manifest) | {  # without a copy of all that is in it
+    merged = dict(manifest) | {  # a shallow copy
         "blobs": tuple(blobs),
         "files": tuple(files[path][1] for path in sorted(files)),
         "empty_directories": tuple(
-            sorted(each for each in empty if not any(path.startswith(f"{each}/") for path in files))
+            sorted(directory for directory in empty if not any(path.startswith(f"{directory}/") for path in files))
         ),
     }
     try:
-        return Manifest.model_validate(whole)
-    except ValidationError as impossible:
-        why = impossible.errors(include_url=False, include_input=False, include_context=False)[0]["msg"]
-        raise InvalidInput(f"the files of the nodes make no directory: {why}") from None
+        return Manifest.model_validate(merged)
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False, include_input=False, include_context=False)[0]["msg"]
+        raise InvalidInput(f"the files of the nodes do not form one directory: {problem}") from None
 
 
-def _bytes_of(file: FileRef) -> Sequence[tuple[int, str]]:
+def _chunk_digests(file: FileRef) -> Sequence[tuple[int, str]]:
     return [(chunk.length, chunk.digest) for chunk in file.chunks]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, whose creation is the commit; verified reads of the blobs that it names; metadata."""
+"""The manifest of a checkpoint (creating it is the commit), verified reads of its blobs, and user metadata."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from prefect_tune.core.storage.layout import CheckpointKey, Generation, Portable
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 
-# A directory's bytes as chunks and blobs: large files split, small files packed together.
+# A directory's bytes as chunks and blobs: large files are split, small files are packed together.
 #
-# Chunks are hashed, verified and deduplicated; blobs are uploaded. The cut depends on file sizes alone,
-# so the same directory always gives the same blobs, and a retried upload finds those of a killed one.
+# Chunks are hashed, verified and deduplicated; blobs are uploaded. The split depends on file sizes alone, so the same
+# directory always gives the same blobs, and a retried upload finds the blobs of a killed one.
 
 CHUNK_BYTES = 4 * 1024 * 1024
 BLOB_BYTES = 16 * 1024 * 1024
@@ -35,7 +35,7 @@ BLOB_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """One file of a staged directory: `/`-separated path below it, size and permission bits."""
+    """One file of a staged directory: its `/`-separated relative path, size and permission bits."""
 
     path: str
     size_bytes: int
@@ -44,7 +44,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes of one staged file: the file's index in the list, and the run's offset and length."""
+    """A range of bytes of one staged file: the file's index in the list, and the range's offset and length."""
 
     file: int
     offset: int
@@ -52,7 +52,7 @@ class Piece:
 
 
 class Source(Protocol):
-    """A staged directory, which no process writes to until the commit."""
+    """A staged directory, to which no process writes until the commit."""
 
     @property
     def files(self) -> Sequence[FileStat]:
@@ -65,15 +65,15 @@ class Source(Protocol):
         ...
 
     def read_into(self, piece: Piece, buffer: memoryview) -> None:
-        """Fill `buffer`, which is as long as the piece.
+        """Fill `buffer`, which has the length of the piece.
 
         Raises:
-            StagedFilesChanged: the file is shorter now than when it was listed.
+            StagedFilesChanged: the file is shorter than when it was listed.
         """
         ...
 
     def require_unchanged(self) -> None:
-        """Return if the directory is unchanged since it was listed, so that all reads saw one state of it.
+        """Return if the directory is unchanged since it was listed, so that all reads saw the same state.
 
         Raises:
             StagedFilesChanged: a file was written, added, replaced or removed since.
@@ -82,14 +82,14 @@ class Source(Protocol):
 
 
 def pieces(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
-    """Cut every file into runs of at most `chunk_bytes`; an empty file has none."""
+    """Split every file into pieces of at most `chunk_bytes`; an empty file has none."""
     for index, file in enumerate(files):
         for offset in range(0, file.size_bytes, chunk_bytes):
             yield Piece(index, offset, min(chunk_bytes, file.size_bytes - offset))
 
 
 def groups(cut: Iterable[Piece], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[Piece, ...]]:
-    """Gather consecutive pieces into groups of at most `blob_bytes`, each one blob's worth."""
+    """Pack consecutive pieces into groups of at most `blob_bytes`, one group for each blob."""
     group: list[Piece] = []
     filled = 0
     for piece in cut:
@@ -105,17 +105,16 @@ def groups(cut: Iterable[Piece], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple
 def blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     """Return the digest that names a blob: BLAKE3 over the `digest:length` lines of its chunks.
 
-    The bytes are hashed once, chunk by chunk; naming the blob by its chunks costs no second pass
-    and binds every byte just as well.
+    So the bytes are hashed only once, chunk by chunk, and the name still depends on every byte.
     """
     return digest_of("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range of every JSON reader, and of every store's offsets
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range that every JSON reader and every store's offsets support
 
 
 class ChunkRef(Value):
-    """A run of a file's bytes: the blob that holds it, the offset in the blob, the length and the digest."""
+    """A range of a file's bytes: the blob that holds it, the offset in the blob, the length and the digest."""
 
     blob: _Count
     offset: _Count
@@ -124,14 +123,14 @@ class ChunkRef(Value):
 
 
 class BlobRef(Value):
-    """A blob: its path below the folder of the experiment's generation, and its size."""
+    """A blob: its path relative to the folder of the experiment's generation, and its size."""
 
     path: PortablePath
     size_bytes: _Count
 
 
 class FileRef(Value):
-    """One file of the checkpoint: path, size, permission bits and the chunks that make it up, in order."""
+    """One file of the checkpoint: path, size, permission bits and its chunks, in order."""
 
     path: PortablePath
     size_bytes: _Count
@@ -139,14 +138,14 @@ class FileRef(Value):
     chunks: tuple[ChunkRef, ...] = ()
 
     @model_validator(mode="after")
-    def _adds_up(self) -> FileRef:
-        found = sum(chunk.length for chunk in self.chunks)
-        if found != self.size_bytes:
-            raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {found}")
+    def _check_size(self) -> FileRef:
+        total = sum(chunk.length for chunk in self.chunks)
+        if total != self.size_bytes:
+            raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {total}")
         return self
 
     def placed_chunks(self) -> Iterator[tuple[int, ChunkRef]]:
-        """Yield each chunk after its offset in the file."""
+        """Yield each chunk with its offset in the file."""
         offset = 0
         for chunk in self.chunks:
             yield offset, chunk
@@ -166,7 +165,7 @@ class About(Value):
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     reports: tuple[StepReport, ...] = ()
-    """Reports that were not journaled when the save began: an owner that adopts the save journals them."""
+    """The reports that were not journaled when the save began; an owner that adopts the save journals them."""
 
 
 class Contents(Value):
@@ -182,23 +181,23 @@ class Contents(Value):
     empty_directories: tuple[PortablePath, ...] = ()
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Self:
+    def _check_consistency(self) -> Self:
         for blob in self.blobs:
             if not blob.path.startswith(f"trials/{self.trial}/blobs/"):
                 raise ValueError(f"{blob.path!r} is not a blob of trial {self.trial!r}")
         for file in self.files:
             for chunk in file.chunks:
                 if chunk.blob >= len(self.blobs):
-                    raise ValueError(f"{file.path!r}: there is no blob {chunk.blob}")
+                    raise ValueError(f"{file.path!r}: blob {chunk.blob} does not exist")
                 if chunk.offset + chunk.length > self.blobs[chunk.blob].size_bytes:
                     raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
         files = [file.path for file in self.files]
-        taken = set(files)
-        if len(taken) != len(files) or taken & set(self.empty_directories):
+        file_paths = set(files)
+        if len(file_paths) != len(files) or file_paths & set(self.empty_directories):
             raise ValueError("two files or directories have the same path")
         for path in (*files, *self.empty_directories):
             parents = path.split("/")[:-1]
-            if any("/".join(parents[:depth]) in taken for depth in range(1, len(parents) + 1)):
+            if any("/".join(parents[:depth]) in file_paths for depth in range(1, len(parents) + 1)):
                 raise ValueError(f"{path!r} is below a file")
         return self
 
@@ -218,7 +217,7 @@ class Contents(Value):
         return f"{self.experiment}/{self.generation}/{self.blobs[index].path}"
 
     def blob_paths(self) -> frozenset[str]:
-        """Return the paths of all its blobs from the target's root."""
+        """Return the paths of all blobs from the target's root."""
         return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
 
 
@@ -230,27 +229,27 @@ class Manifest(Contents, Document):
     about: About
 
 
-# Read the bytes of a manifest from the store in few requests, each chunk verified against its digest.
+# Read the bytes of a manifest from the store in few requests, and verify each chunk against its digest.
 
 
 class Sink(Protocol):
-    """The destination of restored bytes, such as a fresh directory that is not visible until it is complete."""
+    """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put verified bytes into file number `file` of the manifest at `offset`."""
+        """Write verified bytes at `offset` of file number `file` of the manifest."""
         ...
 
 
 class NoSink:
-    """Drops verified bytes, for a caller that only verifies."""
+    """Discards verified bytes, for a caller that only verifies."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Drop the bytes."""
+        """Discard the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A chunk, and the file and offset that it is restored to."""
+class _ChunkTarget:
+    """A chunk, and the file and offset to which it is restored."""
 
     file: int
     offset: int
@@ -262,7 +261,7 @@ class Read:
     """One request: neighboring chunks of one blob."""
 
     blob: int
-    chunks: tuple[_Wanted, ...]
+    chunks: tuple[_ChunkTarget, ...]
 
     @property
     def start(self) -> int:
@@ -270,50 +269,50 @@ class Read:
 
     @property
     def length(self) -> int:
-        return max(wanted.chunk.offset + wanted.chunk.length for wanted in self.chunks) - self.start
+        return max(target.chunk.offset + target.chunk.length for target in self.chunks) - self.start
 
 
 def reads(manifest: Manifest) -> Iterator[Read]:
     """Yield the reads that together fetch every byte of `manifest`.
 
-    Chunks that touch or overlap share one, and bytes of no chunk are not fetched. A read is at most `BLOB_BYTES` long,
-    or one chunk, so that the blob sizes of a foreign manifest do not determine the memory used here.
+    Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is at most
+    `BLOB_BYTES` long, or one chunk, so that blob sizes in a foreign manifest cannot determine the memory used here.
     """
-    of_blob: dict[int, list[_Wanted]] = {}
+    chunks_of_blob: dict[int, list[_ChunkTarget]] = {}
     for index, file in enumerate(manifest.files):
         for offset, chunk in file.placed_chunks():
-            of_blob.setdefault(chunk.blob, []).append(_Wanted(index, offset, chunk))
-    for blob, chunks in of_blob.items():
-        run: list[_Wanted] = []
+            chunks_of_blob.setdefault(chunk.blob, []).append(_ChunkTarget(index, offset, chunk))
+    for blob, chunks in chunks_of_blob.items():
+        targets: list[_ChunkTarget] = []
         end = 0
-        for wanted in sorted(chunks, key=lambda each: each.chunk.offset):
-            chunk_end = wanted.chunk.offset + wanted.chunk.length
-            if run and (wanted.chunk.offset > end or chunk_end - run[0].chunk.offset > BLOB_BYTES):
-                yield Read(blob, tuple(run))
-                run, end = [], 0
-            run.append(wanted)
+        for target in sorted(chunks, key=lambda target: target.chunk.offset):
+            chunk_end = target.chunk.offset + target.chunk.length
+            if targets and (target.chunk.offset > end or chunk_end - targets[0].chunk.offset > BLOB_BYTES):
+                yield Read(blob, tuple(targets))
+                targets, end = [], 0
+            targets.append(target)
             end = max(end, chunk_end)
-        yield Read(blob, tuple(run))
+        yield Read(blob, tuple(targets))
 
 
 def fetch(store: ObjectStore, manifest: Manifest, read: Read, sink: Sink) -> None:
-    """Write the chunks of one request to `sink`, each verified.
+    """Verify the chunks of one request, and write them to `sink`.
 
-    After a mismatch the bytes are read a second time, so that a transmission error is not taken for damage.
+    After a mismatch the bytes are read a second time, so that a transmission error is not reported as damage.
 
     Raises:
         CheckpointCorrupt: bytes are missing or differ from their digest.
     """
     try:
-        data = _verified(store, manifest, read)
+        data = _read_verified(store, manifest, read)
     except CheckpointCorrupt:
-        data = _verified(store, manifest, read)
-    for wanted in read.chunks:
-        start = wanted.chunk.offset - read.start
-        sink.write(wanted.file, wanted.offset, data[start : start + wanted.chunk.length])
+        data = _read_verified(store, manifest, read)
+    for target in read.chunks:
+        start = target.chunk.offset - read.start
+        sink.write(target.file, target.offset, data[start : start + target.chunk.length])
 
 
-def _verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
+def _read_verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
     path = manifest.blob_path(read.blob)
     try:
         data = memoryview(store.read(path, offset=read.start, length=read.length))
@@ -321,24 +320,24 @@ def _verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
         raise CheckpointCorrupt(f"{path}: {read.length} bytes at {read.start} are missing: no such blob") from missing
     if len(data) != read.length:
         raise CheckpointCorrupt(f"{path}: expected {read.length} bytes at {read.start}, found {len(data)}")
-    for wanted in read.chunks:
-        start = wanted.chunk.offset - read.start
-        found = digest_of(data[start : start + wanted.chunk.length])
-        if found != wanted.chunk.digest:
-            name = manifest.files[wanted.file].path
+    for target in read.chunks:
+        start = target.chunk.offset - read.start
+        actual = digest_of(data[start : start + target.chunk.length])
+        if actual != target.chunk.digest:
+            name = manifest.files[target.file].path
             raise CheckpointCorrupt(
-                f"{name!r} in {path} at {wanted.chunk.offset}: expected blake3 {wanted.chunk.digest[:12]}…, "
-                f"found {found[:12]}… ({wanted.chunk.length} bytes)"
+                f"{name!r} in {path} at {target.chunk.offset}: expected blake3 {target.chunk.digest[:12]}…, "
+                f"found {actual[:12]}… ({target.chunk.length} bytes)"
             )
     return data
 
 
 # User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.
 #
-# The highest number counts. A version is neither rewritten nor deleted while the checkpoint exists: otherwise a
-# slow writer could create a version with a freed number, and believe that its change counts.
+# The highest number is the current one. A version is neither rewritten nor deleted while the checkpoint exists:
+# otherwise a slow writer could create a version with a freed number, and its change would be lost.
 
-_TRIES = 1000  # each lost race is another writer's success; the store's deadline ends the loop earlier
+_MAX_TRIES = 1000  # another writer succeeds in each lost race; the store's timeout ends the loop earlier
 
 
 class _Revision(Document):
@@ -349,7 +348,7 @@ class _Revision(Document):
 
 
 def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
-    """Return `metadata` as it will be read back from JSON.
+    """Return `metadata` in the form that a reader of its JSON will see.
 
     Raises:
         InvalidInput: JSON cannot represent it (an object, a NaN, a cycle, a lone surrogate).
@@ -357,19 +356,19 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
     try:
-        said: dict[str, object] = from_json(json.dumps(as_dicts(metadata), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as unsaid:
-        raise InvalidInput(f"metadata: not valid JSON: {unsaid}; convert it, or save it as a file") from unsaid
-    return said
+        decoded: dict[str, object] = from_json(json.dumps(as_dicts(metadata), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as invalid:
+        raise InvalidInput(f"metadata: not valid JSON: {invalid}; convert it, or save it as a file") from invalid
+    return decoded
 
 
 def newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return the newest version in `folder`; None where there is none.
+    """Return the newest version in `folder`; None if there is none.
 
     Raises:
         CheckpointCorrupt: the newest version is altered.
     """
-    newest = _newest(store, folder)
+    newest = _read_newest_revision(store, folder)
     return dict(newest[1].metadata) if newest else None
 
 
@@ -381,36 +380,36 @@ def revise_metadata(
     before: Mapping[str, object],
     write_id: str,
 ) -> dict[str, object]:
-    """Add a version: `change` of the newest one, or of `before` where there is none; return it.
+    """Add and return a version: the result of `change` for the newest version, or for `before` if there is none.
 
-    When writers race, no change is lost: the second is applied to what the first wrote. `change` may be called
-    several times, and must be idempotent.
+    When writers race, no change is lost: the second is applied to the version that the first wrote. `change` may be
+    called several times, and must be idempotent.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote, twice.
         StoreUnavailable: other writers were faster 1000 times.
     """
-    unknown: CommitUnknown | None = None
-    for _ in range(_TRIES):
-        newest = _newest(store, folder)
+    first_error: CommitUnknown | None = None
+    for _ in range(_MAX_TRIES):
+        newest = _read_newest_revision(store, folder)
         if newest and newest[1].write_id == write_id:
             return dict(newest[1].metadata)
-        number, current = (newest[0], newest[1].metadata) if newest else (0, before)
+        latest, current = (newest[0], newest[1].metadata) if newest else (0, before)
         revision = _Revision(write_id=write_id, metadata=plain_metadata(change(current)))
         try:
-            create_or_recognize(store, numbered(folder, number + 1), seal(revision))
+            create_or_recognize(store, numbered(folder, latest + 1), seal(revision))
         except AlreadyExists:
-            continue  # another writer was faster: apply the change to what it wrote
+            continue  # another writer was faster: apply the change to its version
         except CommitUnknown as outcome:
-            if unknown:
+            if first_error:
                 raise
-            unknown = outcome  # write the same number again: both writes hold the same version
+            first_error = outcome  # write the same number again: both writes hold the same version
         else:
             return dict(revision.metadata)
-    raise StoreUnavailable(f"{folder}: {_TRIES} other writers were faster; try again")
+    raise StoreUnavailable(f"{folder}: {_MAX_TRIES} other writers were faster; try again")
 
 
-def _newest(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
+def _read_newest_revision(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
     number = max((number_in(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
     newest = read_sealed(store, _Revision, numbered(folder, number), CheckpointCorrupt) if number else None
     # A listing may lag behind its store.

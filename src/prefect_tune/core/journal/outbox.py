@@ -1,21 +1,21 @@
-"""Hand the events of an attempt on another machine to the owner of the experiment: numbered posts in an outbox.
+"""Pass the events of an attempt on another machine to the owner of the experiment: numbered posts in an outbox.
 
 The idea: the attempt creates the objects 1, 2, 3 … of its outbox, each only if its number is free. A post is durable
-when `write_post` returns, whether or not a search runs. The owner journals the posts in order, each once, since the
-journal counts them, and deletes them after that. To fence the attempt off, the owner creates the next free number
-itself, as the end of the outbox: the target decides whether that or a post of the attempt is first.
+when `write_post` returns, whether or not a search runs. The owner journals the posts in order, each once because the
+journal counts them, and then deletes them. To fence off the attempt, the owner itself creates the next free number as
+the end of the outbox: the target decides whether the end or a post of the attempt is first.
 
     attempt     1 Started ─ 2 Committed ─ 3 Committed               5 refused: closed → Superseded, it stops
     owner       journaled 1, 2 …     closes: reads 3, creates ─▶ 4
 
-- **One execution.** A second process with the same request finds post 1 of another write id, and stops. So the first
-  object of an outbox is never deleted, but with its experiment.
-- **Closing** may be repeated, by one owner or by several: whoever finds the end has read all posts before it.
-- **A late post**, by a request believed lost, meets the end; or it takes the number of a post that was journaled and
-  deleted, which nobody reads any more.
-- **Deletion.** As with entries, a post counts once the experiment's first entry was seen after its creation.
+- **One execution.** A second process with the same request finds post 1 with another write id, and stops. So the first
+  object of an outbox is deleted only with its experiment.
+- **Closing** may be repeated, by one owner or by several: a process that finds the end has read all posts before it.
+- **A late post**, from a request believed lost, is refused after the end; or it takes the number of a journaled and
+  deleted post, which no process reads any more.
+- **Deletion.** As with entries, a post counts once its writer has seen the first entry after creating the post.
 
-Never: a post deleted before the entry that holds its events is durable; an outbox used for two attempts.
+Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from prefect_tune.core.storage.layout import TrialKey, number_in
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 from prefect_tune.core.values import Stamp
 
-_RACES = 16
+_MAX_RACES = 16
 POSTS_AT_ONCE = 200
-"""How many posts are read at once: some seconds on an object store, long before the deadline of any reader."""
+"""The most posts that one call reads: some seconds on an object store, far less than the timeout of any reader."""
 
 
 class Post(Document):
-    """The events that an attempt hands over at once, or the end of its outbox."""
+    """A group of events of an attempt, or the end of its outbox."""
 
     format: Literal["prefect-tune/post"] = "prefect-tune/post"
     version: Literal[1] = 1
@@ -50,36 +50,38 @@ class Post(Document):
     at: str
     events: tuple[Annotated[AttemptEvent, Field(discriminator="type")], ...] = ()
     closed_by: str = ""
-    """The owner that has closed the outbox, for people; empty for a post of the attempt."""
+    """The owner that closed the outbox, for display; empty for a post of the attempt."""
 
 
 def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, post: Post) -> None:
     """Create post `number`, which is durable when this returns.
 
     Raises:
-        Superseded: the outbox is closed, or another process uses it, or the experiment was deleted.
+        Superseded: the outbox is closed, another process uses it, or the experiment was deleted.
         CommitUnknown: the target did not say whether it wrote; call again with the same post.
-        StoreUnavailable: the target cannot be reached, or the experiment's first entry is gone.
+        StoreUnavailable: the target cannot be reached, or the experiment's first entry is missing.
     """
     path = trial.outbox_path(outbox, number)
     try:
         create_or_recognize(store, path, seal(post))
     except AlreadyExists as exists:
-        found = read_post(store, trial, outbox, number)
-        if found is None:
-            raise StoreUnavailable(f"{path}: it exists, and cannot be read; try again") from exists
-        who = f"{found.closed_by} has ended this attempt" if found.closed_by else "another process trains this attempt"
+        stored = read_post(store, trial, outbox, number)
+        if stored is None:
+            raise StoreUnavailable(f"{path}: the post exists, but cannot be read; try again") from exists
+        who = (
+            f"{stored.closed_by} has ended this attempt" if stored.closed_by else "another process trains this attempt"
+        )
         raise Superseded(
-            f"{trial.folder}: {who} at {found.at}. Stop here: every committed checkpoint is kept"
+            f"{trial.folder}: {who} at {stored.at}. Stop here: every committed checkpoint is kept"
         ) from exists
     require_first_entry(store, trial.of_experiment, path)
 
 
 def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> Post | None:
-    """Return post `number`, or the end of the outbox; None while there is none. One request.
+    """Return post `number` or the end of the outbox; None if neither exists yet. Sends one request.
 
     Raises:
-        JournalCorrupt: it is damaged, or has events of another trial.
+        JournalCorrupt: the post is damaged, or has events of another trial.
     """
     path = trial.outbox_path(outbox, number)
     post = read_sealed(store, Post, path, JournalCorrupt)
@@ -89,10 +91,9 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 
 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
-    """Return the posts after number `after`, up to the first free number or the end, `POSTS_AT_ONCE` at most.
+    """Return the posts after number `after` up to the first free number or the end, at most `POSTS_AT_ONCE`.
 
-    If it returns that many, there may be more: an attempt that outlives its search may have posted for days. Raises as
-    `read_post`.
+    If it returns that many, there may be more: a detached attempt may have posted for days. Raises like `read_post`.
     """
     posts: list[Post] = []
     while len(posts) < POSTS_AT_ONCE:
@@ -105,32 +106,32 @@ def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class ClosedOutbox:
-    """The posts of an outbox that has ended, as far as they can be read."""
+    """The readable posts of a closed outbox."""
 
     posts: Sequence[Post]
     damage: str = ""
-    """What the first post is that cannot be read; those after it are left out. Empty if all could be read."""
+    """The damage of the first unreadable post; later posts are left out. Empty if all posts are readable."""
 
 
 def close_outbox(
     store: ObjectStore, trial: TrialKey, outbox: int, after: int, closed_by: str, stamp: Stamp
 ) -> ClosedOutbox:
-    """End an outbox, and return its posts after number `after`: no other post is added to it from then on.
+    """Close an outbox, and return its posts after number `after`. No post can be added afterwards.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
-        StoreUnavailable: posts were added 16 times meanwhile, or the target cannot be reached.
+        StoreUnavailable: a post was added meanwhile, 16 times; or the target cannot be reached.
     """
     end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
     folder = trial.outbox_path(outbox, 1).rpartition("/")[0]
     posts: list[Post] = []
     damage, number, races = "", after + 1, 0
-    while races < _RACES:
+    while races < _MAX_RACES:
         try:
             post = read_post(store, trial, outbox, number)
         except (JournalCorrupt, UnknownVersion) as unreadable:
             damage = damage or str(unreadable)
-            # What was posted after it does not count: only the last one is looked at, which may be the end.
+            # Posts after the damage do not count: skip to the last object, which may be the end.
             number = max(number + 1, *(number_in(folder, listed.path) or 0 for listed in store.list(folder)))
             continue
         if post is not None and not post.closed_by:
@@ -141,17 +142,17 @@ def close_outbox(
             if post is None:
                 create_or_recognize(store, trial.outbox_path(outbox, number), end)
             return ClosedOutbox(posts, damage)
-        races += 1  # a post has been added meanwhile, or the end
-    raise StoreUnavailable(f"{trial.folder}: posts were added {_RACES} times while the outbox was closed; try again")
+        races += 1  # a post, or the end, was added meanwhile
+    raise StoreUnavailable(f"{trial.folder}: {_MAX_RACES} posts were added while the outbox was closed; try again")
 
 
 def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]]) -> None:
-    """Delete posts (trial, outbox, number) whose events the journal has, but never the first one of an outbox."""
+    """Delete posts (trial, outbox, number) whose events are journaled, but never the first post of an outbox."""
     store.delete([trial.outbox_path(outbox, number) for trial, outbox, number in posts if number > 1])
 
 
 def received_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[Listed]:
-    """Return the posts that the journal has by `state`, but never the first one of an outbox, or its end."""
+    """Return the posts that are journaled in `state`, but never the first post of an outbox, nor its end."""
     if not state.outbox_count:
         return ()
     outboxes: dict[str, dict[int, Listed]] = {}

@@ -1,16 +1,15 @@
 """Fork an experiment: a new one continues from any entry of its journal, with copies of its checkpoints.
 
-    first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► one entry: the past, and `Forked`
+    first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► one entry: old events, and `Forked`
 
-A fork begins with the state of the origin's journal at that entry. The origin is only read, so it may be running; the
-target itself copies the blobs, so that no byte passes through this machine where the target can do that. Manifests are
-copied under the same step and sequence, and clones stay references within the fork. From then on neither experiment
-needs the other.
+A fork begins with the state of the origin's journal at that entry. The origin is only read, so it may be running. The
+target itself copies the blobs if it can, so that no bytes pass through this machine. Manifests keep their step and
+sequence, and clones stay references within the fork. Once the fork is complete, neither experiment needs the other.
 
-The last entry holds all the origin's events and completes the fork. An incomplete fork cannot be used; forking again
-under the same name completes it, and copies what is missing.
+The last entry holds all events of the origin and completes the fork. An incomplete fork cannot be used; forking again
+with the same name copies the missing objects and completes it.
 
-Never: a manifest before all blobs that it names; the last entry before all manifests that it names.
+Never: create a manifest before all its blobs, or the last entry before all its manifests.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from prefect_tune.core.values import Stamp
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The state of an experiment after an entry of its journal, and the events of its trials up to it."""
+    """The state of an experiment after an entry of its journal, and the events of its trials up to that entry."""
 
     experiment: Experiment
     events: Sequence[Event]
@@ -64,147 +63,147 @@ class Past:
 
     @property
     def origin(self) -> ForkOrigin:
-        """The entry that is forked."""
-        found = self.experiment
+        """The entry from which the fork continues."""
+        state = self.experiment
         return ForkOrigin(
-            experiment=found.name, generation=found.key.generation, number=found.number, digest=found.digest
+            experiment=state.name, generation=state.key.generation, number=state.number, digest=state.digest
         )
 
     @property
-    def configured(self) -> Configured:
-        """The event that has the parameters of the fork, and all samples and warm starts of the origin."""
-        known = self.experiment.extensions
-        return Configured(settings=self.settings, extensions=known, warm_starts=tuple(self.warm_starts))
+    def settings_event(self) -> Configured:
+        """The event with the parameters of the fork, and all samples and warm starts of the origin."""
+        extensions = self.experiment.extensions
+        return Configured(settings=self.settings, extensions=extensions, warm_starts=tuple(self.warm_starts))
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A complete fork, and the checkpoints of its past that the origin had deleted already."""
+    """A complete fork."""
 
     experiment: Experiment
     lost: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
-    """By trial, oldest first."""
+    """By trial, the checkpoints that the origin had already deleted, oldest first."""
 
 
 def past_of(store: ObjectStore, experiment: JournalKey, number: int | None) -> Past:
-    """Return the past of `experiment` up to entry `number` (None: up to its last entry).
+    """Return the state and events of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
-        InvalidInput: there is no such entry, the experiment is being deleted, is an incomplete fork, or is no search.
+        InvalidInput: there is no such entry, or the experiment is being deleted, an incomplete fork, or not a search.
         JournalCorrupt: its journal is inconsistent.
     """
-    found, entries = as_of(store, experiment, number)
-    if found.is_removed:
+    state, entries = as_of(store, experiment, number)
+    if state.is_removed:
         raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
-    if not found.is_whole:
+    if not state.is_whole:
         raise InvalidInput(f"{experiment} is an incomplete fork: fork its origin, or complete it first")
-    if not all(trial.of_search for trial in found.trials.values()):
+    if not all(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(f"{experiment} is not a search: only searches can be forked")
-    events, warm_starts = list[Event](), list[WarmStart]()
+    past_events, warm_starts = list[Event](), list[WarmStart]()
     for entry in entries:
         for event in entry.events:
             match event:
                 case Configured():
                     warm_starts += event.warm_starts
-                case Quarantined() if entry.writer == "guest":  # the owner of the fork writes it
-                    events.append(event.model_copy(update={"by_guest": True}))
+                case Quarantined() if entry.writer == "guest":  # in the fork, the owner writes it
+                    past_events.append(event.model_copy(update={"by_guest": True}))
                 case Adopted():
-                    events.append(event.model_copy(update={"seen_at": None}))  # that was a run of the origin
+                    past_events.append(event.model_copy(update={"seen_at": None}))  # of a run of the origin
                 case Opened() | StopAsked() | Deletion() | Forked(trials=None):
-                    pass  # a stop request that was not carried out by then was meant for the origin
+                    pass  # a stop request without effect up to this entry was for the origin
                 case _:
-                    events.append(event)
-    return Past(found, events, found.settings, warm_starts)
+                    past_events.append(event)
+    return Past(state, past_events, state.settings, warm_starts)
 
 
 def deleted_since(store: ObjectStore, past: Past) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return by trial the checkpoints of the past that the origin has retired or quarantined since."""
-    used = _used(past.experiment, load(store, past.experiment.key))
-    return _without(past.experiment, used)
+    """Return, by trial, the checkpoints that the origin has retired or quarantined since the forked entry."""
+    used = _list_used_keys(past.experiment, load(store, past.experiment.key))
+    return _select_lost(past.experiment, used)
 
 
-def _used(past: Experiment, now: Experiment) -> Sequence[CheckpointKey]:
-    """Return the keys of the checkpoints of `past` that are used `now`; a clone has that of its origin."""
+def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
+    """Return the keys of those checkpoints of `state` that `current` uses; a clone has the key of its origin."""
     live = (
-        past.trial_key(trial.trial).checkpoint_key(ref) for trial in past.trials.values() for ref in trial.checkpoints
+        state.trial_key(trial.trial).checkpoint_key(ref) for trial in state.trials.values() for ref in trial.checkpoints
     )
-    homes = ((key, now.trial(key.trial.trial)) for key in dict.fromkeys(live))
-    return [key for key, home in homes if is_live(home, key) or is_held(home, key)]
+    keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
+    return [key for key, trial_state in keys_with_trial if is_live(trial_state, key) or is_held(trial_state, key)]
 
 
-def _without(past: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return by trial the checkpoints of `past` whose keys are not among `keys`."""
-    there = frozenset(keys)
+def _select_lost(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
+    """Return, by trial, the checkpoints of `state` whose keys are not in `keys`."""
+    kept = frozenset(keys)
     lost = {
-        trial.trial: [ref for ref in trial.checkpoints if past.trial_key(trial.trial).checkpoint_key(ref) not in there]
-        for trial in past.trials.values()
+        trial.trial: [ref for ref in trial.checkpoints if state.trial_key(trial.trial).checkpoint_key(ref) not in kept]
+        for trial in state.trials.values()
     }
     return {trial: refs for trial, refs in lost.items() if refs}
 
 
 def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp) -> Experiment:
-    """Open the experiment `into` to make it a fork of `origin`, or because it is one already.
+    """Become the owner of the experiment `into`, a new or existing fork of `origin`.
 
-    A second call for an incomplete fork opens the same fork.
+    A second call for an incomplete fork returns the same fork.
 
     Raises:
-        InvalidInput: the name belongs to another experiment, or to a fork of another entry, or is being deleted.
+        InvalidInput: `into` is another experiment or a fork of another entry, or is being deleted.
         Superseded: another process makes the same fork.
     """
 
-    def also(found: Experiment) -> Sequence[Event]:
-        if not found.number:
+    def events_for(state: Experiment) -> Sequence[Event]:
+        if not state.number:
             return [Forked(origin=origin)]
-        if found.is_removed:
+        if state.is_removed:
             raise InvalidInput(f"{into} is being deleted: use another name, or finish the deletion first")
-        if found.origin != origin:
-            what = f"a fork of {found.origin}" if found.origin else "no fork"
-            raise InvalidInput(f"{into}: expected a fork of {origin}, found {what}: use another name")
+        if state.origin != origin:
+            actual = f"a fork of {state.origin}" if state.origin else "another experiment"
+            raise InvalidInput(f"{into}: expected a fork of {origin}, found {actual}: use another name")
         return []
 
-    return take_over(store, into, owner, stamp, also=also)
+    return take_over(store, into, owner, stamp, also=events_for)
 
 
 def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork:
-    """Make the experiment that `begin_fork` opened a fork of `past`, and return the complete fork.
+    """Make `into`, which `begin_fork` returned, a fork of `past`; return the complete fork.
 
-    If it is killed at any time, call `begin_fork` and this again: what exists already is kept.
+    If this is killed at any time, call `begin_fork` and this function again: existing objects are kept.
 
     Raises:
         InvalidInput: the origin is being deleted, and not all of its checkpoints were copied.
         Superseded: another process makes the same fork.
-        StoreUnavailable, CommitUnknown: call again, with the same stamp.
+        StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
     if into.is_whole:
         return Fork(into)
-    copied = _copy_checkpoints(store, past, into)
-    lost = _without(past.experiment, copied)
+    copied_keys = _copy_checkpoints(store, past, into)
+    lost = _select_lost(past.experiment, copied_keys)
     trials = {
         name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
         for name, trial in past.experiment.trials.items()
     }
     forked = Forked(origin=past.origin, trials=trials)
-    complete = append(store, into, [past.configured, *past.events, forked], stamp)
-    write_snapshot(store, complete)
-    return Fork(complete, lost)
+    complete_fork = append(store, into, [past.settings_event, *past.events, forked], stamp)
+    write_snapshot(store, complete_fork)
+    return Fork(complete_fork, lost)
 
 
-def _copy_checkpoints(store: ObjectStore, past: Past, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints of the past that the origin still uses, and return the keys of all that the fork has.
+def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequence[CheckpointKey]:
+    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork.
 
     Raises:
-        InvalidInput: the origin is being deleted, and not all of them were copied.
+        InvalidInput: the origin is being deleted, and not all checkpoints were copied.
     """
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
-    wanted = _used(past.experiment, past.experiment)
-    copied = [key for key in wanted if _key_in_fork(key, into).manifest_path in existing]
-    if len(copied) == len(wanted):
+    needed = _list_used_keys(point.experiment, point.experiment)
+    copied = [key for key in needed if _key_in_fork(key, into).manifest_path in existing]
+    if len(copied) == len(needed):
         return copied
-    sources = [key for key in _used(past.experiment, _load_origin(store, past, into)) if key not in copied]
+    sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
 
-    def read(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
-        """Return the manifest of `key` with its newest metadata; None where that is deleted or damaged."""
+    def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
+        """Return the manifest of `key` with its newest metadata; None if either is deleted or damaged."""
         try:
             manifest, metadata = read_manifest(store, key), newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
@@ -212,34 +211,34 @@ def _copy_checkpoints(store: ObjectStore, past: Past, into: Experiment) -> Seque
         about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
         return key, manifest.model_copy(update={"about": about})
 
-    manifests = {key: manifest for key, manifest in store.map(read, sources) if manifest}
-    # Paths of blobs are relative to the folder of either experiment.
+    manifests = {key: manifest for key, manifest in store.map(read_source, sources) if manifest}
+    # Paths of blobs are relative to the experiment's folder, so they are the same in both experiments.
     sizes = {blob.path: blob.size_bytes for manifest in manifests.values() for blob in manifest.blobs}
-    origin_folder, fork_folder = past.experiment.key.folder, into.key.folder
+    origin_folder, fork_folder = point.experiment.key.folder, into.key.folder
     missing = [path for path, size_bytes in sizes.items() if existing.get(f"{fork_folder}/{path}") != size_bytes]
 
     def copy_blob(path: str) -> str | None:
         try:
             store.copy(f"{origin_folder}/{path}", f"{fork_folder}/{path}")
         except ObjectNotFound:
-            return path  # its checkpoint was retired and deleted meanwhile
+            return path  # meanwhile its checkpoint was retired and deleted
         return None
 
     deleted = set(store.map(copy_blob, missing))
-    whole = {
+    complete = {
         key: manifest for key, manifest in manifests.items() if deleted.isdisjoint(blob.path for blob in manifest.blobs)
     }
-    required = {f"{fork_folder}/{blob.path}": blob.size_bytes for manifest in whole.values() for blob in manifest.blobs}
+    required = {f"{fork_folder}/{b.path}": b.size_bytes for manifest in complete.values() for b in manifest.blobs}
     require_stored(store, folder, required)
 
     def publish_manifest(key: CheckpointKey) -> CheckpointKey:
         key_in_fork = _key_in_fork(key, into)
-        publish(store, key_in_fork, whole[key].model_copy(update=names_of(key_in_fork)))
+        publish(store, key_in_fork, complete[key].model_copy(update=names_of(key_in_fork)))
         return key
 
-    copied += store.map(publish_manifest, whole)
-    if len(copied) < len(wanted):
-        _load_origin(store, past, into)
+    copied += store.map(publish_manifest, complete)
+    if len(copied) < len(needed):
+        _load_origin(store, point, into)
     return copied
 
 
@@ -247,11 +246,11 @@ def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
     return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 
-def _load_origin(store: ObjectStore, past: Past, into: Experiment) -> Experiment:
+def _load_origin(store: ObjectStore, point: Past, into: Experiment) -> Experiment:
     """Return the present state of the origin; raise InvalidInput if it is being deleted."""
-    key = past.experiment.key
+    key = point.experiment.key
     with suppress(Superseded):
-        now = load(store, key)
-        if not now.is_removed and now.number >= past.experiment.number:
-            return now
-    raise InvalidInput(f"{key} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")
+        current = load(store, key)
+        if not current.is_removed and current.number >= point.experiment.number:
+            return current
+    raise InvalidInput(f"{key} is being deleted: the fork {into.name!r} cannot be completed; delete it, too")

@@ -1,20 +1,20 @@
 """Garbage-collect trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
-There are no waiting periods, and no reachable object is deleted: an object may be deleted once the journal holds a
-limit of its trial after it, that is a retirement (see `is_collectable`). Names are never written twice, so a late
-deletion, from a process believed dead or a request believed lost, deletes no object that was written since.
+There is no grace period, and no reachable object is deleted: an object may be deleted once a later entry of the journal
+is a barrier of its trial, that is, a retirement (see `is_collectable`). Names are never written twice, so a late
+deletion (from a process believed dead, or a request believed lost) cannot delete a newer object.
 
-- **The owner** writes a limit with each retirement, and deletes what it has retired (`collect`).
-- **A guest**, such as maintenance, collects whole trials (`collect_experiment`). When a trial has ended, no save is
-  running, and the guest may write a limit (`Retired`): the journal is one sequence, so that a process that starts the
-  trial again comes after that entry. A trial with an open outbox has not ended: its attempt may save at any time, and
-  counts its limits itself. On a target that supports one writer only, no guest's entry is written: only objects that
-  need no new limit are deleted, and `Collected.kept` says why the rest stays.
-- **A clone** is an entry, and no object: it keeps the bytes of its origin in the folder of another trial, retired or
-  not. When the last clone is retired, too, the origin is deleted as any other checkpoint of its own trial
+- **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`collect`).
+- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment`). When a trial has ended, no save is
+  running, so the non-owner may write a barrier (`Retired`): entries have one order, so a process that starts the trial
+  again comes after that entry. A trial with an open outbox has not ended: its attempt may save at any time, and writes
+  its own barriers. On a target that supports only one writer, non-owners write no entries: only objects that need no
+  new barrier are deleted, and `Collected.kept` gives the reason for the others.
+- **A clone** is an entry, not an object: it keeps the bytes of its origin in the folder of another trial, retired or
+  not. Once its last clone is retired, too, the origin is deleted like any other checkpoint of its own trial
   (`collectable_origins`).
-- **Messages.** The replies and posts of trials on other machines are stored on the target, too. Attempts and outboxes
-  are numbered upwards, so that those of an attempt that is over may be deleted at any time.
+- **Messages.** The replies and posts of trials on other machines are also stored on the target. The numbers of attempts
+  and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from prefect_tune.core.values import Stamp
 _Result = TypeVar("_Result")
 
 
-# What a trial keeps, and what it does not.
+# Find the objects that a trial no longer needs.
 
 
 def collect(store: ObjectStore, trial: TrialKey, state: Trial, doomed: Collection[CheckpointKey]) -> int:
     """Delete retired checkpoints of `trial`: blobs that no other checkpoint needs, metadata, then manifests.
 
-    The manifest goes last, so that the next call finds and finishes an interrupted deletion. Checkpoints that
-    are not collectable, and those of other trials, are left alone. Returns the number of blobs and manifests deleted.
+    Manifests are deleted last, so that the next call finds and finishes an interrupted deletion. Skips checkpoints that
+    are not collectable or belong to other trials. Returns the number of deleted blobs and manifests.
 
-    If another process has retired and deleted checkpoints that `state` still names, the journal is read again.
+    If another process has retired and deleted checkpoints that `state` still has, the journal is read again.
 
     Raises:
-        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable, so that the
-            blobs it needs are unknown: nothing is deleted.
+        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable, so that
+            its blobs are unknown: nothing is deleted.
         Superseded: the experiment is being deleted, or was deleted.
     """
 
@@ -99,7 +99,7 @@ def _delete_manifests(store: ObjectStore, keys: Collection[CheckpointKey]) -> No
 
 
 def collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
-    """Return the origins of the clones among `retired` that may be deleted, being retired and without another clone."""
+    """Return the origins of clones among `retired` that may be deleted: they are retired and have no other clone."""
     keys = dict.fromkeys(
         CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
         for origin in (ref.origin for ref in retired)
@@ -111,16 +111,16 @@ def collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]
 def leftover(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[Listed] | None = None
 ) -> Sequence[CheckpointKey]:
-    """Return keys of manifests on the target that are not checkpoints: retired and not deleted, or never a commit.
+    """Return keys of manifests on the target that are not checkpoints: retired but not deleted, or never committed.
 
-    Those that clones need are included: they are checked again until no clone needs them. Manifests at or beyond the
-    trial's limits may belong to a running save, and are not included. `listed` is what `trial.checkpoints` holds.
+    Includes manifests that clones still need: they are checked again later. Excludes manifests at or after the trial's
+    barrier: they may belong to a running save. `listed` are the objects in `trial.checkpoints`.
     """
     limit = max(state.settled_from, state.collected_up_to)
     if limit <= 1:
-        return []  # sequences begin with 1, so no manifest is old enough
+        return []  # sequences begin at 1, so no manifest is old enough
     listed = store.list(trial.checkpoints) if listed is None else listed
-    keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in listed)
+    keys = (CheckpointKey.from_manifest_path(trial, manifest.path) for manifest in listed)
     old = (key for key in keys if key and key.sequence < limit and key.sequence not in state.quarantined)
     return [key for key in old if not (is_live(state, key) or is_quarantined(state, key))]
 
@@ -128,15 +128,15 @@ def leftover(
 def orphans(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[Listed] | None = None
 ) -> Sequence[Listed]:
-    """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
+    """Return the blobs to which neither a live checkpoint nor a clone refers, and which no save will ever reuse.
 
-    Interrupted saves leave them, and so do deletions of unreadable manifests. They may be deleted at any time.
-    Blobs of checkpoints that were quarantined are not among them: these may be reinstated. `listed` is `trial.blobs`,
-    or what is still in question of it.
+    They are left by interrupted saves and by deletions of unreadable manifests, and may be deleted at any time.
+    Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in `trial.blobs`, or
+    the remaining candidates among them.
 
     Raises:
-        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
-        OutdatedStateError: `state` is outdated, those manifests are retired: repeat with the error's `current`.
+        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
+        OutdatedStateError: `state` is outdated, these manifests are retired: repeat with the error's `current`.
         Superseded: the experiment is being deleted, or was deleted.
     """
     if listed is not None and not listed:
@@ -150,25 +150,25 @@ def orphans(
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
-    """Return the paths of the trial's blobs that live or quarantined checkpoints, or clones elsewhere, refer to."""
+    """Return the paths of the trial's blobs in live or quarantined checkpoints, and in clones of other trials."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
         try:
             return read_manifest(store, key)
         except CheckpointNotFound as missing:
-            return CheckpointCorrupt(f"{missing}, but the journal says that it is")
+            return CheckpointCorrupt(f"{missing}, although the journal contains it")
         except CheckpointCorrupt as corrupt:
             return corrupt
 
-    held = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
-    needed = list(dict.fromkeys(key for key in (*live_keys(trial, state), *held) if key.trial == trial))
+    cloned = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
+    needed = list(dict.fromkeys(key for key in (*live_keys(trial, state), *cloned) if key.trial == trial))
     manifests = dict(zip(needed, store.map(read_needed, needed), strict=True))
-    if bad := {key: found for key, found in manifests.items() if isinstance(found, CheckpointCorrupt)}:
+    if bad := {key: result for key, result in manifests.items() if isinstance(result, CheckpointCorrupt)}:
         require_still_needed(store, trial, bad)
-    blobs = {path for found in manifests.values() if isinstance(found, Manifest) for path in found.blob_paths()}
-    quarantined = (trial.checkpoint_key(each.checkpoint) for each in state.quarantined_checkpoints)
-    own = [key for key in quarantined if key.trial == trial]
-    return blobs.union(*store.map(lambda key: _quarantined_blobs(store, key), own))
+    blobs = {path for result in manifests.values() if isinstance(result, Manifest) for path in result.blob_paths()}
+    quarantined = (trial.checkpoint_key(item.checkpoint) for item in state.quarantined_checkpoints)
+    own_quarantined = [key for key in quarantined if key.trial == trial]
+    return blobs.union(*store.map(lambda key: _quarantined_blobs(store, key), own_quarantined))
 
 
 def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
@@ -180,12 +180,12 @@ def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]
         return frozenset(blob.path for blob in listed if blob_sequence(blob.path) <= key.sequence)
 
 
-# Collect the garbage of whole trials, from outside their owner.
+# Collect the garbage of whole trials in any process, not only their owner.
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The garbage of a trial: found, or deleted."""
+    """The garbage of a trial that was found (dry run) or deleted."""
 
     trial: str
     checkpoints: tuple[int, ...] = ()
@@ -193,71 +193,70 @@ class Collected:
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """Manifests that are kept for now: a running save may need them (until the trial's next retirement or end), or a
-    clone does."""
+    """Manifests that a clone needs, or that a running save may need until the trial's next retirement or end."""
     answer_count: int = 0
-    """Replies to attempts that are over, messages between their nodes, and posts that the journal has."""
+    """Replies to ended attempts, messages between their nodes, and journaled posts."""
     kept: str | None = None
-    """Why some garbage stays; None where none does."""
+    """Why some garbage is not deleted; None if all is deleted."""
     damage: str | None = None
-    """The damage, or the failure to read, for which nothing of the trial may be deleted; None where there is none."""
+    """The damage or read error because of which nothing of the trial is deleted; None if there is none."""
 
     @property
     def object_count(self) -> int:
-        """The number of objects, with a checkpoint as one."""
+        """The number of objects; a checkpoint counts as one."""
         return len(self.checkpoints) + self.orphan_count + self.answer_count
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """The garbage of an experiment: found, or deleted."""
+    """The garbage of an experiment that was found (dry run) or deleted."""
 
     trials: Sequence[Collected]
     skipped_count: int
-    """The number of trials for which there was no time."""
+    """The number of trials for which no time was left."""
     dead: Sequence[Listed]
-    """Objects that deleted experiments of the same name have left."""
+    """Objects of deleted experiments of the same name."""
 
     @property
     def object_count(self) -> int:
-        """The number of objects, with a checkpoint as one."""
-        return len(self.dead) + sum(each.object_count for each in self.trials)
+        """The number of objects; a checkpoint counts as one."""
+        return len(self.dead) + sum(item.object_count for item in self.trials)
 
     @property
     def size_bytes(self) -> int:
-        """The size of what was listed; that of retired checkpoints is not known."""
-        return sum(each.size_bytes for each in self.dead) + sum(each.orphan_bytes for each in self.trials)
+        """The size of the listed objects; the size of retired checkpoints is unknown."""
+        return sum(item.size_bytes for item in self.dead) + sum(item.orphan_bytes for item in self.trials)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The objects of an ended trial that are garbage if it gets a limit now; after that entry they are judged again."""
+    """The objects of an ended trial that are garbage after a barrier; they are checked again once it is written."""
 
     checkpoints: Sequence[Listed]
     blobs: Sequence[Listed]
-    need_limit: bool
+    needs_barrier: bool
 
 
 def has_ended(trial: Trial) -> bool:
-    """Return whether no attempt of the trial can save before its next `Started` entry."""
+    """Return whether no attempt of the trial can save before its next `Started` event."""
     return trial.phase in ENDED and trial.outbox is None
 
 
 def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """List a trial's objects; None where a guest writes no limit, or where `collect_from` finds damage and says so."""
+    """List a trial's objects; None if it may not get a barrier, or has damage, which `collect_from` will report."""
     if not has_ended(trial) or not trial.attempt:
         return None
     try:
-        limited = after(trial, Retired(trial=trial.trial, retires=()), "guest")
+        new_state = after(trial, Retired(trial=trial.trial, retires=()), "guest")
         checkpoints = store.list(key.checkpoints)
-        blobs = orphans(store, key, limited)
+        blobs = orphans(store, key, new_state)
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
         return None
-    left = leftover(store, key, limited, checkpoints)
-    need_limit = any(is_collectable(limited, old) and not is_collectable(trial, old) for old in left) or any(
+    leftovers = leftover(store, key, new_state, checkpoints)
+    needs_barrier = any(is_collectable(new_state, old) and not is_collectable(trial, old) for old in leftovers) or any(
         blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs
     )
-    return _Candidates(checkpoints, blobs, need_limit)
+    return _Candidates(checkpoints, blobs, needs_barrier)
 
 
 def collect_experiment(
@@ -269,45 +268,47 @@ def collect_experiment(
     dry_run: bool = False,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Garbage:
-    """Delete the garbage of an experiment, or of `only` these trials, and return it.
+    """Delete the garbage of an experiment, or of the trials in `only`, and return it.
 
-    First it writes a `Retired` entry for the trials that have ended where that frees garbage; on a target that supports
-    one writer only it writes none. A dry run writes and deletes nothing, and returns what a run would delete. An object
-    that cannot be read is reported as its trial's damage, and does not stop the others.
+    First it writes `Retired` events for ended trials if that frees garbage, unless the target supports only one writer.
+    A dry run writes and deletes nothing, and returns what a run would delete. An object that cannot be read is reported
+    as damage of its trial; the other trials are collected.
 
     Raises:
-        JournalCorrupt, Superseded, UnknownVersion: as `load`.
+        JournalCorrupt, Superseded, UnknownVersion: see `load`.
         StoreUnavailable, StoreRefused, CommitUnknown: call again.
     """
     names = list(experiment.trials if only is None else only)
     state = experiment
 
-    def for_each(act: Callable[[TrialKey, Trial], _Result]) -> Sequence[_Result | Unreadable | None]:
-        def act_in_time(name: str) -> _Result | Unreadable | None:
+    def map_trials(act: Callable[[TrialKey, Trial], _Result]) -> Sequence[_Result | Unreadable | None]:
+        def act_if_time(name: str) -> _Result | Unreadable | None:
             key = state.trial_key(name)
             if not has_time():
                 return None
             return unless_unreadable(store, key, key.folder, lambda: act(key, state.trial(name)))
 
-        return list(store.map(act_in_time, names))
+        return list(store.map(act_if_time, names))
 
-    def limits(state: Experiment) -> Sequence[Retired]:
-        return [Retired(trial=name, retires=()) for name in limited if has_ended(state.trial(name))]
+    def make_barriers(state: Experiment) -> Sequence[Retired]:
+        return [Retired(trial=name, retires=()) for name in barrier_names if has_ended(state.trial(name))]
 
-    looked = for_each(lambda key, trial: _find_candidates(store, key, trial))
-    found = {name: each for name, each in zip(names, looked, strict=True) if isinstance(each, _Candidates)}
-    limited = [name for name, each in found.items() if each.need_limit and store.conditional_create]
-    if limited and not dry_run:
-        state = append_as_guest(store, state.key, limits, stamp)
-    for limit in limits(state) if dry_run else ():
+    results = map_trials(lambda key, trial: _find_candidates(store, key, trial))
+    candidates = {n: result for n, result in zip(names, results, strict=True) if isinstance(result, _Candidates)}
+    barrier_names = [n for n, candidate in candidates.items() if candidate.needs_barrier and store.conditional_create]
+    if barrier_names and not dry_run:
+        state = append_as_guest(store, state.key, make_barriers, stamp)
+    for limit in make_barriers(state) if dry_run else ():
         state = after_event(state, limit, state.number + 1, "guest")
-    collected = for_each(lambda key, trial: collect_from(store, key, trial, found.get(trial.trial), dry_run=dry_run))
+    collected = map_trials(
+        lambda key, trial: collect_from(store, key, trial, candidates.get(trial.trial), dry_run=dry_run)
+    )
     delete = objects_before if dry_run else delete_objects_before
     return Garbage(
         [
-            Collected(each.trial, damage=each.why) if isinstance(each, Unreadable) else each
-            for each in collected
-            if each is not None
+            Collected(result.trial, damage=result.why) if isinstance(result, Unreadable) else result
+            for result in collected
+            if result is not None
         ],
         collected.count(None),
         delete(store, state.name, state.key.generation) if only is None else (),
@@ -315,48 +316,48 @@ def collect_experiment(
 
 
 def collect_from(
-    store: ObjectStore, key: TrialKey, trial: Trial, found: _Candidates | None = None, *, dry_run: bool = False
+    store: ObjectStore, key: TrialKey, trial: Trial, candidates: _Candidates | None = None, *, dry_run: bool = False
 ) -> Collected:
     """Delete the garbage of a trial, and return what was deleted. The next call finishes an interrupted one.
 
-    Blobs go first and manifests last, so that it finds them. A dry run deletes nothing.
+    Manifests are deleted last, so that the next call finds their blobs. A dry run deletes nothing.
 
     Raises:
-        JournalCorrupt, UnknownVersion: as `load`.
+        JournalCorrupt, UnknownVersion: see `load`.
         StoreUnavailable: call again.
     """
     if not trial.attempt:
-        return Collected(trial.trial)  # it was added, and not started
-    needs_entry = found is not None and found.need_limit and not store.conditional_create
-    kept = f"more could be deleted after an entry in its journal: {ONE_WRITER}" if needs_entry else None
-    checkpoints = store.list(key.checkpoints) if found is None else found.checkpoints
+        return Collected(trial.trial)  # added, but never started
+    lacks_barrier = candidates is not None and candidates.needs_barrier and not store.conditional_create
+    kept = f"some garbage needs an entry in the journal first: {ONE_WRITER}" if lacks_barrier else None
+    checkpoints = store.list(key.checkpoints) if candidates is None else candidates.checkpoints
     while True:
         try:
-            left = leftover(store, key, trial, checkpoints)
-            blobs = orphans(store, key, trial, None if found is None else found.blobs)
+            leftovers = leftover(store, key, trial, checkpoints)
+            blobs = orphans(store, key, trial, None if candidates is None else candidates.blobs)
             break
-        except OutdatedStateError as outdated:  # the owner retires checkpoints meanwhile
+        except OutdatedStateError as outdated:  # meanwhile the owner has retired checkpoints
             trial = outdated.current
         except CheckpointCorrupt as corrupt:
             return Collected(trial.trial, damage=str(corrupt))
         except Superseded:
             return Collected(trial.trial, kept="its experiment is being deleted")
-    doomed = [old for old in left if is_collectable(trial, old)]
-    over = trial.attempt if has_ended(trial) else trial.attempt - 1
+    to_delete = [old for old in leftovers if is_collectable(trial, old)]
+    last_ended = trial.attempt if has_ended(trial) else trial.attempt - 1
     messages = [
-        *answers_up_to(store, key, over),
-        *node_objects_up_to(store, key, over),
+        *answers_up_to(store, key, last_ended),
+        *node_objects_up_to(store, key, last_ended),
         *received_posts(store, key, trial),
     ]
     if not dry_run:
         store.delete([listed.path for listed in (*blobs, *messages)])
-        _delete_manifests(store, doomed)
+        _delete_manifests(store, to_delete)
     return Collected(
         trial.trial,
-        checkpoints=tuple(old.step for old in doomed),
+        checkpoints=tuple(old.step for old in to_delete),
         orphan_count=len(blobs),
         orphan_bytes=sum(blob.size_bytes for blob in blobs),
-        undecided_count=len(left) - len(doomed),
+        undecided_count=len(leftovers) - len(to_delete),
         answer_count=len(messages),
         kept=kept,
     )
@@ -366,9 +367,9 @@ def collect_from(
 
 
 def prunable(experiment: Experiment, policy: Retention) -> Sequence[Retired]:
-    """Return the retirements of what `policy` does not keep; none while a trial has not ended.
+    """Return the retirements of checkpoints that `policy` does not keep; none unless all trials have ended.
 
-    The newest checkpoint of each trial and pinned ones stay, and so do the best trial and the best checkpoint of all.
+    Pinned checkpoints and the newest one of each trial stay, as do the best trial and the best checkpoint of all.
     """
     trials = experiment.trials.values()
     if experiment.is_removed or not all(has_ended(trial) for trial in trials):
@@ -387,23 +388,23 @@ def prunable(experiment: Experiment, policy: Retention) -> Sequence[Retired]:
 def prune(
     store: ObjectStore, journal: JournalKey, policy: Retention, stamp: Stamp, *, dry_run: bool = False
 ) -> Sequence[Retired]:
-    """Retire what is `prunable` in one entry, and return the retirements. Their bytes are deleted by `collect_from`.
+    """Write the `prunable` retirements in one entry, and return them. `collect_from` deletes the bytes.
 
-    If a trial is running again by then, none is retired: its owner has a policy. A dry run writes nothing.
+    If a trial runs again by then, none is retired: its owner has a policy. A dry run writes nothing.
 
     Raises:
-        StoreRefused: the target supports one writer only.
-        JournalCorrupt, Superseded, UnknownVersion: as `load`.
+        StoreRefused: the target supports only one writer.
+        JournalCorrupt, Superseded, UnknownVersion: see `load`.
         StoreUnavailable, CommitUnknown: call again.
     """
     if dry_run:
         return prunable(load(store, journal), policy)
     retirements: Sequence[Retired] = ()
 
-    def events(state: Experiment) -> Sequence[Retired]:
+    def retirement_events(state: Experiment) -> Sequence[Retired]:
         nonlocal retirements
         retirements = prunable(state, policy)
         return retirements
 
-    append_as_guest(store, journal, events, stamp)
+    append_as_guest(store, journal, retirement_events, stamp)
     return retirements

@@ -1,7 +1,7 @@
-"""Documents that carry their own digest: what reads back is what was written, to the byte.
+"""Documents that contain their own digest: a reader gets exactly the bytes that were written.
 
-Each kind of document has a version of its own. A document of an older version is upgraded when it is read, after its
-digest was checked; the stored document is not rewritten.
+Each kind of document has its own version. A document of an older version is upgraded when it is read, after its digest
+was checked; the stored document is not rewritten.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
 DOCUMENT_BYTES = 512 * 1024 * 1024
-"""No larger document is written; one that is found is damaged or foreign, and is not read."""
-_FIRST_BYTES = 4 * 1024 * 1024
-_TRIES = 10
-_SEAL = "digest_of_document"
+"""No larger document is written; a larger object is damaged or foreign, and is not read."""
+_FIRST_READ_BYTES = 4 * 1024 * 1024
+_MAX_LISTINGS = 10
+_DIGEST_KEY = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes the JSON of one version that of the next. It may change its argument, and leaves `version` alone."""
+"""Converts the JSON of one version to the next version. May change its argument; does not set `version`."""
 
 
 class Document(Value):
-    """A value that is stored. Its class names the format, and gives `version` the current one as its default."""
+    """A value that is stored. Its class names the format; the default of `version` is the current version."""
 
     format: str
     version: int
     upgrades: ClassVar[Mapping[int, Upgrade]] = {}
-    """By version, the step to the next: one for each older version that is still read."""
+    """By version, the upgrade to the next version: one for each older version that can still be read."""
     oldest_version: ClassVar[int]
     current_version: ClassVar[int]
 
@@ -55,30 +55,30 @@ def seal(value: Document) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
-        InvalidInput: it holds a value that JSON cannot represent (a NaN, an object, endless nesting), or is larger than
-            `DOCUMENT_BYTES`.
+        InvalidInput: it holds a value that JSON cannot represent (a NaN, an object, infinite nesting), or is larger
+            than `DOCUMENT_BYTES`.
     """
-    return _sealed(value)[1]
+    return _encode_value(value)[1]
 
 
 def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
-    """Return `seal(value)` and the value that a reader will see, in less time than `seal` and `unseal`.
+    """Return `seal(value)` and the value that a reader will see; faster than `seal` and `unseal`.
 
     Raises:
-        InvalidInput: `value` cannot be written, or could not be read again.
+        InvalidInput: `value` cannot be written, or could not be read back.
     """
-    bare, sealed = _sealed(value)
+    bare, sealed = _encode_value(value)
     return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
 
 
 def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buffer:
-    """Return a whole object of at most `DOCUMENT_BYTES`; a larger one is not read, and raised as `error`.
+    """Return a complete object of at most `DOCUMENT_BYTES`; raise `error` for a larger one, which is not read.
 
     Raises:
         ObjectNotFound: there is no object.
     """
-    data = store.read(path, length=_FIRST_BYTES)
-    if len(data) < _FIRST_BYTES:
+    data = store.read(path, length=_FIRST_READ_BYTES)
+    if len(data) < _FIRST_READ_BYTES:
         return data
     size_bytes = store.size(path)
     if size_bytes is None:
@@ -90,7 +90,7 @@ def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buff
 
 
 def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type[Exception]) -> _Sealed | None:
-    """Read the object at `path`, and `unseal` it; None where there is none. Raises as `unseal`."""
+    """Read the object at `path`, and `unseal` it; None if it does not exist. Raises like `unseal`."""
     try:
         data = read_document(store, path, error)
     except ObjectNotFound:
@@ -99,24 +99,24 @@ def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type
 
 
 def read_newest(store: ObjectStore, model: type[_Sealed], folder: str, error: type[Exception]) -> _Sealed | None:
-    """Read the last numbered document in `folder`; None where there is none. Raises as `unseal`.
+    """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
-    It is for documents whose writer deletes the one before: a listed one that is gone has a successor.
+    For documents whose writer deletes the previous one: if a listed document is missing, a newer one exists.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_LISTINGS):
         if not (paths := numbered_paths(store, folder)):
             return None
         if (document := read_sealed(store, model, paths[-1], error)) is not None:
             return document
-    raise error(f"{folder}: {_TRIES} listings in a row name a document that is gone")
+    raise error(f"{folder}: {_MAX_LISTINGS} listings in a row contain a document that does not exist; try again")
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
     """Read a sealed `model`, and verify every byte, the version and every field.
 
     Raises:
-        UnknownVersion: it was written by a release that is too new or too old for this one.
-    What else is wrong with it is raised as `error`.
+        UnknownVersion: a release that is too new or too old wrote it.
+    Any other problem is raised as `error`.
     """
     body, bare = verified(model, data, where, error)
     if body["version"] != model.current_version:
@@ -127,12 +127,12 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
 def verified(model: type[Document], data: Buffer, where: str, error: type[Exception]) -> tuple[dict[str, Any], bytes]:
     """Return the JSON of a sealed `model` as it was written, without its digest, decoded and as bytes.
 
-    The fields are not checked. A newer version is reported as such before the digest is checked: it may be sealed in
-    another way, and must not be taken for damaged.
+    The fields are not checked. A newer version is reported before the digest is checked: it may be sealed differently,
+    and must not be reported as damaged.
 
     Raises:
-        UnknownVersion: as `unseal`.
-    What else is wrong with it is raised as `error`.
+        UnknownVersion: see `unseal`.
+    Any other problem is raised as `error`.
     """
     try:
         body = json.loads(bytes(data))
@@ -141,21 +141,21 @@ def verified(model: type[Document], data: Buffer, where: str, error: type[Except
     if not isinstance(body, dict):
         raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
     name, oldest, current = model.model_fields["format"].default, model.oldest_version, model.current_version
-    if (found := body.get("format", name)) != name:
-        raise error(f"{where}: expected a document of the format {name!r}, found {found!r}")
+    if (format_found := body.get("format", name)) != name:
+        raise error(f"{where}: expected a document of the format {name!r}, found {format_found!r}")
     version = body.get("version")
-    known = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
-    other_version = f"{where}: {name} of version {version}; this prefect-tune reads {known}"
+    readable_versions = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
+    other_version = f"{where}: {name} of version {version}; this prefect-tune reads {readable_versions}"
     if isinstance(version, int) and version > current:
-        raise UnknownVersion(f"{other_version}. Written by a newer prefect-tune: upgrade prefect-tune")
-    claimed = body.pop(_SEAL, None)
+        raise UnknownVersion(f"{other_version}. A newer prefect-tune wrote it: upgrade prefect-tune")
+    stored_digest = body.pop(_DIGEST_KEY, None)
     try:
-        bare, sealed = _written(body)
+        bare, sealed = _encode_body(body)
     except (ValueError, RecursionError):
-        bare, sealed = b"", b""  # a NaN or endless nesting: `seal` writes neither
+        bare, sealed = b"", b""  # a NaN or infinite nesting: `seal` writes neither
     if sealed != data:
-        what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
-        raise error(f"{where}: torn or altered since it was written: {what}")
+        mismatch = f"expected digest {str(stored_digest)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
+        raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")
     if type(version) is not int or version < 1:
         raise error(f"{where}: version: expected a number from 1 to {current}, found {version!r}")
     if version < oldest:
@@ -164,76 +164,76 @@ def verified(model: type[Document], data: Buffer, where: str, error: type[Except
 
 
 def upgraded(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
-    """Return the verified JSON of a `model` as JSON of the current version. Its fields are not checked.
+    """Convert the verified JSON of a `model` to the current version. Its fields are not checked.
 
-    Raises `error` where it is not what a release of its version wrote.
+    Raises `error` if the JSON does not have the form of its version.
     """
     for version in range(body["version"], model.current_version):
         try:
             body = {**model.upgrades[version](body), "version": version + 1}
-        except (LookupError, TypeError, ValueError, AttributeError) as unlike:
-            said = f"{type(unlike).__name__}: {unlike}"
-            raise error(f"{where}: cannot be upgraded from version {version} to {version + 1}: {said}") from unlike
+        except (LookupError, TypeError, ValueError, AttributeError) as failure:
+            problem = f"{type(failure).__name__}: {failure}"
+            raise error(f"{where}: cannot be upgraded from version {version} to {version + 1}: {problem}") from failure
     return body
 
 
-def _sealed(value: Value) -> tuple[bytes, bytes]:
+def _encode_value(value: Value) -> tuple[bytes, bytes]:
     try:
-        bare, sealed = _written(value.model_dump(mode="json"))
-    except (ValueError, TypeError, RecursionError) as unsayable:
-        raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {unsayable}") from unsayable
+        bare, sealed = _encode_body(value.model_dump(mode="json"))
+    except (ValueError, TypeError, RecursionError) as invalid:
+        raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {invalid}") from invalid
     if len(sealed) > DOCUMENT_BYTES:
-        limit, found = shown_size(DOCUMENT_BYTES), shown_size(len(sealed))
+        limit, size = shown_size(DOCUMENT_BYTES), shown_size(len(sealed))
         raise InvalidInput(
-            f"{type(value).__name__}: expected at most {limit} of JSON, found {found}: put large values into files, "
+            f"{type(value).__name__}: expected at most {limit} of JSON, found {size}: put large values into files, "
             "and pack very many small files into an archive"
         )
     return bare, sealed
 
 
-def _written(body: dict[str, object]) -> tuple[bytes, bytes]:
-    """Return a document as canonical JSON twice: without its digest, and with it among the sorted keys."""
+def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
+    """Return a document as canonical JSON, twice: without its digest, and with it, in the order of the sorted keys."""
 
-    def joined(*parts: bytes) -> bytes:
+    def join_members(*parts: bytes) -> bytes:
         return b"{" + b",".join(filter(None, parts)) + b"}"
 
-    before = canonical_json({key: value for key, value in body.items() if key < _SEAL})[1:-1]
-    after = canonical_json({key: value for key, value in body.items() if key > _SEAL})[1:-1]
-    bare = joined(before, after)
-    return bare, joined(before, f'"{_SEAL}":"{digest_of(bare)}"'.encode(), after)
+    before = canonical_json({key: value for key, value in body.items() if key < _DIGEST_KEY})[1:-1]
+    after = canonical_json({key: value for key, value in body.items() if key > _DIGEST_KEY})[1:-1]
+    bare = join_members(before, after)
+    return bare, join_members(before, f'"{_DIGEST_KEY}":"{digest_of(bare)}"'.encode(), after)
 
 
-# Sign settings and verify them: a valid signature proves that a holder of the key wrote them.
+# Sign and verify settings: a valid signature proves that a process with the key wrote them.
 #
-# Write access to the target is not enough for that. The signature is an HMAC over all settings and the experiment's
-# name, so that settings signed for one experiment are not valid for another. It is stored among the settings it signs.
+# Write access to the target is not enough to sign. The signature is an HMAC over all settings and the experiment's
+# name, so that settings signed for one experiment are invalid for another. It is stored among the settings.
 
-_SIGNATURE = "signature"
-_FORMAT = "hmac-sha256-v1"
+_SIGNATURE_KEY = "signature"
+_SIGNATURE_FORMAT = "hmac-sha256-v1"
 
 
 def signed(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
     """Return `settings` with their signature by `key` for `experiment`."""
-    return {**unsigned(settings), _SIGNATURE: _signature(settings, experiment, key)}
+    return {**unsigned(settings), _SIGNATURE_KEY: _compute_signature(settings, experiment, key)}
 
 
 def unsigned(settings: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` without a signature."""
-    return {name: value for name, value in settings.items() if name != _SIGNATURE}
+    return {name: value for name, value in settings.items() if name != _SIGNATURE_KEY}
 
 
 def has_signature(settings: Mapping[str, object]) -> bool:
     """Return whether `settings` have a signature, valid or not."""
-    return _SIGNATURE in settings
+    return _SIGNATURE_KEY in settings
 
 
 def is_signed(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
     """Return whether `settings` have a valid signature by `key` for `experiment`."""
-    found = settings.get(_SIGNATURE)
-    expected = _signature(settings, experiment, key).encode()
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), expected)
+    signature = settings.get(_SIGNATURE_KEY)
+    expected = _compute_signature(settings, experiment, key).encode()
+    return isinstance(signature, str) and hmac.compare_digest(signature.encode(), expected)
 
 
-def _signature(settings: Mapping[str, object], experiment: str, key: bytes) -> str:
-    document = canonical_json({"format": _FORMAT, "experiment": experiment, "settings": unsigned(settings)})
-    return f"{_FORMAT}:{hmac.digest(key, document, 'sha256').hex()}"
+def _compute_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> str:
+    document = canonical_json({"format": _SIGNATURE_FORMAT, "experiment": experiment, "settings": unsigned(settings)})
+    return f"{_SIGNATURE_FORMAT}:{hmac.digest(key, document, 'sha256').hex()}"

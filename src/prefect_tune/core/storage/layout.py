@@ -18,8 +18,8 @@
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
-The page says what each object is. `generations` finds the generation of a name; a key has it, and all further keys
-and paths come from keys.
+The page describes each object. `generations` finds the generation of a name; each key contains it, and all other keys
+and paths are made from keys.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
 
 MANIFEST = "manifest.json"
-_DIGITS = 10
+_DIGIT_COUNT = 10
 _NUMBERED = re.compile(r"[0-9]{10}(-[0-9]{10})?\.(json|parquet)")
 
 
-def _portable(path: str) -> str:
+def _check_portable_path(path: str) -> str:
     if not is_inside(path) or "\\" in path:
         raise ValueError(f"path {path!r} is not a plain relative path")
     if is_too_long(path):
@@ -50,12 +50,12 @@ def _portable(path: str) -> str:
     return path
 
 
-PortablePath: TypeAlias = Annotated[str, AfterValidator(_portable)]
-"""A relative path that means the same file inside its folder on every system."""
+PortablePath: TypeAlias = Annotated[str, AfterValidator(_check_portable_path)]
+"""A relative path that names the same file in its folder on every operating system."""
 
 
 Generation: TypeAlias = Annotated[int, Field(ge=1)]
-"""Counts the experiments that had one name, from 1: each deletion ends a generation (see `generations`)."""
+"""Counts the experiments of one name, from 1: each deletion ends a generation (see `generations`)."""
 
 
 class JournalKey(Value):
@@ -77,7 +77,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call(self) -> str:
-        """The path of the document that says which call without a name has this experiment."""
+        """The path of the document with the unnamed call to which this experiment belongs."""
         return f"{self.folder}/unnamed-call.json"
 
     @property
@@ -93,12 +93,12 @@ class JournalKey(Value):
         return f"{self.folder}/live"
 
     def request_path(self, number: int) -> str:
-        """Return the path of the request (to stop) `number`, from 1, that others send to the experiment."""
+        """Return the path of stop request `number` (from 1), which another process sends to the experiment."""
         return numbered(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
-        """Return the path of the live status `number` (from 1) that the owner of `term` writes; the newest is kept."""
-        return f"{self.live}/{in_digits(term)}-{in_digits(number)}.json"
+        """Return the path of live status `number` (from 1) of the owner of `term`; only the newest one is kept."""
+        return f"{self.live}/{_pad_number(term)}-{_pad_number(number)}.json"
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""
@@ -109,30 +109,30 @@ class JournalKey(Value):
         return numbered(self.snapshots, number, "jsonl")
 
 
-def in_digits(number: int) -> str:
-    """Return a number as ten digits, so that names sort as their numbers do."""
-    return f"{number:0{_DIGITS}d}"
+def _pad_number(number: int) -> str:
+    """Return a number as ten digits, so that names sort like their numbers."""
+    return f"{number:0{_DIGIT_COUNT}d}"
 
 
 def numbered(folder: str, number: int, kind: str = "json") -> str:
-    """Return the path of the document in `folder` that is named by `number`."""
-    return f"{folder}/{in_digits(number)}.{kind}"
+    """Return the path of document `number` in `folder`."""
+    return f"{folder}/{_pad_number(number)}.{kind}"
 
 
 def number_in(folder: str, path: str, kind: str = "json") -> int | None:
-    """Return the number in the name of the document at `path` in `folder`; None for a foreign file."""
+    """Return the number of the document at `path` in `folder`; None for a foreign file."""
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
-    is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
+    is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGIT_COUNT
     return int(stem) if suffix == kind and is_number else None
 
 
 def numbered_paths(store: ObjectStore, folder: str) -> Sequence[str]:
-    """Return the paths of the objects in `folder` that are named by one number or two, in their order."""
+    """Return the paths of the objects in `folder` whose names are one number or two, sorted."""
     return [listed.path for listed in store.list(folder) if _NUMBERED.fullmatch(listed.path.removeprefix(f"{folder}/"))]
 
 
 def delete_numbered(store: ObjectStore, before: str) -> None:
-    """Delete the objects with lower numbers in the folder of the path `before`; other files stay."""
+    """Delete the objects with lower numbers than `before` in its folder; other files stay."""
     if paths := [path for path in numbered_paths(store, before.rpartition("/")[0]) if path < before]:
         store.delete(paths)
 
@@ -144,37 +144,37 @@ NEVER_ARTIFACTS = (
     "./rank_*",
     "./.lazy_checkpoint_marker",
 )
-"""Files that trainables of older APIs leave at the top of their directory, and that were never artifacts."""
+"""Patterns of files that trainables of older APIs leave at the top of their directory, and that are no artifacts."""
 
 
 def is_excluded(path: str, patterns: Sequence[str]) -> bool:
-    """Return whether the file at `path` of a trial's directory (relative, with slashes) matches one of the patterns.
+    """Return whether the file at `path` (relative to a trial's directory, with slashes) matches one of the patterns.
 
-    A pattern is a shell pattern (`*`, `?`, `[...]`; `*` matches slashes too) for a file or folder; everything below
-    an excluded folder is excluded too:
+    A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in an excluded
+    folder is excluded, too:
 
-    - a pattern with a slash is matched with the path from the top of the directory (`logs/*.tmp`);
-      a leading `./` means the same: `./rank_*` matches at the top only;
-    - a pattern without a slash is matched with names at any depth (`*.tmp`, `__pycache__`).
+    - a pattern with a slash is compared with the path from the top of the directory (`logs/*.tmp`);
+      a leading `./` has the same effect: `./rank_*` matches only at the top;
+    - a pattern without a slash is compared with names at any depth (`*.tmp`, `__pycache__`).
     """
     names = path.split("/")
-    above = ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
-    whole = [each.removesuffix("/") for each in patterns]
+    prefixes = ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
+    normalized = [pattern.removesuffix("/") for pattern in patterns]
     return any(
-        fnmatchcase(found, pattern.removeprefix("./"))
-        for pattern in whole
-        for found in (above if "/" in pattern else names)
+        fnmatchcase(candidate, pattern.removeprefix("./"))
+        for pattern in normalized
+        for candidate in (prefixes if "/" in pattern else names)
     )
 
 
 def below(root_uri: str, folder: str) -> str:
-    """Return the URI of a folder or file of a target; the query options of the target's URI are kept at the end."""
+    """Return the URI of a folder or file on a target; the query options of the target's URI stay at the end."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
 class CheckpointOrigin(Value):
-    """The checkpoint of another trial of the experiment whose manifest and bytes a clone uses."""
+    """The checkpoint of another trial of the experiment, whose manifest and bytes a clone uses."""
 
     trial: TrialId
     step: int
@@ -210,7 +210,7 @@ class TrialKey(Value):
         return f"{self.folder}/artifacts"
 
     def checkpoint_key(self, checkpoint: CheckpointRef) -> CheckpointKey:
-        """Return the key of the manifest of a checkpoint of this trial: for a clone, that of its origin."""
+        """Return the key of the manifest of a checkpoint of this trial; for a clone, the key of its origin."""
         if (origin := checkpoint.origin) is not None:
             folder = self.of_experiment.trial_key(origin.trial)
             return CheckpointKey(trial=folder, step=origin.step, sequence=origin.sequence)
@@ -221,12 +221,12 @@ class TrialKey(Value):
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
-        """Return the path of the reply to an attempt that asked at `step`; step 0 is for an unasked message."""
-        return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
+        """Return the path of the reply to an attempt that waits at `step`; step 0 is for an unsolicited message."""
+        return f"{self.answers}/{attempt:06d}-{_pad_number(step)}.json"
 
     def outbox_path(self, outbox: int, post: int) -> str:
         """Return the path of a post (from 1) in an outbox of the trial (from 1)."""
-        return numbered(f"{self.outboxes}/{in_digits(outbox)}", post)
+        return numbered(f"{self.outboxes}/{_pad_number(outbox)}", post)
 
     @property
     def outboxes(self) -> str:
@@ -234,16 +234,16 @@ class TrialKey(Value):
 
     @property
     def nodes(self) -> str:
-        """The folder of what the nodes of an attempt write for one another."""
+        """The folder of the objects that the nodes of an attempt write for one another."""
         return f"{self.folder}/nodes"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save with this sequence."""
-        return f"{self.blobs}/{digest}-{in_digits(sequence)}"
+        return f"{self.blobs}/{digest}-{_pad_number(sequence)}"
 
 
 class NodesKey(Value):
-    """Names an attempt that several nodes train."""
+    """Names an attempt that runs on several nodes."""
 
     trial: TrialKey
     attempt: int
@@ -254,7 +254,7 @@ class NodesKey(Value):
 
     @property
     def address_path(self) -> str:
-        """The path of the address where node 0 waits for the others."""
+        """The path of the address at which node 0 waits for the other nodes."""
         return f"{self.folder}/address.json"
 
     def part_path(self, key: CheckpointKey, node: int) -> str:
@@ -263,7 +263,7 @@ class NodesKey(Value):
 
     @classmethod
     def from_path(cls, trial: TrialKey, path: str) -> NodesKey | None:
-        """Return the attempt of which an object of its nodes is at `path`; None for a foreign file."""
+        """Return the attempt whose nodes wrote the object at `path`; None for a foreign file."""
         attempt = path.removeprefix(f"{trial.nodes}/").partition("/")[0]
         if not (attempt.isascii() and attempt.isdecimal()):
             return None
@@ -272,9 +272,9 @@ class NodesKey(Value):
 
 
 class CheckpointKey(Value):
-    """Names one checkpoint: its step, and the sequence of its save, which counts the saves of the trial.
+    """Names one checkpoint by its step and by the sequence of its save, which counts the saves of the trial.
 
-    No two checkpoints of one step have the same sequence, so a name is written at most once.
+    No two checkpoints of a step have the same sequence, so a name is written at most once.
     """
 
     trial: TrialKey
@@ -283,7 +283,7 @@ class CheckpointKey(Value):
 
     @property
     def name(self) -> str:
-        return f"{in_digits(self.step)}-{in_digits(self.sequence)}"
+        return f"{_pad_number(self.step)}-{_pad_number(self.sequence)}"
 
     @property
     def folder(self) -> str:
@@ -309,7 +309,7 @@ class CheckpointKey(Value):
 
 
 def blob_sequence(path: str) -> int:
-    """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
+    """Return the sequence in a blob's name; -1 for a foreign file, which thus counts as older than every save."""
     sequence = path.rpartition("-")[2]
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
 
@@ -320,6 +320,6 @@ Rows: TypeAlias = Literal["trials", "reports"]
 def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
     """Return the path of the Parquet file with the results after entry `number` of the journal.
 
-    It can be made again from the journal. So the file with the highest number counts; lower ones are deleted.
+    The journal is enough to recreate it, so only the file with the highest number is kept.
     """
     return numbered(f"{experiment.folder}/results/{rows}", number, "parquet")

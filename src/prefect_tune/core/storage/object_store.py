@@ -21,12 +21,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a relative path stays in its folder and is normalized: no empty part, '.', '..' or NUL."""
+    """Return whether a relative path is normalized and stays in its folder: no empty part, '.', '..' or NUL."""
     return not any(part in ("", ".", "..") for part in path.split("/")) and "\0" not in path
 
 
 def is_too_long(path: str) -> bool:
-    """Return whether no usual file system holds a relative path: a name has more than 255 bytes, or all of it 4096."""
+    """Return whether a relative path is too long for file systems: a name of over 255 bytes, or over 4096 in all."""
     if len(path) < 64:  # no character has more than 4 bytes
         return False
     return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
@@ -37,7 +37,7 @@ TEMPORARY = ".tmp"
 
 
 def checked_path(path: str) -> str:
-    """Return `path` if it names an object: relative, normalized, `/`-separated, outside `TEMPORARY`.
+    """Return `path` if it can name an object: relative, normalized, `/`-separated, outside `TEMPORARY`.
 
     Raises:
         InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY`.
@@ -50,7 +50,7 @@ def checked_path(path: str) -> str:
 
 
 def checked_folder(prefix: str) -> str:
-    """Return `prefix` without its closing slash if it names a folder; empty is the root.
+    """Return `prefix` without its trailing slash if it can name a folder; the empty text is the root.
 
     Raises:
         InvalidInput: see `checked_path`.
@@ -68,37 +68,36 @@ class Listed:
 
 
 class ObjectStore(Protocol):
-    """Objects under relative, normalized, `/`-separated paths; only `replace` and `delete` change one that exists.
+    """Objects at relative, normalized, `/`-separated paths; only `replace` and `delete` change an existing object.
 
-    Every method ends within the store's deadline and may raise `StoreUnavailable`
-    (transient; one of its subclasses is `DeadlineExceeded`, after which nothing is left running) or
-    `StoreRefused` (credentials, permission, bucket: retrying does not help). A store makes no decisions, and retries
-    only as its client does within the deadline.
+    Every method returns within the store's timeout, or raises `StoreUnavailable` (transient; after its subclass
+    `DeadlineExceeded` no request is left running) or `StoreRefused` (credentials, permission, bucket: a retry does not
+    help). A store makes no decisions; the only retries are those of its client, within the timeout.
     Methods may be called from several threads at once.
     """
 
     @property
     def conditional_create(self) -> bool:
-        """Whether `create` is atomic between writers; without that, a target supports one runner only."""
+        """Whether `create` is atomic among writers; otherwise the target supports only one writer."""
         ...
 
     def create(self, path: str, data: Buffer) -> None:
-        """Write `data` at `path` unless an object exists there: whole and durable, or not at all.
+        """Write `data` at `path` unless an object exists there: completely and durably, or not at all.
 
         Raises:
-            AlreadyExists: an object is at `path`; it may be this same write, whose reply was lost.
+            AlreadyExists: an object exists at `path`; it may be of this same write, after a lost reply.
             CommitUnknown: the target did not say whether it wrote.
         """
         ...
 
     def put(self, path: str, data: Buffer) -> None:
-        """Write `data` durably at a path that is only ever written with these bytes. Idempotent."""
+        """Write `data` durably at `path`, to which no other bytes are ever written. Idempotent."""
         ...
 
     def copy(self, source: str, path: str) -> None:
-        """Make the object at `path` hold the bytes of the one at `source`, durably. Idempotent.
+        """Copy the object at `source` to `path`, durably. Idempotent.
 
-        `path` is only ever written with these bytes. The target copies them itself where it can.
+        No other bytes are ever written to `path`. If the target can copy, no bytes pass through this machine.
 
         Raises:
             ObjectNotFound: the target answered that there is no object at `source`.
@@ -106,10 +105,10 @@ class ObjectStore(Protocol):
         ...
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """Make the object at `path` hold the joined `pieces`, durably, whatever it held before. Idempotent.
+        """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until it is done, readers see the former object; on a store without `conditional_create` perhaps none. `pieces`
-        is iterated again for a retry, and only a few of them are in memory at a time.
+        Until then readers see the former object, or perhaps none on a store without `conditional_create`. A retry
+        iterates over `pieces` again; only a few of them are in memory at a time.
         """
         ...
 
@@ -122,7 +121,7 @@ class ObjectStore(Protocol):
         ...
 
     def size(self, path: str) -> int | None:
-        """Return the size in bytes, or None where the target answered that there is no object."""
+        """Return the size in bytes; None if the target answered that there is no object."""
         ...
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
@@ -130,34 +129,34 @@ class ObjectStore(Protocol):
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete the objects; one that does not exist is no error."""
+        """Delete the objects; a missing object is not an error."""
         ...
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
         """Call `function`, which uses this store, with each item, and yield the results in the order of the items.
 
-        Several calls are made at once where that is faster. The first error cancels those that have not begun.
+        Calls run in parallel if that is faster. The first error cancels the calls that have not begun.
         """
         ...
 
 
-# Create an object only if absent, resolve an unknown outcome, and refuse guests where it is not atomic.
+# Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
 
 ONE_WRITER = (
-    "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "
+    "expected a target with atomic create-if-absent, found one without it: there, two writers can overwrite each "
     "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
-    "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat this there"
+    "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat the command there"
 )
 
 
 def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
-    """Create `path`; if the object exists already and reads back as `data`, that is success.
+    """Create `path`; an existing object that equals `data` is success.
 
-    `data` carries a write id, so equal bytes mean this same write: its reply was lost, or the client retried
-    and found the object of its first request.
+    `data` contains a write id, so equal bytes are of this same write: its reply was lost, or the client retried and
+    found the object of its first request.
 
     Raises:
-        AlreadyExists: the object holds another writer's bytes.
+        AlreadyExists: the object holds the bytes of another writer.
         CommitUnknown: the target did not say whether it wrote, and the object does not exist yet or cannot be
             read; the write may still arrive.
     """
@@ -165,20 +164,20 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
         store.create(path, data)
     except (AlreadyExists, CommitUnknown) as outcome:
         try:
-            found = bytes(store.read(path, length=len(data) + 1))
+            stored = bytes(store.read(path, length=len(data) + 1))
         except ObjectNotFound as absent:
             raise CommitUnknown(f"{path}: {outcome}; there is no object, but the write may still arrive") from absent
         except (StoreUnavailable, StoreRefused) as unreadable:
             raise CommitUnknown(f"{path}: {outcome}; and it could not be read back: {unreadable}") from unreadable
-        if found != data:
+        if stored != data:
             raise AlreadyExists(f"{path}: another writer has created it with other bytes") from outcome
 
 
 def require_conditional_create(store: ObjectStore, where: object) -> None:
-    """Return if the target supports several writers at `where`: an owner may be running and writing there.
+    """Return if the target supports several writers: an owner may be writing at `where`.
 
     Raises:
-        StoreRefused: the target supports one writer only. Nothing was written.
+        StoreRefused: the target supports only one writer. Nothing was written.
     """
     if not store.conditional_create:
         raise StoreRefused(f"{where}: only its owner may write there: {ONE_WRITER}")
