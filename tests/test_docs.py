@@ -205,7 +205,7 @@ def check_audit(printed: str, _: Path) -> None:
 
 
 def check_maintain(printed: str, _: Path) -> None:
-    assert "step 40: 4.77 MiB in 2 files, whole" in printed
+    assert "step 40: 4.77 MiB in 2 files, intact" in printed
 
 
 def check_deployments(printed: str, _: Path) -> None:

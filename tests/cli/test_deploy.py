@@ -127,7 +127,7 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
         "existing automations are kept"
     )
     refused = run("deploy", "tune", *TO, "--notify", "custom-webhook/deploy-alerts")
-    assert (refused.code, "leave out --no-automations" in refused.err) == (2, True)
+    assert (refused.code, "remove --no-automations" in refused.err) == (2, True)
     uninstall_automations()
 
 
@@ -185,7 +185,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     ("arguments", "said"),
     [
         (("--work-pool", "gone"), "there is no work pool 'gone' (existing pools: "),
-        ((*TO, "--image", "me:1"), "of type 'process' has no job variable 'image'"),
+        ((*TO, "--image", "me:1"), "('process') has no job variable 'image'"),
         ((*TO, "--cron", "0 2 * * *"), "need one FLOW and --name NAME"),
         ((*TO, "--name", "x", "--cron", "at two"), "schedule 'at two'"),
         ((*TO, "--name", "x", "--params", "[1]"), "--params: expected a JSON object"),

@@ -164,7 +164,7 @@ def test_a_folder_that_does_not_exist_is_named_and_not_created(
 REFUSALS = [
     ("show MOODS moods --trial 9", 2, "experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)"),
     ("report MOODS moods --output TMP/no/page.md", 2, "TMP/no/page.md: No such file or directory"),
-    ("report MOODS moods --output TMP/page.pdf", 2, "expected a file that ends in .html or .md"),
+    ("report MOODS moods --output TMP/page.pdf", 2, "expected a file ending in .html or .md"),
     ("report MOODS moods --output TMP/page.json", 2, "--json prints to stdout"),
     ("report MOODS moods --output TMP/page.html --json", 2, "--json prints to stdout"),
     ("export MOODS moods TMP/file/out", 1, "[Errno 17] File exists: 'TMP/file'"),
@@ -273,7 +273,7 @@ def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path
     done = run("verify", target, "digits")
     assert done.code == 1
     assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
-    assert done.out == "steps 2, 6: 9.54 MiB in 4 files, whole\n"
+    assert done.out == "steps 2, 6: 9.54 MiB in 4 files, intact\n"
     verified = run("verify", target, "digits", "--json")
     assert (verified.code, verified.err) == (1, "")
     assert [row["damage"] is None for row in json.loads(verified.out)] == [True, False, True]
@@ -299,7 +299,7 @@ def test_verify_prints_damage_also_if_the_target_fails_later(
 def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run, target: Path, tmp_path: Path) -> None:
     done = run("export", target, "digits", "--step", 3, tmp_path / "plain")
     assert (done.code, done.out) == (2, "")
-    assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; there are: 2, 4, 6\n"
+    assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; available steps: 2, 4, 6\n"
 
 
 @pytest.mark.parametrize("command", ["checkpoints", "show", "verify"])

@@ -125,7 +125,7 @@ def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[s
 
 def test_a_search_cannot_both_stop_at_the_first_error_and_at_none() -> None:
     assert parameters_from({"fail_fast": False, "ignore_errors": True}) == {"fail_fast": False}
-    with pytest.raises(InvalidInput, match="give one of them"):
+    with pytest.raises(InvalidInput, match="pass only one"):
         parameters_from({"fail_fast": True, "ignore_errors": True})
 
 
@@ -166,7 +166,7 @@ def test_interrupted_before_a_flow_run_it_names_no_experiment_to_resume(
 
     monkeypatch.setattr("prefect_tune.cli.search.check_parameters", interrupted)
     done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
-    assert (done.code, done.out, done.err) == (130, "", "stopped before it began; nothing was started\n")
+    assert (done.code, done.out, done.err) == (130, "", "stopped before the run began; nothing was started\n")
 
 
 def _wait_for(fact: Callable[[], bool]) -> None:
@@ -188,14 +188,14 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
         (
             ["--set", "lr=logunif(1,2)"],
-            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'? write a text",
+            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'? put a text",
         ),
         (
             ["--set", "lr=loguniform(0.1,1e-4)"],
             "lr: loguniform(0.1, 0.0001): expected low < high, found low=0.1 and high=0.0001; did you mean loguniform(",
         ),
         (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
-        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
+        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': expected in the parentheses JSON"),
         (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': expected 'a' to be an object"),
         (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
         (["--stop", "MaxFailures=5"], 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
@@ -298,7 +298,7 @@ def test_what_a_journal_chooses_is_refused_in_words_that_say_what_to_pass(
     done = run("resume", untrusted.target.path, "e", *named)
     assert done.code == 1
     assert f"'{untrusted.module}:" in done.err
-    assert "If it is yours, pass it: pt.resume('e'" in done.err
+    assert "If the journal is yours, pass: pt.resume('e'" in done.err
     assert not untrusted.marker.exists()
     assert untrusted.module not in sys.modules
 

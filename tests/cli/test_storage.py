@@ -63,18 +63,18 @@ def test_the_checkpoints_of_all_trials_are_listed_and_those_of_one(run: Run, moo
 
 def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> None:
     done = run("verify", own_moods, "moods")
-    assert (done.code, done.out.count("whole")) == (0, 4)
+    assert (done.code, done.out.count("intact")) == (0, 4)
     for blob in own_moods.glob("moods/1/trials/00001/blobs/*"):
         blob.chmod(0o644)
         blob.write_bytes(b"x")
     broken = run("verify", own_moods, "moods")
-    assert (broken.code, broken.out.count("whole")) == (1, 3)
+    assert (broken.code, broken.out.count("intact")) == (1, 3)
     assert broken.err.count("00001 step") == 2
 
 
 def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run: Run, tmp_path: Path) -> None:
     write_experiment(tmp_path / "target", "e", [])
-    assert run("verify", tmp_path / "target", "e").out == "e: no checkpoint is live, so there is nothing to verify\n"
+    assert run("verify", tmp_path / "target", "e").out == "e: there is no live checkpoint to verify\n"
     assert json.loads(run("verify", tmp_path / "target", "e", "--json").out) == []
 
 
@@ -126,7 +126,7 @@ def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
     assert [exported[name] for name in own] == [b"of the model"] * len(own)
     name = "trial-2-config.json" if "trial-config.json" in own else "trial-config.json"
     assert json.loads(exported[name]) == {"rate": 0.5}
-    assert f"config.json is the checkpoint's own file; that of the trial is {name}" in done.err
+    assert f"config.json is a file of the checkpoint; the trial's is in {name}" in done.err
     metrics = "trial-metrics.json" if "metrics.json" in own else "metrics.json"
     assert json.loads(exported[metrics]) == {"loss": 0.5}
     assert run("export", tmp_path / "target", "e", tmp_path / "out").code == 0
@@ -297,7 +297,7 @@ def test_maintain_ends_with_4_where_it_finds_damage_and_what_is_whole_again_is_r
     assert (refused.code, "DAMAGED" in refused.err) == (1, True)
     path.write_bytes(was)
     released = run("verify", target, "digits", "--release", 6)
-    assert (released.code, "whole" in released.out) == (0, True)
+    assert (released.code, "intact" in released.out) == (0, True)
     rows = json.loads(run("checkpoints", target, "digits", "--json").out)
     assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "live"), (6, "live")]
 
@@ -365,7 +365,7 @@ def test_without_a_terminal_and_without_yes_nothing_is_deleted(target: Path, run
     before = files_in(target)
     done = run("delete", target, "digits")
     assert (done.code, done.out) == (2, "")
-    assert "there is no terminal to confirm it on: add --yes" in done.err
+    assert "confirmation needs a terminal; without one, add --yes" in done.err
     assert files_in(target) == before
 
 
@@ -376,7 +376,7 @@ def test_on_a_terminal_it_asks_first(
     monkeypatch.setattr(sys, "stdin", _Terminal(answer))
     done = run("delete", target, "digits")
     assert done.code == code
-    assert f"Delete experiment 'digits' at {target} for good: 1 trial, 3 checkpoints, " in done.out
+    assert f"Delete experiment 'digits' at {target} permanently: 1 trial, 3 checkpoints, " in done.out
     assert is_gone(target / "digits") != bool(code)
     assert ("nothing was deleted" in done.err) == bool(code)
 

@@ -75,7 +75,7 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
     [
         (
             {"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET},
-            "found a block's fields, whose credentials",
+            "found a block's fields: its credentials",
         ),
         (
             pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
@@ -163,7 +163,7 @@ def test_a_deployment_with_a_relative_path_is_refused_with_what_to_write(target:
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"num_sample": 3}, r"no parameter 'num_sample': did you mean 'num_samples'\?"),
+        ({"num_sample": 3}, r"unknown parameter 'num_sample': did you mean 'num_samples'\?"),
         ({"num_samples": 3, "samples_per_run": 3}, "give one of them"),
         ({"space": {"net": {"lr": {"loguniorm": [0.1, 1]}}}}, r"lr: unknown distribution 'loguniorm'; did you mean"),
         ({"trials": "somewhere"}, "trials: Input should be 'tasks' or 'deployment'"),
@@ -327,7 +327,7 @@ def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_tim
 
 
 def test_what_is_not_offered_is_said_with_what_was_meant() -> None:
-    with pytest.raises(pt.InvalidInput, match=r"no flow 'tunes' to deploy: .* did you mean 'tune'\?"):
+    with pytest.raises(pt.InvalidInput, match=r"no deployable flow 'tunes': .* did you mean 'tune'\?"):
         named(["tunes"])
     with pytest.raises(pt.InvalidInput, match="becomes a folder on the target"):
         of_one_experiment(TUNE_OFFER, "every night", {}, None)

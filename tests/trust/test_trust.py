@@ -121,7 +121,7 @@ def test_a_mount_that_makes_up_owners_is_not_ones_own(
     table.write_text(other + ours)
     monkeypatch.setattr(linux, "_MOUNTS", str(table))
     assert (looked_at(root) == "") is is_own
-    assert is_own or f"is on a mount of type {kind}, which does not show which other users can write" in looked_at(root)
+    assert is_own or f"is on a mount of type {kind}, which hides which other users can write" in looked_at(root)
     monkeypatch.setattr(linux, "_MOUNTS", str(root / "gone"))
     assert not looked_at(root)
 

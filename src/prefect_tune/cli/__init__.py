@@ -1,6 +1,6 @@
-"""The command line `prefect-tune`: the commands of each panel of the help are in the module of its name.
+"""The command line `prefect-tune`. The commands of each help panel are in the module named after the panel.
 
-A command imports heavy modules when it runs, so that `--help` does not wait for them.
+A command imports heavy modules only when it runs, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["application", "main"]
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C before all commands are imported ends the process at once: nothing has begun."""
+    """Run the command line. Ctrl-C during the import of the commands ends the process at once: nothing has started."""
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the module that is imported just then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from an import
     application()
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def application() -> typer.Typer:
-    """Import all commands, which add themselves to the application, and return it."""
+    """Import all commands, which register themselves with the application, and return the application."""
     from prefect_tune.cli.app import COMMANDS, app
 
     for panel in COMMANDS:

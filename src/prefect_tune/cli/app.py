@@ -29,14 +29,14 @@ from prefect_tune.stores.open_location import LocalFolder, local_folder
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
 
-# Errors of a flow that a command runs in this process, each printed as one line.
+# Print each error of a flow that runs in this process as one line.
 
-_INTERRUPTED = 130
+_EXIT_INTERRUPTED = 130
 
 
 @contextmanager
 def short_errors(when_interrupted: str) -> Iterator[None]:
-    """Print Prefect's errors as one line, and an interrupt, Ctrl-C or SIGTERM, as `when_interrupted`."""
+    """Print Prefect's errors as one line; print `when_interrupted` after Ctrl-C or SIGTERM."""
     import httpx
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
@@ -45,20 +45,20 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect_tune.prefect_api.api_client import is_missing_server
     from prefect_tune.prefect_api.flow_with_server import has_begun
 
-    def says_more(record: logging.LogRecord) -> bool:
-        """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+    def is_other_error(record: logging.LogRecord) -> bool:
+        """Keep each `TuneError` out of Prefect's log: `run_app` prints its message, and the run's state holds it."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
+    # During a flow run Prefect handles SIGTERM; after the run Prefect sends the signal again, to this handler.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
-    logger.addFilter(says_more)
+    logger.addFilter(is_other_error)
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        advice = when_interrupted if has_begun(interrupt) else "stopped before it began; nothing was started"
-        print(advice, file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
+        message = when_interrupted if has_begun(interrupt) else "stopped before the run began; nothing was started"
+        print(message, file=sys.stderr)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
     except ValidationError as error:
         raise argument_error(error) from error
     except (httpx.HTTPError, PrefectException, RuntimeError) as error:
@@ -66,30 +66,30 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
             raise
         raise TuneError(f"Prefect: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
-        logger.removeFilter(says_more)
+        logger.removeFilter(is_other_error)
         signal.signal(signal.SIGTERM, terminate)
 
 
-_COULD_NOT_RUN = 2
+_EXIT_NO_VERDICT = 2
 PANELS = {
     "getting_started": "Getting started",
     "search": "Search",
     "inspect": "Inspect",
     "storage": "Checkpoints and storage",
 }
-"""The panels of the help: the module of their commands, and their title."""
+"""The help panels: the module of the panel's commands, and the panel's title."""
 COMMANDS: Mapping[str, Sequence[str]] = {
     "getting_started": ("demo", "drill", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
     "inspect": ("ls", "show", "logs", "report", "audit"),
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
-"""The commands of each panel, in the order of the help: they are in the module `cli/PANEL.py`."""
+"""The commands of each help panel, in the order of the help; they are defined in `cli/PANEL.py`."""
 _ORDER = [name for names in COMMANDS.values() for name in names]
 
 
-class _WithoutTypeOfFlags:
-    """Leaves `<bool>` out of the help: typer shows it for a flag, as if the flag took a value."""
+class _HidesFlagTypes:
+    """Omits `<bool>` from the help of a flag: it looks as if the flag took a value."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the other base class
@@ -99,16 +99,16 @@ class _WithoutTypeOfFlags:
         return parameters
 
 
-class Group(_WithoutTypeOfFlags, TyperGroup):
+class Group(_HidesFlagTypes, TyperGroup):
     """A group of commands."""
 
 
-class Command(_WithoutTypeOfFlags, TyperCommand):
+class Command(_HidesFlagTypes, TyperCommand):
     """A command."""
 
 
-class _InOrder(Group):
-    """Lists groups such as `blocks` in their place among the commands."""
+class _OrderedGroup(Group):
+    """Lists commands and groups, such as `blocks`, in the order of `COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=_ORDER.index)
@@ -116,7 +116,7 @@ class _InOrder(Group):
 
 app = typer.Typer(
     name="prefect-tune",
-    cls=_InOrder,
+    cls=_OrderedGroup,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
     "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, or no verdict (drill, audit), "
     "3 a search ended and some of its trials errored, 4 maintenance found damage, 130 interrupted.",
@@ -126,8 +126,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from prefect_tune import __version__
 
         print(f"prefect-tune {__version__}")
@@ -135,7 +135,7 @@ def _print_version(is_asked: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _add_version_option(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -154,7 +154,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def command(function: _Function) -> _Function:
-    """Add a command to the application: its name is the function's, and its module, `cli/PANEL.py`, gives its panel."""
+    """Add a command to the application, with the function's name; its module, `cli/PANEL.py`, determines the panel."""
     panel = function.__module__.rpartition(".")[2]
     return app.command(function.__name__, cls=Command, rich_help_panel=PANELS[panel])(function)
 
@@ -162,80 +162,80 @@ def command(function: _Function) -> _Function:
 def asks(
     option: str, metavar: str | None, about: str, *, at_least: int | None = None, panel: str | None = None
 ) -> typer.models.OptionInfo:
-    """Return an option without a default in its help, which fits a terminal of 80 columns."""
+    """Return an option whose help omits the default, so that the help fits into 80 columns."""
     texts: dict[str, Any] = {"metavar": metavar, "help": about, "rich_help_panel": panel}
     info: typer.models.OptionInfo = typer.Option(option, **texts, show_default=False, min=at_least)
     return info
 
 
 def import_from_here() -> None:
-    """Let MODULE be a file in the working directory, as `python -m` does."""
+    """Make the modules in the working directory importable, like `python -m`."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
 
 OF_A_DAMAGED_JOURNAL = (
-    "restore this object from a backup, or an older version of it from the bucket; resume, show, checkpoints and "
+    "restore this object from a backup, or from an older version in the bucket; resume, show, checkpoints and "
     "export work as long as they need only newer entries: see 'A damaged journal' in docs/maintain.md"
 )
 
 
 def could_not_run(error: Exception) -> NoReturn:
-    """Print why a drill or an audit has no verdict, and exit with 2: exit code 1 would be a finding."""
+    """Print why a drill or an audit has no verdict, and exit with 2: exit code 1 would mean a difference."""
     print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-    raise typer.Exit(_COULD_NOT_RUN) from None
+    raise typer.Exit(_EXIT_NO_VERDICT) from None
 
 
 def run_app() -> None:
-    """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback.
+    """Run the application; print a `TuneError` or an `OSError` as one message without a traceback.
 
-    What the same command would meet again exits with 2. But a metric is of the trials, not of the command.
+    Exit with 2 if the command was wrong, so that it would fail again. A bad metric comes from the trials: exit with 1.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a character that the locale lacks must not end the command
-    arguments, sys.argv[1:] = sys.argv[1:], []  # they are not for trainables, which may read `sys.argv`
+        sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
+    arguments, sys.argv[1:] = sys.argv[1:], []  # trainables that read `sys.argv` must not see them
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:
         advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
         print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
-        sys.exit(_COULD_NOT_RUN if is_wrong_usage else 1)
+        sys.exit(_EXIT_NO_VERDICT if is_wrong_usage else 1)
 
 
-# Open a target and load an experiment for reading only; not even a missing folder is created.
+# Open a target and load an experiment, read-only: a missing folder is not created.
 
-_TIMEOUT = timedelta(minutes=30)
+_READ_TIMEOUT = timedelta(minutes=30)
 
 
 def existing_place(target: str) -> StorageTarget | LocalFolder:
-    """Return the target. A folder that exists needs no import of Prefect.
+    """Return the target; for an existing local folder, without importing Prefect.
 
     Raises:
-        InvalidInput: it is a path on this machine that is not a folder.
+        InvalidInput: the target is a local path, and there is no such folder.
     """
     if folder := local_folder(target):
         return folder
     from prefect_tune.blocks import LocalTarget, resolve_existing
 
-    place = resolve_existing(target)
-    if isinstance(place, LocalTarget) and not place.may_hang:
-        with suppress(OSError):  # such as a folder above it that this user may not read: the first read says so
-            if not Path(place.path).is_dir():
-                raise InvalidInput(f"{place.path}: there is no such folder")
-    return place
+    resolved = resolve_existing(target)
+    if isinstance(resolved, LocalTarget) and not resolved.may_hang:
+        with suppress(OSError):  # for example no permission to read a parent folder: the first read reports it
+            if not Path(resolved.path).is_dir():
+                raise InvalidInput(f"{resolved.path}: there is no such folder")
+    return resolved
 
 
 @contextmanager
 def looked_at(target: str) -> Iterator[ObjectStore]:
-    """Open a target for reading. Raises as `existing_place`."""
-    with existing_place(target).open(timeout=_TIMEOUT) as store:
+    """Open a target for reading. Raises like `existing_place`."""
+    with existing_place(target).open(timeout=_READ_TIMEOUT) as store:
         yield store
 
 
 @contextmanager
 def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
-    """Open a target for reading, and load an experiment. Raises `InvalidInput` if there is none of this name."""
+    """Open a target for reading, and load an experiment. Raises `InvalidInput` if the experiment does not exist."""
     with looked_at(target) as store:
         state = load(store, current_journal(store, experiment))
         if not state.number:
@@ -244,7 +244,7 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
 
 
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None."""
+    """Return the trial named `trial` (see `trial_named`); all trials if `trial` is None."""
     return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
 
 
@@ -255,5 +255,5 @@ def written_at(store: ObjectStore, state: Experiment) -> str:
 
 
 def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
-    """Return the experiment with the newest reports of its running trials, and the time of that."""
+    """Return the experiment with the newest reports of its running trials, and their times."""
     return view_of(store, state, written_at(store, state))

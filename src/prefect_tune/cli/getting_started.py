@@ -34,7 +34,7 @@ app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
 
 @blocks.command("register", cls=Command)
 def register_blocks() -> None:
-    """Register the block types with your Prefect server, so that its UI has their forms."""
+    """Register the block types with your Prefect server, so that its UI shows their forms."""
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.storage_target import StrictBlock
     from prefect_tune.blocks.targets import TARGET_TYPES
@@ -52,12 +52,12 @@ def check_target(target: Target, as_json: AsJson = False) -> None:
     """Write, read, list and delete a test object, and print in one line whether TARGET works."""
     from prefect_tune.blocks import resolve_target
 
-    found = resolve_target(target).check()
+    check = resolve_target(target).check()
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(check), indent=2))
     else:
-        print(found.message, file=sys.stdout if found.ok else sys.stderr)
-    if not found.ok:
+        print(check.message, file=sys.stdout if check.ok else sys.stderr)
+    if not check.ok:
         raise typer.Exit(1)
 
 
@@ -67,12 +67,12 @@ def demo(
         str | None, typer.Option(metavar="TARGET", help="Target of the demo. Default: a temporary folder.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps of each run.")] = 24,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the files that the demo writes.")] = False,
 ) -> None:
-    """A drill on a shipped model: train, kill the run in the middle of an upload, resume it, compare."""
+    """Run a drill with an included model: train, kill the run during an upload, resume it, compare."""
     from prefect_tune.demo import demo_plan
 
-    _drilled(demo_plan(steps), target, keep=keep, as_json=False)
+    _run_drill(demo_plan(steps), target, keep=keep, as_json=False)
 
 
 @command
@@ -82,15 +82,15 @@ def drill(
     ],
     *,
     config: Annotated[
-        list[str] | None, asks("--config", "NAME=VALUE", "A value of its configuration, as JSON or text. Repeat it.")
+        list[str] | None, asks("--config", "NAME=VALUE", "A value of the configuration, as JSON or text; repeatable.")
     ] = None,
     target: Annotated[
         str | None, asks("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
     kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
-    at: Annotated[str | None, asks("--at", "STEP,STEP", "Kill after these steps, instead of drawn ones.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the drawn steps.")] = 0,
+    at: Annotated[str | None, asks("--at", "STEP,STEP", "Kill after these steps instead of random ones.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random steps.")] = 0,
     save_every: Annotated[
         int | None, asks("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1)
     ] = None,
@@ -103,15 +103,15 @@ def drill(
     as_json: AsJson = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what the runs write to the target.")] = False,
 ) -> None:
-    """Train MODULE:NAME undisturbed, and again with kills and resumes, and compare the runs bit for bit.
+    """Train MODULE:NAME undisturbed, then again with kills and resumes, and compare the runs bit for bit.
 
-    Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
+    Exits with 0 if the runs are equal, with 1 if they differ, and with 2 if the drill could not run.
     """
     from prefect_tune.cli.search import values_from
     from prefect_tune.drills.plan import drill_plan
 
     try:
-        steps_at = [int(each) for each in at.split(",")] if at else []
+        steps_at = [int(step) for step in at.split(",")] if at else []
     except ValueError:
         raise InvalidInput(f"--at {at!r}: expected steps, such as 3,7") from None
     import_from_here()
@@ -126,19 +126,19 @@ def drill(
         hours_between_failures=failure_hours,
         processes=processes_per_trial,
     )
-    _drilled(plan, target, keep=keep, as_json=as_json)
+    _run_drill(plan, target, keep=keep, as_json=as_json)
 
 
-def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -> None:
-    """Run a drill, print what it found, and exit with 1 if the runs differ, or with 2 if it could not run."""
+def _run_drill(plan: DrillPlan, target: str | None, *, keep: bool, as_json: bool) -> None:
+    """Run a drill, print its report, and exit with 1 if the runs differ, or with 2 if the drill could not run."""
     from rich.console import Console
 
     from prefect_tune.drills.run_drill import drill_in_terminal
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the drill removes its files
     try:
-        report = drill_in_terminal(plan, place, Console(highlight=False, stderr=as_json), keep=keep)
+        report = drill_in_terminal(plan, target, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:
         could_not_run(error)
     if as_json:

@@ -80,9 +80,9 @@ from prefect_tune.terminal.progress_view import trials_table
 
 @command
 def ls(target: Target, as_json: AsJson = False) -> None:
-    """List the experiments on TARGET: their trials, the best trial, and the time and age of what is shown."""
+    """List the experiments on TARGET: their trials, the best trial, and the time and age of the data."""
     with looked_at(target) as store:
-        rows = list(_experiments(store, names_among(listed.path for listed in store.list(""))))
+        rows = list(_experiment_rows(store, names_among(listed.path for listed in store.list(""))))
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
@@ -99,7 +99,7 @@ def ls(target: Target, as_json: AsJson = False) -> None:
 
 
 @dataclass(frozen=True)
-class _Listed:
+class _ExperimentRow:
     """A row of the output for one experiment."""
 
     experiment: str
@@ -113,109 +113,110 @@ class _Listed:
     damage: str | None = None
 
 
-def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Listed, Freshness]]:
-    """Yield the row of each experiment, and how old it is."""
+def _experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_ExperimentRow, Freshness]]:
+    """Yield the row of each experiment, and the freshness of its data."""
     for name in names:
         try:
             loaded = load(store, current_journal(store, name))
-            last = written_at(store, loaded)
-            view = view_of(store, loaded, last)
+            last_write = written_at(store, loaded)
+            view = view_of(store, loaded, last_write)
             state, best = view.experiment, best_of(view.experiment)
             objective = objective_in(state.settings)
         except (JournalCorrupt, UnknownVersion) as error:
             kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
-            yield _Listed(name, kind, damage=str(error)), UNKNOWN
+            yield _ExperimentRow(name, kind, damage=str(error)), UNKNOWN
             continue
         except Superseded:
-            continue  # deleted since it was listed
+            continue  # deleted after the listing
         metrics = objective.metrics if objective else ()
-        row = _Listed(
+        row = _ExperimentRow(
             state.name,
             kind_of(state),
             trials=counted(state),
             best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
             best_trial=best.trial if best else None,
             best_status=str(best.status) if best else None,
-            written_at=last,
+            written_at=last_write,
         )
         yield row, freshness_of(view, datetime.now(UTC))
 
 
 _MAX_TRIALS = 50
 _MAX_ERRORS = 5
-_MAX_VERIFIED = 200  # entries; each is a request
-_TIMES = ("attempt_began_at", "reported_at")
+_MAX_VERIFIED_ENTRIES = 200  # entries; each is a request
+_TIME_FIELDS = ("attempt_began_at", "reported_at")
 
 
 @command
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
-    """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
+    """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with opened(target, experiment) as (store, state):
-        if state.number <= _MAX_VERIFIED:  # a damaged entry may be hidden by a later snapshot
+        if state.number <= _MAX_VERIFIED_ENTRIES:  # a damaged entry may be hidden by a later snapshot
             try:
                 history(store, state.key)
             except JournalCorrupt as error:
                 print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
         view = viewed(store, state)
         if is_search(state) and trial is None:
-            show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
+            show_search(view, as_json=as_json, resume_with=shlex.join(["prefect-tune", "resume", target, experiment]))
             return
-        known = next(iter(chosen_trials(state, trial)), None)
-        more: dict[str, object] = {}
-        if known is not None and known.cloned is not None and trial is not None:
-            exploits = exploited_by(history(store, state.key), known.trial)
-            more["exploited"] = [asdict(exploit) for exploit in exploits]
-        if known is not None and known.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
-            output = _outputs_of(store, state, known).get(known.attempt)
-            more["last_output"] = output.last_output if output is not None else ""
+        selected = next(iter(chosen_trials(state, trial)), None)
+        extra: dict[str, object] = {}
+        if selected is not None and selected.cloned is not None and trial is not None:
+            exploits = exploited_by(history(store, state.key), selected.trial)
+            extra["exploited"] = [asdict(exploit) for exploit in exploits]
+        if selected is not None and selected.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
+            output = _read_outputs(store, state, selected).get(selected.attempt)
+            extra["last_output"] = output.last_output if output is not None else ""
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
-    chosen = next(iter(chosen_trials(state, trial)), None)
-    attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
-    facts = _facts(view, chosen, attempts) if chosen is not None else {}
-    facts |= {name: value for name, value in more.items() if value}
+    selected = next(iter(chosen_trials(state, trial)), None)
+    attempts = cost.by_trial().get(selected.trial, ()) if selected is not None else ()
+    facts = _trial_facts(view, selected, attempts) if selected is not None else {}
+    facts |= {name: value for name, value in extra.items() if value}
     if as_json:
-        about = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
-        print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
+        header = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
+        print(json.dumps({**header, **fresh.fields(), **facts}, indent=2))
         return
-    head = {"experiment": state.name, "owner": _owner_text(state), "as of": fresh.words()}
-    print_parts(facts_table({**head, **_readable(facts, chosen, now)}))
+    head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.words()}
+    print_parts(facts_table({**head, **_format_facts(facts, selected, now)}))
     if attempts:
         print_parts("", attempts_table(attempts))
-    if chosen is not None and "\n" in (reason := with_last_output(chosen.reason, str(facts.get("last_output", "")))):
-        print(f"\n{reason}")  # as it is: a wrapped line of code cannot be read or copied
+    reason = with_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
+    if "\n" in reason:
+        print(f"\n{reason}")  # unwrapped: users read and copy its lines of code
 
 
 @command
 def logs(
     target: Target,
     experiment: ExperimentName,
-    trial: Annotated[str | None, typer.Argument(metavar="[TRIAL]", help="Of a search, such as 3.")] = None,
+    trial: Annotated[str | None, typer.Argument(metavar="[TRIAL]", help="A trial of a search, such as 3.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the last lines that each attempt of a trial has printed, and how it ended."""
+    """Print the last lines of output of each attempt of a trial, and how the attempt ended."""
     with opened(target, experiment) as (store, state):
         trials = chosen_trials(state, trial)
         if len(trials) != 1:
-            raise InvalidInput(f"experiment {state.name!r} has {len(trials)} trials: name one of them")
-        outputs = _outputs_of(store, state, trials[0])
+            raise InvalidInput(f"experiment {state.name!r} has {len(trials)} trials: name one trial")
+        outputs = _read_outputs(store, state, trials[0])
     if as_json:
         print(json.dumps([asdict(output) for output in outputs.values()], indent=2))
         return
     for attempt, output in outputs.items():
         if output.reason is None:
-            print(f"attempt {attempt} has no journaled end yet: its output is in the log of its task run")
+            print(f"attempt {attempt} has no end in the journal yet: see the log of its task run for its output")
         else:
             print(f"attempt {attempt}: {with_last_output(output.reason, output.last_output or '(none is stored)')}")
     if not outputs:
         print(f"trial {trials[0].trial} has not begun")
 
 
-def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None:
-    """Print a search: its settings, and its trials, the best one first.
+def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -> None:
+    """Print a search: its settings, and its trials, the best trial first.
 
     Args:
-        again: the command that resumes it, to print if its process has probably ended.
+        resume_with: the command that resumes the search; printed if its process has probably ended.
     """
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
@@ -233,7 +234,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
             **fresh.fields(),
             "settings": shown_settings(state.settings),
             "cost": cost_fields(cost),
-            "trials": [_facts(view, trial, attempts.get(trial.trial, ())) for trial in trials],
+            "trials": [_trial_facts(view, trial, attempts.get(trial.trial, ())) for trial in trials],
         }
         print(json.dumps(shown, indent=2))
         return
@@ -241,17 +242,17 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     if objective is not None:
         by = zip(objective.modes, objective.metrics, strict=True)
         head["by"] = f"{', '.join(map(' '.join, by))} of the last report, the best first"
-    head |= {"trials": format_counts(counted(state)), "owner": _owner_text(state), "as of": fresh.words()}
-    if again and fresh.is_stale:
-        head["resume with"] = again
+    head |= {"trials": format_counts(counted(state)), "owner": _format_owner(state), "as of": fresh.words()}
+    if resume_with and fresh.is_stale:
+        head["resume with"] = resume_with
     shown_trials = trials[:_MAX_TRIALS]
     running = [view.running(trial.trial) for trial in shown_trials]
-    more = {}
+    extra = {}
     if any(running):
-        more["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
-        more["last report"] = [format_last_report(attempt, now) if attempt else "" for attempt in running]
+        extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
+        extra["last report"] = [format_last_report(attempt, now) if attempt else "" for attempt in running]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
-    table, hidden = trials_table(shown_trials, objective.metrics if objective else (), more, styles=styles)
+    table, hidden = trials_table(shown_trials, objective.metrics if objective else (), extra, styles=styles)
     print_parts(facts_table(head), "", table)
     if hidden:
         print_parts(hidden)
@@ -271,14 +272,14 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
             print_parts(f"--trial {first.trial} prints its traceback")
 
 
-def _readable(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with ages and ranges of steps, without those that are None or an empty text.
+def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
+    """Return the facts of a trial with ages and ranges of steps; omit facts that are None or an empty text.
 
-    Of a reason with a traceback it is the first line: the whole follows the table.
+    A reason with a traceback is cut to its first line: `show` prints the whole reason below the table.
     """
     if trial is None:
         return {}
-    shown = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
+    shown = {name: format_moment(str(at), now) for name in _TIME_FIELDS if (at := facts.get(name))}
     if trial.checkpoints:
         size_bytes = sum(checkpoint.size_bytes for checkpoint in trial.checkpoints)
         in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
@@ -299,11 +300,11 @@ def _readable(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> M
 @dataclass(frozen=True)
 class _Output:
     attempt: int
-    reason: str | None = None  # how it ended; None until then
+    reason: str | None = None  # how the attempt ended; None until then
     last_output: str = ""
 
 
-def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _Output]:
+def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _Output]:
     """Return the output of each attempt of a trial."""
     outputs: dict[int, _Output] = {}
     name, number = trial.trial, trial.attempt
@@ -312,7 +313,7 @@ def _outputs_of(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[
             case Started(trial=trial.trial, attempt=number):
                 outputs[number] = _Output(number)
             case AttemptEnded(reason=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
-                if number not in outputs or outputs[number].reason is None:  # it had not ended before
+                if number not in outputs or outputs[number].reason is None:  # only the first end counts
                     outputs[number] = _Output(number, str(reason), event.use.output if event.use else "")
             case _:
                 pass
@@ -324,16 +325,16 @@ def _has_traceback(trial: Trial) -> bool:
 
 
 def format_last_report(attempt: RunningTrial, now: datetime) -> str:
-    """Return how long ago a running attempt reported, or else began."""
-    began = f"; began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
-    return format_moment(attempt.reported_at, now) or f"none known{began}"
+    """Return how long ago a running attempt reported; if unknown, how long ago it began."""
+    began_ago = f"; began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
+    return format_moment(attempt.reported_at, now) or f"none known{began_ago}"
 
 
-def _owner_text(state: Experiment) -> str:
+def _format_owner(state: Experiment) -> str:
     return f"{state.term}: {state.owner}" if state.owner else ""
 
 
-def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
+def _trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
     attempt, fields = view.running(trial.trial), trial_fields(trial)
     config = fields.pop("config")
     return {
@@ -344,11 +345,11 @@ def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) 
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
         "config": config,
-        "cost": [attempt_fields(each) for each in attempts],
+        "cost": [attempt_fields(cost) for cost in attempts],
     }
 
 
-_OUTPUT_HELP = "A .html or .md file, with the pictures. Default: Markdown without them, to stdout."
+_OUTPUT_HELP = "A .html or .md file, with pictures. Default: Markdown without pictures, to stdout."
 
 
 @command
@@ -360,13 +361,13 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report of an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
+    """Write the report that the Prefect UI shows: the best trial, charts, all trials, errors, cost.
 
-    An .html file is self-contained, and light or dark as the reader's browser prefers.
+    An .html file is self-contained, and follows the light or dark mode of the browser.
     """
     ending = output.suffix.lower() if output is not None else ""
     if output is not None and (as_json or ending not in {".html", ".md"}):
-        raise InvalidInput(f"--output {output}: expected a file that ends in .html or .md; --json prints to stdout")
+        raise InvalidInput(f"--output {output}: expected a file ending in .html or .md; --json prints to stdout")
     from prefect_tune.monitoring.live_report import link_to
 
     with opened(target, experiment) as (store, loaded):
@@ -380,20 +381,20 @@ def report(
     for name in state.trials:
         if (attempt := view.running(name)) and attempt.report:
             search.apply_report(name, attempt.report, now)
-    age = fresh.words("before this page was drawn") if fresh.is_running else ""
+    age = fresh.words("before this page was made") if fresh.is_running else ""
     uri = existing_place(target).uri
     facts = report_input_of(search.read(drawn_trials(state)), uri=uri, now=now, links=link_to, age=age)
     if as_json:
-        written = json.dumps({**report_fields(facts), **fresh.fields()}, indent=2, default=str) + "\n"
+        text = json.dumps({**report_fields(facts), **fresh.fields()}, indent=2, default=str) + "\n"
     elif ending == ".html":
-        written = as_html(page_of(facts))
-    else:  # each picture is a line of thousands of characters: not for a terminal or a pipe
-        written = as_markdown(page_of(facts), has_pictures=output is not None)
+        text = as_html(page_of(facts))
+    else:  # no pictures on stdout: each is a line of thousands of characters
+        text = as_markdown(page_of(facts), has_pictures=output is not None)
     if output is None:
-        print(written, end="")
+        print(text, end="")
         return
     try:
-        output.write_text(written, encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
     print(f"the report of {experiment} is in {output}", file=sys.stderr)
@@ -403,39 +404,39 @@ def report(
 def audit(
     target: Target,
     experiment: ExperimentName,
-    space: Annotated[str | None, asks("--space", "MODULE:NAME", "The space, if it names functions.")] = None,
-    search: Annotated[str | None, asks("--search", "MODULE:NAME", "The search, if it is your own or Optuna's.")] = None,
-    scheduler: Annotated[str | None, asks("--scheduler", "MODULE:NAME", "The scheduler, if it is your own.")] = None,
-    stop: Annotated[str | None, asks("--stop", "MODULE:NAME", "The stop criterion, if it names functions.")] = None,
+    space: Annotated[str | None, asks("--space", "MODULE:NAME", "The space, if it contains functions.")] = None,
+    search: Annotated[str | None, asks("--search", "MODULE:NAME", "The search, if custom or Optuna's.")] = None,
+    scheduler: Annotated[str | None, asks("--scheduler", "MODULE:NAME", "The scheduler, if it is custom.")] = None,
+    stop: Annotated[str | None, asks("--stop", "MODULE:NAME", "The stop criterion, if it contains functions.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Derive each proposal and decision of an experiment again from its journal, and name the first that differs.
+    """Recompute each proposal and decision of an experiment from its journal, and print the first difference.
 
-    It only reads, and imports nothing that you do not name here.
+    The audit only reads, and imports only the code that you name here.
     Exits with 1 if one differs or the journal is damaged, and with 2 if the audit could not run.
     """
     from prefect_tune.runtime.load_named import load_named
-    from prefect_tune.tuner.audit import audit as audited
+    from prefect_tune.tuner.audit import audit as run_audit
 
     named = {"space": space, "search": search, "scheduler": scheduler, "stop": stop}
     for option, name in named.items():
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
     import_from_here()
-    given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
+    components = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
         existing_place(target)
-        report = audited(experiment, target=target, **given)
+        report = run_audit(experiment, target=target, **components)
     except JournalCorrupt:
         raise
-    except (TuneError, OSError) as error:  # a target that does not answer is no finding
+    except (TuneError, OSError) as error:  # an unreachable target is not a difference
         could_not_run(error)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
         print(visible(report.summary))
-        for why, count in report.not_derived.items():
-            print(visible(f"not derived: {count:,}: {why}"))
+        for cause, count in report.not_derived.items():
+            print(visible(f"not derived: {count:,}: {cause}"))
         table = borderless_table("events", "count", "of them")
         for name, events in (("derived", report.derived), ("observed", report.observed)):
             of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))

@@ -1,4 +1,4 @@
-"""The commands of the panel *Search*: `run`, `resume`, `stop` and `deploy`; the options of the first two."""
+"""The commands of the panel *Search*: `run`, `resume`, `stop` and `deploy`; and the options of `run` and `resume`."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 # Parse spaces, stop criteria, schedulers and settings from command line options and files.
 
-_CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
+_CALL_PATTERN = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-_CHOICES = frozenset({"choice", "grid_search"})
-_RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
-_DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
-_TORN = re.compile(rf"\s*({'|'.join(_DOMAINS)})\s*[(\[{{]")
-_NOT_PLAIN = re.compile(r"""["'()\[\]{}]""")
-_QUOTED = "write a text in quotes: '\"...\"'"
+_CHOICE_NAMES = frozenset({"choice", "grid_search"})
+_RANGE_NAMES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
+_DISTRIBUTION_NAMES = _CHOICE_NAMES | _RANGE_NAMES | {f"q{name}" for name in _RANGE_NAMES}
+_UNCLOSED_CALL_PATTERN = re.compile(rf"\s*({'|'.join(_DISTRIBUTION_NAMES)})\s*[(\[{{]")
+_JSON_CHARACTERS = re.compile(r"""["'()\[\]{}]""")
+_QUOTE_HINT = "put a text in quotes: '\"...\"'"
 
 
 def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the space as JSON: the file's, with each `name=value` set in it; `model.depth=3` sets it in `model`.
+    """Return the space as JSON: read the file, then set each `name=value`; `model.depth=3` sets `depth` in `model`.
 
     Raises:
-        InvalidInput: the file cannot be read, or a setting is not valid.
+        InvalidInput: the file cannot be read, or a setting is invalid.
     """
     space: dict[str, Any] = {}
     if file is not None:
@@ -76,43 +76,43 @@ def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"--space {file}: {error}") from error
-        space = _yaml(text, file) if file.suffix in {".yaml", ".yml"} else _json(text, f"--space {file}")
+        space = _parse_yaml(text, file) if file.suffix in {".yaml", ".yml"} else _parse_json(text, f"--space {file}")
         if not isinstance(space, dict):
             raise InvalidInput(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
     for setting in settings:
         name, equals, text = setting.partition("=")
-        *above, last = name.split(".")
-        if not (equals and last and all(above)):
+        *parents, leaf = name.split(".")
+        if not (equals and leaf and all(parents)):
             raise InvalidInput(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
-        within = space
-        for each in above:
-            within = within.setdefault(each, {})
-            if not isinstance(within, dict):
-                raise InvalidInput(f"--set {setting!r}: expected {each!r} to be an object, found a value")
-        within[last] = _value(text, setting)
+        node = space
+        for key in parents:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise InvalidInput(f"--set {setting!r}: expected {key!r} to be an object, found a value")
+        node[leaf] = _parse_value(text, setting)
     return space
 
 
-def object_from(text: str, where: str) -> dict[str, Any]:
-    """Parse `text` as a JSON object. Raises `InvalidInput` if it is none."""
-    found = _json(text, where)
-    if isinstance(found, dict):
-        return found
-    raise InvalidInput(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
+def parse_json_object(text: str, source: str) -> dict[str, Any]:
+    """Parse `text` as a JSON object. Raises `InvalidInput` if `text` is not one."""
+    value = _parse_json(text, source)
+    if isinstance(value, dict):
+        return value
+    raise InvalidInput(f'{source}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not valid JSON: {error}") from error
+        raise InvalidInput(f"{source}: not valid JSON: {error}") from error
 
 
-def _yaml(text: str, file: Path) -> Any:
-    """Parse YAML with the floats of YAML 1.2, where 1e-4 is a number."""
+def _parse_yaml(text: str, file: Path) -> Any:
+    """Parse YAML; parse floats by YAML 1.2, in which 1e-4 is a number."""
     import yaml
 
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # of its own: a resolver stays with the class
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class: `add_implicit_resolver` changes the class
     loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
@@ -120,229 +120,229 @@ def _yaml(text: str, file: Path) -> Any:
         raise InvalidInput(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _value(text: str, setting: str) -> Any:
-    call = _CALL.fullmatch(text.strip())
+def _parse_value(text: str, setting: str) -> Any:
+    call = _CALL_PATTERN.fullmatch(text.strip())
     if call is None:
-        if torn := _TORN.match(text):
-            raise InvalidInput(f"--set {setting!r}: expected {torn[1]}(...) in round brackets; {_QUOTED}")
-        return _plain(text)
+        if unclosed := _UNCLOSED_CALL_PATTERN.match(text):
+            raise InvalidInput(f"--set {setting!r}: expected {unclosed[1]}(...) in parentheses; {_QUOTE_HINT}")
+        return _parse_scalar(text)
     name, text = call[1], call[2]
     try:
         arguments = list(json.loads(f"[{text}]"))
     except ValueError as error:  # choice(adam,sgd)
-        if _NOT_PLAIN.search(text):
-            expected = 'JSON, such as choice("adam","sgd") or choice([1,2],[3]), or words alone: choice(adam,sgd)'
-            raise InvalidInput(f"--set {setting!r}: in the brackets expected {expected}") from error
-        arguments = [_plain(word.strip()) for word in text.split(",")]
-    if name not in _DOMAINS:
-        meant = did_you_mean(name, _DOMAINS) or ";"
-        raise InvalidInput(f"--set {setting!r}: unknown distribution {name!r}{meant} {_QUOTED}")
-    is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
+        if _JSON_CHARACTERS.search(text):
+            expected = 'JSON, such as choice("adam","sgd") or choice([1,2],[3]), or only words: choice(adam,sgd)'
+            raise InvalidInput(f"--set {setting!r}: expected in the parentheses {expected}") from error
+        arguments = [_parse_scalar(word.strip()) for word in text.split(",")]
+    if name not in _DISTRIBUTION_NAMES:
+        hint = did_you_mean(name, _DISTRIBUTION_NAMES) or ";"
+        raise InvalidInput(f"--set {setting!r}: unknown distribution {name!r}{hint} {_QUOTE_HINT}")
+    is_list = name in _CHOICE_NAMES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 
 
-def _plain(text: str) -> Any:
+def _parse_scalar(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return float(text) if _DECIMAL.fullmatch(text) else text
 
 
-def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse stop criteria: `step=100` (of several, the first one reached stops), `package.module:Name`, or JSON."""
+def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
+    """Parse stop criteria: `step=100` (several: stop at the first one reached), `package.module:Name`, or JSON."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
-            return object_from(text, "--stop")
+            return parse_json_object(text, "--stop")
         case [name] if ":" in name and "=" not in name:
             return name
     return values_from(criteria, "--stop", "step=100, or package.module:name")
 
 
 def values_from(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
-    """Parse `name=value` settings into one dict, each value as JSON or else as text; None if there are none."""
-    found: dict[str, Any] = {}
+    """Parse `name=value` settings into a dict, each value as JSON or else as text; None if there are no settings."""
+    values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name and equals):
             raise InvalidInput(f"{option} {setting!r}: expected {expected}")
-        found[name] = _plain(text)
-    return found or None
+        values[name] = _parse_scalar(text)
+    return values or None
 
 
-def _spelling_from(text: str, option: str) -> str | Mapping[str, Any]:
-    """Parse a scheduler or a search from JSON; a name alone stands for its defaults."""
-    return object_from(text, option) if text.lstrip().startswith("{") else text
+def _parse_name_or_object(text: str, option: str) -> str | Mapping[str, Any]:
+    """Parse a scheduler or a search: a JSON object, or only its name for the defaults."""
+    return parse_json_object(text, option) if text.lstrip().startswith("{") else text
 
 
-def _one_or_more(given: Sequence[str]) -> object:
-    words = [str(word) for word in given]
+def _single_or_list(values: Sequence[str]) -> object:
+    words = [str(word) for word in values]
     return words[0] if len(words) == 1 else words
 
 
-# The flags that `SearchPlan` declares: as parameters of a command, in messages, and what they set.
+# The flags that `SearchPlan` declares: as parameters of a command, and the options that they set.
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """A flag, and the option of the search that it sets."""
+class _OptionFlag:
+    """A flag, and the search option that the flag sets."""
 
     option: str
     flag: Flag
 
     @property
-    def kind(self) -> Any:
-        """The type of its values, as typer reads it."""
+    def value_type(self) -> Any:
+        """The type of the flag's values for typer."""
         if self.flag.at_least is not None:
             return int
-        kind = self.flag.kind or _without_none(SearchPlan.model_fields[self.option].annotation)
-        if get_origin(kind) is list:
-            return GenericAlias(list, (_typer_kind(get_args(kind)[0]),))
-        return list[str] if get_origin(kind) is Mapping else _typer_kind(kind)
+        value_type = self.flag.kind or _unwrap_optional(SearchPlan.model_fields[self.option].annotation)
+        if get_origin(value_type) is list:
+            return GenericAlias(list, (_to_typer_type(get_args(value_type)[0]),))
+        return list[str] if get_origin(value_type) is Mapping else _to_typer_type(value_type)
 
-    def parameter(self, panel: str) -> Parameter:
-        """Return the command's parameter, as typer reads it."""
-        flag, kind = self.flag, self.kind
+    def make_parameter(self, panel: str) -> Parameter:
+        """Return the parameter of the command for typer."""
+        flag, value_type = self.flag, self.value_type
         info = asks(flag.flag, flag.metavar, flag.help, at_least=flag.at_least, panel=panel)
-        default = False if kind is bool else None
-        given = kind if kind is bool else kind | None
-        return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[given, info])
+        default = False if value_type is bool else None
+        hint = value_type if value_type is bool else value_type | None
+        return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[hint, info])
 
-    def read(self, given: Any) -> object:
-        """Return the option's value; None for its default."""
-        if self.flag.name in _READERS:
-            return _READERS[self.flag.name](given)
-        return given.value if isinstance(given, Enum) else given
-
-
-def _without_none(kind: Any) -> Any:
-    """Return the type of an option that is given: without None, and without what validates it."""
-    kinds = [each for each in get_args(kind) if each is not type(None)]
-    given = kinds[0] if get_origin(kind) in (Union, UnionType) and len(kinds) == 1 else kind
-    return get_args(given)[0] if get_origin(given) is Annotated else given
+    def parse_value(self, value: Any) -> object:
+        """Return the option's value; None for the default."""
+        if self.flag.name in _VALUE_PARSERS:
+            return _VALUE_PARSERS[self.flag.name](value)
+        return value.value if isinstance(value, Enum) else value
 
 
-def _typer_kind(kind: Any) -> Any:
-    """Return the type for typer: choices for words, text for what has a form of its own."""
-    if get_origin(kind) is Literal:
-        return StrEnum("Choice", [(word, word) for word in get_args(kind)])
-    return kind if kind in (int, float, bool, Path) else str
+def _unwrap_optional(value_type: Any) -> Any:
+    """Return the type of an option without None and without its validators."""
+    kinds = [argument for argument in get_args(value_type) if argument is not type(None)]
+    unwrapped = kinds[0] if get_origin(value_type) in (Union, UnionType) and len(kinds) == 1 else value_type
+    return get_args(unwrapped)[0] if get_origin(unwrapped) is Annotated else unwrapped
 
 
-_READERS: Mapping[str, Callable[[Any], object]] = {
-    "metric": _one_or_more,
-    "mode": _one_or_more,
-    "scheduler": lambda text: _spelling_from(text, "--scheduler"),
-    "search": lambda text: _spelling_from(text, "--search"),
-    "stop": stop_from,
-    "resource": lambda given: values_from(given, "--resource", "name=number"),
-    "job_variable": lambda given: values_from(given, "--job-variable"),
+def _to_typer_type(value_type: Any) -> Any:
+    """Return the type for typer: a choice for a literal, text for a type that typer does not know."""
+    if get_origin(value_type) is Literal:
+        return StrEnum("Choice", [(word, word) for word in get_args(value_type)])
+    return value_type if value_type in (int, float, bool, Path) else str
+
+
+_VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
+    "metric": _single_or_list,
+    "mode": _single_or_list,
+    "scheduler": lambda text: _parse_name_or_object(text, "--scheduler"),
+    "search": lambda text: _parse_name_or_object(text, "--search"),
+    "stop": parse_stop_criteria,
+    "resource": lambda pairs: values_from(pairs, "--resource", "name=number"),
+    "job_variable": lambda pairs: values_from(pairs, "--job-variable"),
     "checkpoint_every": lambda steps: Cadence(every_steps=steps),
     "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""What makes the value of an option of other flags than numbers, words and lists of text."""
-_SETTINGS = [_Setting(option, flag) for option, flags in flags_of(SearchPlan).items() for flag in flags]
-_BY_NAME = {each.flag.name: each for each in _SETTINGS}
-RUN = [(panel, each) for panel in Panel for each in _SETTINGS if each.flag.panel is panel]
-"""The options of `run` with their panels of its help, the common ones first."""
+"""The parsers of flags whose values are no plain numbers, words or lists of text."""
+_FLAGS = [_OptionFlag(option, flag) for option, flags in flags_of(SearchPlan).items() for flag in flags]
+_OPTIONS = {option.flag.name: option for option in _FLAGS}
+RUN = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
+"""The options of `run` and their help panels, the common options first."""
 RESUME = [
-    (Panel.SEARCH, each)
-    for each in sorted(_SETTINGS, key=lambda each: each.flag.resume_place or 0)
-    if each.flag.resume_place
+    (Panel.SEARCH, option)
+    for option in sorted(_FLAGS, key=lambda option: option.flag.resume_place or 0)
+    if option.flag.resume_place
 ]
-"""Those of `resume`."""
+"""The options of `resume` and their help panels."""
 
 
-def takes(settings: Sequence[tuple[Panel, _Setting]]) -> Callable[[_Command], _Command]:
-    """Return a decorator: the command, a function of `**options`, takes these before its keyword-only parameters."""
+def with_options(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds these flags to a command of `**options`, before its keyword-only parameters."""
 
-    def decorated(command: _Command) -> _Command:
-        own = [each for each in signature(command, eval_str=True).parameters.values() if each.name != "options"]
-        last = [each for each in own if each.kind is Parameter.KEYWORD_ONLY]
-        options = [each.parameter(panel) for panel, each in settings]
+    def add_options(command: _Command) -> _Command:
+        parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        keyword_only = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+        options = [option.make_parameter(panel) for panel, option in flags]
         command.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # typer reads it
             parameters=[
-                *(each for each in own if each not in last),
+                *(p for p in parameters if p not in keyword_only),
                 *options,
-                *(each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in last),
+                *(p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for p in keyword_only),
             ]
         )
         return command
 
-    return decorated
+    return add_options
 
 
 def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flow's parameters that the options set."""
-    given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
-    if given.keys() >= {"fail_fast", "ignore_errors"}:
-        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors at none: give one of them")
-    last, best = given.pop("keep_last", None), given.pop("keep_best", None)
-    read = {_BY_NAME[name].option: _BY_NAME[name].read(value) for name, value in given.items()}
+    """Return the parameters of the flow that the options set."""
+    passed = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
+    if passed.keys() >= {"fail_fast", "ignore_errors"}:
+        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors at none: pass only one")
+    last, best = passed.pop("keep_last", None), passed.pop("keep_best", None)
+    parameters = {_OPTIONS[name].option: _OPTIONS[name].parse_value(value) for name, value in passed.items()}
     if best:
-        metrics, modes = given.get("metric", []), given.get("mode", [])
+        metrics, modes = passed.get("metric", []), passed.get("mode", [])
         if not metrics:
-            raise InvalidInput("--keep-best: which checkpoints are the best? Name the metric: --metric NAME")
+            raise InvalidInput("--keep-best: the metric that ranks checkpoints is missing; add --metric NAME")
         mode: Literal["min", "max"] = "max" if "max" in modes[:1] else "min"
-        read["retention"] = Retention(last=last, best=best, metric=metrics[0], mode=mode)
+        parameters["retention"] = Retention(last=last, best=best, metric=metrics[0], mode=mode)
     elif last:
-        read["retention"] = Retention(last=last)
-    return {name: value for name, value in read.items() if value is not None}
+        parameters["retention"] = Retention(last=last)
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
-# The search that `run` and `resume` run in this process, and the checks before it.
+# Check the parameters, and run the search of `run` or `resume` in this process.
 
-_SOME_ERRORED = 3
+_EXIT_TRIALS_ERRORED = 3
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Check what needs neither the target nor a server, before one is started."""
+    """Check the parameters that need neither the target nor a server, before a server starts."""
     from prefect_tune.blocks import LocalTarget
 
-    given = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # A saved block would be read from the server, and the journal's trainable from the target.
-    SearchPlan(**{"trainable": print, "experiment": "any", **given, "target": LocalTarget(path=str(Path.cwd()))})
+    plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
+    # Placeholders: a saved block is on the server, and the trainable of a resume in the journal.
+    SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
-def resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes; it names the trainable, which a journal on a bucket may not choose."""
-    named = ["--trainable", trainable] if trainable else []
-    return shlex.join(["prefect-tune", "resume", target, experiment, *named])
+def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
+    """Return the command that resumes. It names the trainable: a journal on a bucket is not trusted to choose code."""
+    trainable_option = ["--trainable", trainable] if trainable else []
+    return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 
 
-def search_in_this_process(
-    flow: Literal["tune", "resume"], parameters: Mapping[str, Any], again: str, *, as_json: bool
+def run_search(
+    flow: Literal["tune", "resume"], parameters: Mapping[str, Any], resume_with: str, *, as_json: bool
 ) -> None:
-    """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
+    """Search, print the results, and exit with 3 if trials errored. `resume_with` is the command that resumes."""
     import_from_here()
     message = ""
-    with short_errors(f"stopped; resume with: {again}"):
+    with short_errors(f"stopped; resume with: {resume_with}"):
         check_parameters(parameters)
         try:
             results: Results = getattr(prefect_tune, flow)(**parameters)
-        except SearchFailed as failed:
-            results, message = cast("Results", failed.results), str(failed)
-            if len(results.errors) < len(results.trials):  # it ended at the first errors, which are alike
+        except SearchFailed as failure:
+            results, message = cast("Results", failure.results), str(failure)
+            if len(results.errors) < len(results.trials):  # it ended early: several trials had the same error
                 raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if message:
         print(f"prefect-tune: {visible(message)}", file=sys.stderr)
     if results.errors:
-        raise typer.Exit(_SOME_ERRORED)
+        raise typer.Exit(_EXIT_TRIALS_ERRORED)
 
 
 # The commands.
 
 
 @command
-@takes(RUN)
+@with_options(RUN)
 def run(
     trainable: Annotated[
         str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
     ],
-    target: Annotated[str, asks("--target", "TARGET", "Where it is stored.")],
-    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name there.")],
+    target: Annotated[str, asks("--target", "TARGET", "Where the experiment is stored.")],
+    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name on TARGET.")],
     *,
     as_json: AsJson = False,
     **options: Any,
@@ -356,13 +356,13 @@ def run(
       --scheduler '{"ASHA": {"max_t": 100}}'
     """
     space = space_from(options.pop("space"), options.pop("set") or ())
-    named = {"trainable": trainable, "target": target, "experiment": experiment}
-    parameters = {"space": space, **named, **parameters_from(options)}
-    search_in_this_process("tune", parameters, resume_command(target, experiment, trainable), as_json=as_json)
+    required = {"trainable": trainable, "target": target, "experiment": experiment}
+    parameters = {"space": space, **required, **parameters_from(options)}
+    run_search("tune", parameters, format_resume_command(target, experiment, trainable), as_json=as_json)
 
 
 @command
-@takes(RESUME)
+@with_options(RESUME)
 def resume(
     target: Target,
     experiment: ExperimentName,
@@ -372,17 +372,17 @@ def resume(
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
-    """Resume the search EXPERIMENT with the settings in its journal; options given here replace them.
+    """Resume the search EXPERIMENT with the settings in its journal; options given here replace these settings.
 
-    It never starts a new experiment.
-    A space given here replaces the whole earlier one.
+    The command never starts a new experiment.
+    A space given here replaces the whole earlier space.
     """
     space = space_from(options.pop("space"), options.pop("set") or ())
-    asked = {"fork": fork, "at": at, "space": space or None}
-    given = {name: value for name, value in asked.items() if value is not None}
-    parameters = {"experiment": experiment, "target": target, **given, **parameters_from(options)}
-    again = resume_command(target, fork or experiment, parameters.get("trainable"))
-    search_in_this_process("resume", parameters, again, as_json=as_json)
+    changes = {"fork": fork, "at": at, "space": space or None}
+    passed = {name: value for name, value in changes.items() if value is not None}
+    parameters = {"experiment": experiment, "target": target, **passed, **parameters_from(options)}
+    resume_with = format_resume_command(target, fork or experiment, parameters.get("trainable"))
+    run_search("resume", parameters, resume_with, as_json=as_json)
 
 
 @command
@@ -392,13 +392,13 @@ def stop(
     trial: TrialName = None,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the journal.", show_default=False)] = "",
     wait_seconds: Annotated[
-        float, typer.Option(min=0, metavar="S", help="How long to wait for the end; 0: do not wait.")
+        float, typer.Option(min=0, metavar="S", help="How long to wait for the search to end; 0: do not wait.")
     ] = 60,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a running search, after every trial has saved; with --trial, end one of its trials for good.
+    """Stop a running search after every trial has saved; with --trial, end one of its trials permanently.
 
-    The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
+    The search polls TARGET for requests every few seconds. Exits with 1 if the search has not answered.
     """
     from prefect_tune.tuner.stop_requests import stop as send_stop_request
 
@@ -413,33 +413,33 @@ def stop(
         raise typer.Exit(1)
 
 
-_Flows = Annotated[
+_FlowsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
 ]
-_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the pool's job template.")]
-_Params = Annotated[str, asks("--params", "JSON", "Parameters, as a JSON object.")]
-_Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
-_Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
+_VariableOption = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the job template.")]
+_ParamsOption = Annotated[str, asks("--params", "JSON", "Parameters, as a JSON object.")]
+_ParamOption = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
+_CronOption = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
 
 
 @command
 def deploy(
-    flows: _Flows = None,
+    flows: _FlowsArgument = None,
     work_pool: Annotated[str, asks("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
     work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Work queue of that pool.")] = None,
     image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
-    job_variables: _Variables = None,
+    job_variables: _VariableOption = None,
     prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")] = "",
     name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
-    params: _Params = "{}",
-    param: _Param = None,
-    cron: _Crons = None,
+    params: _ParamsOption = "{}",
+    param: _ParamOption = None,
+    cron: _CronOption = None,
     every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
     time_zone: Annotated[
         str, typer.Option("--timezone", metavar="ZONE", help="Time zone of --cron, such as Europe/Berlin.")
     ] = "UTC",
     collision: Annotated[
-        Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
+        Collision, typer.Option(metavar="WHAT", help="If the last run is still active: cancel-new or enqueue.")
     ] = "cancel-new",
     automations: Annotated[
         bool,
@@ -448,10 +448,10 @@ def deploy(
     notify: Annotated[str | None, asks("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a deployment of each FLOW, by default of all flows; with --name, one for a single experiment.
+    """Create a deployment of each FLOW, by default of all flows; with --name, one deployment for one experiment.
 
-    Run it again to update the deployments; schedules that were changed in the UI stay. The worker imports the
-    trainable: install its project there, or name its folder in PYTHONPATH, as in the second example.
+    Run the command again to update the deployments; it keeps schedules that were changed in the UI. The worker
+    imports the trainable: install your project there, or put its folder into PYTHONPATH: see the second example.
 
     prefect-tune deploy --work-pool training
 
@@ -464,48 +464,48 @@ def deploy(
     from prefect_tune.deploy.deployments import Pool, deploy
 
     if not work_pool:
-        raise InvalidInput("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
+        raise InvalidInput("--work-pool: expected a work pool for the runs; list them: `prefect work-pool ls`")
     if notify is not None and not automations:
-        raise InvalidInput(f"--notify {notify}: alerts are automations; leave out --no-automations")
+        raise InvalidInput(f"--notify {notify}: alerts are automations; remove --no-automations")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
-    asked = {**object_from(params, "--params"), **(values_from(param or (), "--param") or {})}
+    parameters = {**parse_json_object(params, "--params"), **(values_from(param or (), "--param") or {})}
     schedules = [DeploymentSchedule(when, time_zone) for when in cron or ()]
     if every_seconds is not None:
         if not 0 < every_seconds <= timedelta.max.total_seconds():
-            raise InvalidInput(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
+            raise InvalidInput(f"--every-seconds: expected a finite number greater than 0, found {every_seconds:g}")
         schedules.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
-    if name is None and (asked or schedules):
+    if name is None and (parameters or schedules):
         raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
     if name is not None and len(flows or ()) != 1:
-        raise InvalidInput(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
+        raise InvalidInput(f"--name {name}: expected one FLOW, for example: prefect-tune deploy tune --name {name}")
     offers = named(flows or ())
     if name is None:
         specs = wanted(offers, prefix)
     else:
-        specs = [of_one_experiment(offers[0], name, asked, schedules or None, collision, prefix)]
+        specs = [of_one_experiment(offers[0], name, parameters, schedules or None, collision, prefix)]
     if notify is not None:
         require_block(notify)
-    done = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
+    deployments = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
         installed = apply_automations(notify=notify, without_action="leave out") if automations else []
     except TuneError as error:
-        _print_outcome(done, (), work_pool, as_json=as_json)
+        _print_results(deployments, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
-    _print_outcome(done, installed, work_pool, as_json=as_json)
+    _print_results(deployments, installed, work_pool, as_json=as_json)
 
 
-def _print_outcome(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
+def _print_results(results: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
     if as_json:
-        names = [each.name for each in installed]
-        print(json.dumps({"deployments": [asdict(each) for each in done], "automations": names}, indent=2))
+        names = [automation.name for automation in installed]
+        print(json.dumps({"deployments": [asdict(result) for result in results], "automations": names}, indent=2))
         return
-    width = max(len(each.name) for each in done)
-    for each in done:
-        print(f"{each.outcome}  {each.name:{width}}  {each.link or ''}".rstrip())
-        for schedule in each.schedules:
+    width = max(len(deployment.name) for deployment in results)
+    for deployment in results:
+        print(f"{deployment.outcome}  {deployment.name:{width}}  {deployment.link or ''}".rstrip())
+        for schedule in deployment.schedules:
             print(f"         runs at {schedule}")
     for automation in installed:
         print(f"automation  {'on ' if automation.enabled else 'off'}  {automation.name}")
-    if installed and not any(each.is_alert and each.acts for each in installed):
+    if installed and not any(automation.is_alert and automation.acts for automation in installed):
         print("alerts are not installed; to install them: --notify slack-webhook/NAME")
     print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 @command
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
-    """List an experiment's checkpoints, or those of one of its trials."""
+    """List the checkpoints of an experiment or of one of its trials."""
     with opened(target, experiment) as (store, state):
-        rows = [row for known in chosen_trials(state, trial) for row in _rows_of(store, state, known)]
+        rows = [row for selected in chosen_trials(state, trial) for row in _checkpoint_rows(store, state, selected)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -62,14 +62,14 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
     for row in rows:
         size = "" if row.size_bytes is None else shown_size(row.size_bytes)
         cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
-        of = (row.trial,) if names else ()
-        table.add_row(*plain_cells((*of, *cells)), style="" if row.status == "live" else "red")
+        trial_cells = (row.trial,) if names else ()
+        table.add_row(*plain_cells((*trial_cells, *cells)), style="" if row.status == "live" else "red")
     print_parts(table)
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A row of the output for one checkpoint."""
+class _CheckpointRow:
+    """The output row of a checkpoint."""
 
     trial: str
     step: int
@@ -82,28 +82,28 @@ class _Row:
     path: str = ""
 
 
-def _rows_of(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_Row]:
-    """Yield the row of every checkpoint of a trial, live or quarantined, oldest first.
+def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_CheckpointRow]:
+    """Yield the row of each checkpoint of a trial, live or quarantined, oldest first.
 
-    Quarantined saves that were never committed are found on the target.
+    List the target for quarantined saves that were never committed.
     """
     folder = state.trial_key(trial.trial)
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
     if missing := set(trial.quarantined) - set(keys):
-        listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-        keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
+        found = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints))
+        keys |= {key.sequence: (key, "quarantined") for key in found if key and key.sequence in missing}
     for _, (key, status) in sorted(keys.items()):
         try:
             manifest = read_manifest(store, key)
         except (CheckpointCorrupt, CheckpointNotFound):
-            found = status
-            if status == "live":  # a running trial may have retired it after the journal was read
-                found = "damaged" if is_live_now(store, key) else "retired"
-            yield _Row(trial.trial, key.step, found, path=key.folder)
+            row_status = status
+            if status == "live":  # a running trial may have retired the checkpoint since the journal was read
+                row_status = "damaged" if is_live_now(store, key) else "retired"
+            yield _CheckpointRow(trial.trial, key.step, row_status, path=key.folder)
             continue
-        yield _Row(
+        yield _CheckpointRow(
             trial.trial,
             key.step,
             status,
@@ -122,71 +122,71 @@ def verify(
     experiment: ExperimentName,
     trial: TrialName = None,
     release: Annotated[
-        int | None, asks("--release", "STEP", "Reinstate a quarantined checkpoint if it is whole.")
+        int | None, asks("--release", "STEP", "Reinstate a quarantined checkpoint if it is intact.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every live checkpoint, and verify every byte."""
-    found: list[tuple[str, Inspected]] = []
+    results: list[tuple[str, Inspected]] = []
     with opened(target, experiment) as (store, state):
         trials = chosen_trials(state, trial)
-        checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
+        checks = _verify_live(store, state, trials) if release is None else _release(store, state, trials, release)
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
-            prefix, verified = f"{name} " if is_search(state) else "", list[Inspected]()
+            prefix, trial_checks = f"{name} " if is_search(state) else "", list[Inspected]()
             with Console(stderr=True).status(f"{name}: reading") as status:
                 for _, check in of_trial:
-                    verified.append(check)
+                    trial_checks.append(check)
                     status.update(f"{name}: step {check.key.step} is read")
-                    if check.damage and not as_json:  # at once: an error of the target may end the checks
+                    if check.damage and not as_json:  # print now: an error of the target may end the checks
                         print(f"{prefix}step {check.key.step}: DAMAGED: {visible(check.damage)}", file=sys.stderr)
-            found += [(name, check) for check in verified]
-            if not as_json and (whole := [check for check in verified if not check.damage]):
-                steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.key.step for each in whole])}"
-                size = shown_size(sum(each.size_bytes for each in whole))
-                files = plural(sum(each.file_count for each in whole), "file", "files")
-                print(f"{prefix}{steps}: {size} in {files}, whole")
+            results += [(name, check) for check in trial_checks]
+            if not as_json and (intact := [check for check in trial_checks if not check.damage]):
+                steps = f"step{'s' * (len(intact) > 1)} {format_steps([check.key.step for check in intact])}"
+                size = shown_size(sum(check.size_bytes for check in intact))
+                files = plural(sum(check.file_count for check in intact), "file", "files")
+                print(f"{prefix}{steps}: {size} in {files}, intact")
     if as_json:
-        rows = [{"trial": name, "step": each.key.step, **asdict(each)} for name, each in found]
+        rows = [{"trial": name, "step": check.key.step, **asdict(check)} for name, check in results]
         print(json.dumps([{name: row[name] for name in row if name != "key"} for row in rows], indent=2))
-    elif not found:
-        print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
-    if any(each.damage for _, each in found):
+    elif not results:
+        print(f"{experiment}: there is no live checkpoint to verify")
+    if any(check.damage for _, check in results):
         raise typer.Exit(1)
 
 
-def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
+def _verify_live(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
     for trial in trials:
         for key in live_keys(state.trial_key(trial.trial), trial):
             yield from ((trial.trial, inspected) for inspected in inspect_one(store, key))
 
 
-def _released(
+def _release(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
 ) -> Iterator[tuple[str, Inspected]]:
-    """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
+    """Verify the quarantined checkpoint of `step`, and reinstate it only if it is intact."""
     keys = {
-        trial.trial: state.trial_key(trial.trial).checkpoint_key(each.checkpoint)
+        trial.trial: state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint)
         for trial in trials
-        for each in trial.quarantined_checkpoints
-        if each.checkpoint.step == step
+        for quarantined in trial.quarantined_checkpoints
+        if quarantined.checkpoint.step == step
     }
     if not keys:
-        steps = {each.checkpoint.step for trial in trials for each in trial.quarantined_checkpoints}
-        there = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
+        steps = {quarantined.checkpoint.step for trial in trials for quarantined in trial.quarantined_checkpoints}
+        available = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {available}")
     if len(set(keys.values())) > 1:
         names = ", ".join(keys)
-        raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
+        raise InvalidInput(f"experiment {state.name!r}: step {step} is quarantined in {names}: choose one: --trial")
     trial_name, key = next(iter(keys.items()))
-    found = read_one(store, key)
-    if found.damage is None:
-        is_there = bool(reinstate(store, state.key, [key], new_write_id()))
+    check = read_one(store, key)
+    if check.damage is None:
+        is_kept = bool(reinstate(store, state.key, [key], new_write_id()))
     else:
         current = current_trial(store, state.trial_key(trial_name))
-        is_there = is_quarantined(current, key)
-    if not is_there:
-        raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
-    yield trial_name, found
+        is_kept = is_quarantined(current, key)
+    if not is_kept:
+        raise CheckpointNotFound(f"{key.folder}: the trial has retired this checkpoint; it cannot be released")
+    yield trial_name, check
 
 
 @command
@@ -194,21 +194,21 @@ def export(
     target: Target,
     experiment: ExperimentName,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="New, empty, or with this checkpoint.", show_default=False)
+        Path, typer.Argument(metavar="DIRECTORY", help="New, empty, or with this export.", show_default=False)
     ],
     step: Annotated[int | None, asks("--step", "STEP", "Step of the checkpoint. Default: the newest.")] = None,
     trial: Annotated[str | None, asks("--trial", "TRIAL", "Trial. Default: the best one by its last report.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Only the files of the checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint to DIRECTORY: its files, as the trainable saved them, its configuration and its metrics.
+    """Write a checkpoint to DIRECTORY: the files that the trainable saved, its configuration and its metrics.
 
-    The latter are in config.json and metrics.json; with a file of that name in the checkpoint, in
-    trial-config.json or trial-metrics.json. --plain leaves them out.
+    The configuration and metrics are in config.json and metrics.json, or in trial-config.json and
+    trial-metrics.json if the checkpoint has a file of that name. --plain omits them.
 
-    DIRECTORY must be new or empty, or hold this export and nothing else, as after an interrupted one.
-    Without --trial it is the trial whose last report is the best, as in `show`.
-    The best model that events and alerts announce may be another one:
+    DIRECTORY must be new or empty, or hold only this export, for example after an interruption.
+    Without --trial, the trial with the best last report is exported, like in `show`.
+    The best model in events and alerts may be another one:
     pass the trial and step of the event as --trial and --step.
     """
     from prefect_tune.blocks import resolve_existing
@@ -219,25 +219,25 @@ def export(
         chosen = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
         if chosen is None:
             raise InvalidInput(
-                f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
+                f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one: --trial"
             )
         live = live_keys(state.trial_key(chosen.trial), chosen)
         key = next((key for key in reversed(live) if step in (None, key.step)), None)
         if key is None:
-            steps = ", ".join(str(each.step) for each in live) or "none"
-            wanted = "" if step is None else f" of step {step}"
-            searched = f"experiment {state.name!r}" + (f", trial {chosen.trial!r}" if is_search(state) else "")
+            steps = ", ".join(str(key.step) for key in live) or "none"
+            of_step = "" if step is None else f" of step {step}"
+            where = f"experiment {state.name!r}" + (f", trial {chosen.trial!r}" if is_search(state) else "")
             errored = ", which has errored" if chosen.status is Status.ERRORED else ""
-            raise CheckpointNotFound(f"{searched}{errored}: there is no checkpoint{wanted}; there are: {steps}")
+            raise CheckpointNotFound(f"{where}{errored}: there is no checkpoint{of_step}; available steps: {steps}")
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
-    for usual, name in names.items():
-        if name != usual:
-            print(f"{usual} is the checkpoint's own file; that of the trial is {name}", file=sys.stderr)
+    for standard_name, name in names.items():
+        if name != standard_name:
+            print(f"{standard_name} is a file of the checkpoint; the trial's is in {name}", file=sys.stderr)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    named = f"{chosen.trial}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
-    print(f"{named}step {key.step} is in {directory}")
+    label = f"{chosen.trial}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
+    print(f"{label}step {key.step} is in {directory}")
 
 
 @command
@@ -248,36 +248,36 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete. Default: only list.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the objects of an experiment that are not needed any more; with --delete, delete them.
+    """List the objects of an experiment that are no longer needed; with --delete, delete them.
 
-    Retired checkpoints, blobs of interrupted saves, answers to attempts that have ended, and
-    what is left of deleted experiments of this name.
+    These are retired checkpoints, blobs of interrupted saves, answers to ended attempts, and
+    remaining objects of deleted experiments of this name.
 
-    Objects that a checkpoint or a clone refers to are kept, and so are those that a
-    running save may use: it is safe beside a running search.
-    Quarantined checkpoints are kept until the trial retires them: they can be released.
+    The command keeps objects that a checkpoint, a clone or a running save may use:
+    it is safe while a search is running.
+    It keeps quarantined checkpoints until the trial retires them: they can be released.
     """
     with opened(target, experiment) as (store, state):
-        only = None if trial is None else [each.trial for each in chosen_trials(state, trial)]
-        garbage = collect_experiment(store, state, new_write_id(), only=only, dry_run=not delete)
+        trial_names = None if trial is None else [trial.trial for trial in chosen_trials(state, trial)]
+        garbage = collect_experiment(store, state, new_write_id(), only=trial_names, dry_run=not delete)
     if as_json:
-        left = {"object_count": len(garbage.dead), "size_bytes": sum(each.size_bytes for each in garbage.dead)}
-        trials = [asdict(each) for each in garbage.trials]
-        print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": left}, indent=2))
+        leftovers = {"object_count": len(garbage.dead), "size_bytes": sum(listed.size_bytes for listed in garbage.dead)}
+        trials = [asdict(trial) for trial in garbage.trials]
+        print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": leftovers}, indent=2))
     else:
         print_garbage(garbage, deleted=delete)
-    if any(each.damage for each in garbage.trials):
+    if any(trial.damage for trial in garbage.trials):
         raise typer.Exit(1)
 
 
 def print_garbage(garbage: Garbage, *, deleted: bool) -> None:
-    """Print what a collection found, by trial, and the total."""
+    """Print the garbage of each trial, and the total."""
     table = borderless_table("trial", "checkpoints", "objects", "size", "")
-    for each in garbage.trials:
-        note = each.damage or each.kept or ""
-        if note or each.object_count:
-            counts = (format_steps(each.checkpoints), str(each.object_count), shown_size(each.orphan_bytes))
-            table.add_row(*plain_cells((each.trial, *counts, note)), style="red" if each.damage else "")
+    for row in garbage.trials:
+        note = row.damage or row.kept or ""
+        if note or row.object_count:
+            counts = (format_steps(row.checkpoints), str(row.object_count), shown_size(row.orphan_bytes))
+            table.add_row(*plain_cells((row.trial, *counts, note)), style="red" if row.damage else "")
     if table.rows:
         print_parts(table, "")
     if garbage.dead:
@@ -289,7 +289,7 @@ def print_garbage(garbage: Garbage, *, deleted: bool) -> None:
         print_parts(f"deleted: {total}" if deleted else f"{total}; to delete them: --delete")
 
 
-_DAMAGE = 4
+_EXIT_DAMAGED = 4
 
 
 @command
@@ -301,7 +301,7 @@ def maintain(
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
     share: Annotated[
-        str, typer.Option(metavar="1/N", help="The sample: another part each day, all in N days.")
+        str, typer.Option(metavar="1/N", help="Size of the sample: another part each day, all in N days.")
     ] = "1/7",
     keep_last: Annotated[
         int | None, asks("--keep-last", "N", "Prune finished experiments to the last N.", at_least=1)
@@ -309,9 +309,9 @@ def maintain(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Verify checkpoints, quarantine damaged ones, delete unneeded objects; safe beside running experiments.
+    """Verify checkpoints, quarantine damaged ones, delete unneeded objects; safe while experiments are running.
 
-    Exits with 4 if it found damage.
+    Exits with 4 if a checkpoint or a journal is damaged.
     """
     from prefect_tune.core.experiment.retention import Retention
 
@@ -325,43 +325,43 @@ def maintain(
             report = flow(
                 target, experiments=experiments, verify=verify, share=share, retention=retention, dry_run=dry_run
             )
-        except DamageFound as found:
-            alarm, report = str(found), cast("MaintenanceReport", found.report)
+        except DamageFound as damage:
+            alarm, report = str(damage), cast("MaintenanceReport", damage.report)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
         print(report.summary)
     if alarm:
         print(f"prefect-tune: {alarm}", file=sys.stderr)
-        raise typer.Exit(_DAMAGE)
+        raise typer.Exit(_EXIT_DAMAGED)
 
 
 @command
 def delete(
     target: Target,
     experiment: ExperimentName,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Needed where there is no terminal.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation. Required without a terminal.")] = False,
     even_if_running: Annotated[
-        bool, typer.Option("--even-if-running", help="Delete it although a run may own it; that run then fails.")
+        bool, typer.Option("--even-if-running", help="Delete even if a run owns the experiment; that run then fails.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete an experiment for good: its journal, all checkpoints and results.
+    """Delete an experiment permanently: its journal, all checkpoints and results.
 
-    A marker of some 300 bytes stays; the name can be used again.
+    A marker of about 300 bytes remains; the name can be used again.
 
-    It asks first, and says what would be deleted. It refuses while a run owns it.
+    The command shows what it would delete, and asks for confirmation. It refuses while a run owns the experiment.
     """
     from prefect_tune.maintenance import delete_experiment
 
     if not yes and not sys.stdin.isatty():
         raise InvalidInput(
-            f"delete {experiment}: there is no terminal to confirm it on: add --yes; nothing was deleted"
+            f"delete {experiment}: confirmation needs a terminal; without one, add --yes; nothing was deleted"
         )
     existing_place(target)
     contents = delete_experiment(experiment, target=target, even_if_running=even_if_running, dry_run=True)
     if not yes:
-        question = f"Delete experiment {experiment!r} at {target} for good: {contents}?"
+        question = f"Delete experiment {experiment!r} at {target} permanently: {contents}?"
         if not typer.confirm(question, err=as_json):
             print("nothing was deleted", file=sys.stderr)
             raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The deployable flows and specifications of deployments, as plain values; `prefect.yaml` describes the same."""
+"""The deployable flows and the specifications of deployments, as plain values; `prefect.yaml` has the same ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.values import valid_name
 
 TAG = "prefect-tune"
-"""The tag of every deployment and of its runs, by which automations match them."""
+"""The tag of every deployment and of its runs: automations match runs by this tag."""
 Collision: TypeAlias = Literal["cancel-new", "enqueue"]
-_TRIAL_DEPLOYMENT = "trial_deployment"
+_TRIAL_DEPLOYMENT_PARAMETER = "trial_deployment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class DeployableFlow:
     name: str
     """The name of the flow, and of its deployment."""
     entrypoint: str
-    """A dotted path: a file's path would load a second copy of the module, whose classes are not identical."""
+    """A dotted path: a file path would load a second copy of the module, with other classes."""
     description: str
     at_once: int | None = None
     """The concurrency limit of its runs; None: no limit."""
     has_experiment: bool = True
-    """Whether its parameter `experiment` names the one experiment of a run."""
+    """Whether each run has one experiment, which its parameter `experiment` names."""
 
     @property
     def module(self) -> str:
@@ -93,7 +93,7 @@ OFFERS: Sequence[DeployableFlow] = (
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A fixed time between one run and the next."""
+    """A fixed time between the starts of two runs."""
 
     interval: timedelta
 
@@ -118,7 +118,7 @@ class DeploymentSpec:
     """None: keep existing schedules."""
     at_once: int | None = None
     collision: Collision = "cancel-new"
-    """What Prefect does with a run above the concurrency limit: cancel it, or queue it."""
+    """Whether Prefect cancels or queues a run above the concurrency limit."""
 
     @property
     def full_name(self) -> str:
@@ -126,35 +126,35 @@ class DeploymentSpec:
 
 
 def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
-    """Return the deployable flows of these names; all of them if `names` is empty.
+    """Return the deployable flows of these names; all flows if `names` is empty.
 
     Raises:
         InvalidInput: no flow has one of the names.
     """
-    known = {offer.name: offer for offer in OFFERS}
+    flows = {offer.name: offer for offer in OFFERS}
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise InvalidInput(f"there is no flow {name!r} to deploy: expected one of {', '.join(known)}{hint}")
-    return [known[name] for name in dict.fromkeys(names or known)]
+        if name not in flows:
+            hint = did_you_mean(name, flows)
+            raise InvalidInput(f"there is no deployable flow {name!r}: expected one of {', '.join(flows)}{hint}")
+    return [flows[name] for name in dict.fromkeys(names or flows)]
 
 
 def wanted(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
-    """Return specifications of general deployments, with a common prefix in their names."""
+    """Return the specifications of general deployments; `prefix` begins each of their names."""
     return [
         DeploymentSpec(
             offer=offer,
             name=valid_name(f"{prefix}{offer.name}"),
-            parameters=_trials_of(offer, prefix),
+            parameters=_trial_parameters(offer, prefix),
             at_once=offer.at_once,
         )
         for offer in offers
     ]
 
 
-def _trials_of(offer: DeployableFlow, prefix: str) -> Mapping[str, Any]:
-    """Return the parameters by which `tune` starts its trials: by the `train-trial` deployment of the same prefix."""
-    return {_TRIAL_DEPLOYMENT: f"train-trial/{prefix}train-trial"} if prefix and offer.name == "tune" else {}
+def _trial_parameters(offer: DeployableFlow, prefix: str) -> Mapping[str, Any]:
+    """Return the parameter with which `tune` starts trials by the `train-trial` deployment of the same prefix."""
+    return {_TRIAL_DEPLOYMENT_PARAMETER: f"train-trial/{prefix}train-trial"} if prefix and offer.name == "tune" else {}
 
 
 def of_one_experiment(
@@ -165,16 +165,16 @@ def of_one_experiment(
     collision: Collision = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another.
+    """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another one.
 
-    At most one of its runs runs at a time.
+    At most one flow run of the deployment runs at a time.
     """
     name = f"{prefix}{name}"
     experiment = {"experiment": name} if offer.has_experiment else {}
     return DeploymentSpec(
         offer=offer,
         name=valid_name(name),
-        parameters={**_trials_of(offer, prefix), **experiment, **parameters},
+        parameters={**_trial_parameters(offer, prefix), **experiment, **parameters},
         schedules=schedules,
         at_once=1,
         collision=collision,

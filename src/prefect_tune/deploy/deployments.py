@@ -1,6 +1,6 @@
 """Create or update deployments on a Prefect server, idempotently.
 
-Their parameters are validated before, and hold no credentials.
+The parameters are validated first, and contain no credentials.
 """
 
 from __future__ import annotations
@@ -43,120 +43,120 @@ from prefect_tune.tuner.run_search import begun, source_names
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
 
 
-SlugOf: TypeAlias = Callable[[str], str | None]
-"""Returns `type/name` of the saved block whose id or `type/name` is given; None if there is none."""
+SlugLookup: TypeAlias = Callable[[str], str | None]
+"""Takes the id or `type/name` of a saved block, and returns its `type/name`; None if there is no such block."""
 
 
-def slug_on_server(client: SyncPrefectClient, document: str) -> str | None:
-    """Return as `SlugOf`, of the blocks of a Prefect server, without reading their secrets."""
+def read_slug(client: SyncPrefectClient, block: str) -> str | None:
+    """Look up a block on a Prefect server (see `SlugLookup`), without reading its secrets."""
     try:
-        if BLOCK_SLUG.fullmatch(document):
-            kind, name = document.split("/")
+        if BLOCK_SLUG.fullmatch(block):
+            kind, name = block.split("/")
             client.read_block_document_by_name(name, kind, include_secrets=False)
-            return document
-        found = client.read_block_document(UUID(document), include_secrets=False)
+            return block
+        document = client.read_block_document(UUID(block), include_secrets=False)
     except (ObjectNotFound, ValueError):
         return None
-    return f"{found.block_type.slug}/{found.name}" if found.block_type else None
+    return f"{document.block_type.slug}/{document.name}" if document.block_type else None
 
 
 def checked(
-    parameters: Mapping[str, Any], schema: Mapping[str, Any], slug_of: SlugOf, *, complete: bool
+    parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters as the deployment stores them: blocks by their names, never by their fields.
+    """Return the parameters that the deployment stores: blocks by their names, never by their fields.
 
-    `complete` requires all that a run needs: runs of a schedule show no form.
+    `complete` requires all parameters that a run needs: scheduled runs show no form.
 
     Raises:
-        InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message repeats no secret.
+        InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message has no secret.
     """
     for name in parameters:
         if name not in schema["properties"]:
             hint = did_you_mean_or_has(name, schema["properties"])
-            raise InvalidInput(f"parameters: no parameter {name!r}: {hint}")
-    found = dict(parameters)
-    if "target" in found:
-        found["target"] = _named(found["target"], "target", slug_of)
-    if isinstance(sync := found.get("sync"), Mapping):
-        found["sync"] = _sync(sync, slug_of)
-    given = {name: value for name, value in found.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # whose journal has the other settings
-    if "trusted_packages" in given:
-        trusted_here(given["trusted_packages"])
-    kind = _DeployedOptions if is_resume else _DeployedPlan
-    plan = kind(**{name: value for name, value in given.items() if name in OPTIONS})
+            raise InvalidInput(f"parameters: unknown parameter {name!r}: {hint}")
+    validated = dict(parameters)
+    if "target" in validated:
+        validated["target"] = _target_text(validated["target"], "target", find_slug)
+    if isinstance(sync := validated.get("sync"), Mapping):
+        validated["sync"] = _sync_parameter(sync, find_slug)
+    passed = {name: value for name, value in validated.items() if value is not None}
+    is_resume = "fork" in schema["properties"]  # the journal has the other settings
+    if "trusted_packages" in passed:
+        trusted_here(passed["trusted_packages"])
+    plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
+    plan = plan_type(**{name: value for name, value in passed.items() if name in OPTIONS})
     try:
-        validate(found, dict(schema), raise_on_error=True, ignore_required=not complete)
+        validate(validated, dict(schema), raise_on_error=True, ignore_required=not complete)
     except SchemaError as error:
         raise InvalidInput(f"parameters: {error}") from None
-    if complete and isinstance(plan, _DeployedPlan):
+    if complete and isinstance(plan, _DeploymentPlan):
         if plan.search is not None:
             search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
             search.begin(plan.space or {}, plan.objective, seed=0)
         if plan.scheduler is not None:
             begun(plan.scheduler, plan.objective, seed=0)
-    return found
+    return validated
 
 
-def _sync(sync: Mapping[str, Any], slug_of: SlugOf) -> object:
+def _sync_parameter(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
     if "$ref" in sync:
-        return {"$ref": {"block_document_slug": _saved(sync["$ref"], "sync", slug_of)}}
+        return {"$ref": {"block_document_slug": _require_saved_block(sync["$ref"], "sync", find_slug)}}
     SyncConfig(**{**sync, "upload_dir": None})
     target = sync.get("upload_dir")
-    return dict(sync) if target is None else {**sync, "upload_dir": _named(target, "sync.upload_dir", slug_of)}
+    return dict(sync) if target is None else {**sync, "upload_dir": _target_text(target, "sync.upload_dir", find_slug)}
 
 
-def _named(target: object, where: str, slug_of: SlugOf) -> str:
-    """Return a URI, or `type/name`: text that Prefect does not resolve to the block's fields when a run starts."""
+def _target_text(target: object, field: str, find_slug: SlugLookup) -> str:
+    """Return a URI or `type/name`: Prefect does not resolve this text to the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
-            return _saved(target["$ref"], where, slug_of)
+            return _require_saved_block(target["$ref"], field, find_slug)
         raise InvalidInput(
-            f"{where}: expected a URI or the name of a saved block, found a block's fields, whose credentials would be "
-            "readable in the deployment: save it as a block, and name it: "
-            f"{where}=s3-target/NAME (`prefect-tune blocks register`, then Blocks in the UI)"
+            f"{field}: expected a URI or the name of a saved block, found a block's fields: its credentials would "
+            "be readable in the deployment. Save the block, and pass its name: "
+            f"{field}=s3-target/NAME (`prefect-tune blocks register`, then Blocks in the UI)"
         )
     if not isinstance(target, StorageTarget | str):
-        raise InvalidInput(f"{where}: expected a URI or the type/name of a saved block, found {type(target).__name__}")
+        raise InvalidInput(f"{field}: expected a URI or the type/name of a saved block, found {type(target).__name__}")
     if isinstance(target, str):
         if template := _TEMPLATE.fullmatch(target.strip()):
-            return _saved(f"{template[1]}/{template[2]}", where, slug_of)
+            return _require_saved_block(f"{template[1]}/{template[2]}", field, find_slug)
         validate_target(target)
-        require_absolute(target, where)
+        require_absolute(target, field)
         if BLOCK_SLUG.fullmatch(target):
-            return _saved(target, where, slug_of)
+            return _require_saved_block(target, field, find_slug)
     try:
         return target_reference(resolve_target(target))
     except InvalidInput as error:
-        raise InvalidInput(f"{where}: {error}") from error
+        raise InvalidInput(f"{field}: {error}") from error
 
 
-def _saved(reference: object, where: str, slug_of: SlugOf) -> str:
-    document = reference
+def _require_saved_block(reference: object, field: str, find_slug: SlugLookup) -> str:
+    block = reference
     if isinstance(reference, Mapping):
-        document = reference.get("block_document_slug", reference.get("block_document_id"))
-    found = slug_of(str(document))
-    if found is None:
-        raise InvalidInput(f"{where}: no block {str(document)!r} is saved on the Prefect server")
-    return found
+        block = reference.get("block_document_slug", reference.get("block_document_id"))
+    slug = find_slug(str(block))
+    if slug is None:
+        raise InvalidInput(f"{field}: no block {str(block)!r} is saved on the Prefect server")
+    return slug
 
 
-def _absolute_sources(warm_start: list[object]) -> Sequence[str]:
+def _require_absolute_sources(warm_start: list[object]) -> Sequence[str]:
     sources = source_names(warm_start)
     for source in sources:
         require_absolute(source.rpartition("/")[0] or "/", "warm_start")
     return sources
 
 
-def _named_as(where: str) -> AfterValidator:
-    return AfterValidator(lambda name: ":".join(import_string(name, where)))
+def _import_string_validator(parameter: str) -> AfterValidator:
+    return AfterValidator(lambda name: ":".join(import_string(name, parameter)))
 
 
-class _DeployedOptions(SearchOptions):
-    """Options of a deployment's runs: their code is installed there, so here only the form of its name is checked."""
+class _DeploymentOptions(SearchOptions):
+    """Options of a deployment's runs. Their code is installed where they run: check only the syntax of its name."""
 
-    trainable: Annotated[str, _named_as("trainable")] = "later:Later"
-    target: Any = None  # like `sync`, it is checked above
+    trainable: Annotated[str, _import_string_validator("trainable")] = "later:Later"
+    target: Any = None  # like `sync`, checked in `checked`
     space: (
         Annotated[
             Mapping[str, Any],
@@ -165,9 +165,9 @@ class _DeployedOptions(SearchOptions):
         | None
     ) = None
     experiment: ExperimentName = "later"
-    sync: dict[str, Any] | None = None  # type: ignore[assignment]  # it is the JSON of a form
-    warm_start: Annotated[list[Any], AfterValidator(_absolute_sources)] | None = None
-    callbacks: list[Annotated[str, _named_as("callback")]] | None = None
+    sync: dict[str, Any] | None = None  # type: ignore[assignment]  # the JSON of a form
+    warm_start: Annotated[list[Any], AfterValidator(_require_absolute_sources)] | None = None
+    callbacks: list[Annotated[str, _import_string_validator("callback")]] | None = None
 
     @property
     def stopper(self) -> Stopper:
@@ -177,12 +177,12 @@ class _DeployedOptions(SearchOptions):
         return super().stopper
 
 
-class _DeployedPlan(_DeployedOptions, SearchPlan):
+class _DeploymentPlan(_DeploymentOptions, SearchPlan):
     """The plan of a deployment's searches."""
 
 
-_Times: TypeAlias = CronSchedule | IntervalSchedule
-_STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enqueue": ConcurrencyLimitStrategy.ENQUEUE}
+_PrefectSchedule: TypeAlias = CronSchedule | IntervalSchedule
+_COLLISION_STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enqueue": ConcurrencyLimitStrategy.ENQUEUE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,25 +202,25 @@ class Deployed:
     name: str
     outcome: Literal["created", "updated"]
     link: str | None
-    """The deployment's page in the Prefect UI; None if the UI's address is not known."""
+    """The deployment's page in the Prefect UI; None if the address of the UI is unknown."""
     schedules: Sequence[str]
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A deployment whose flow, parameters and schedules are checked."""
+class _ValidatedDeployment:
+    """A deployment with a valid flow, parameters and schedules."""
 
-    wanted: DeploymentSpec
+    spec: DeploymentSpec
     flow: Flow[Any, Any]
     fields: Mapping[str, Any]
-    times: Sequence[_Times] | None
+    schedules: Sequence[_PrefectSchedule] | None
 
 
-def deploy(wanted: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
-    """Create or update these deployments; everything is checked before anything is written.
+def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
+    """Create or update these deployments; validate all of them before writing any.
 
-    Runs use the package as it is installed where they run: no code is pulled. Schedules that equal the existing
-    ones keep their state, active or paused; others replace all existing ones.
+    Runs use the package that is installed where they run: Prefect pulls no code. Schedules that equal the existing
+    schedules keep their state, active or paused; otherwise they replace all existing schedules.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
@@ -228,39 +228,39 @@ def deploy(wanted: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
     """
     with prefect_server("deployments") as client:
         _require_pool(client, pool)
-        ready = [_ready(client, spec, pool) for spec in wanted]
-        return [_deploy(client, each) for each in ready]
+        validated = [_validate_deployment(client, spec, pool) for spec in specs]
+        return [_create_or_update(client, deployment) for deployment in validated]
 
 
 def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
-    """Require the work pool, and that its template defines each job variable: Prefect would ignore another one."""
+    """Require the work pool, and that its template defines each job variable: Prefect ignores unknown ones."""
     try:
-        there = client.read_work_pool(pool.name)
+        existing = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:
-        names = ", ".join(sorted(each.name for each in client.read_work_pools())) or "none"
+        names = ", ".join(sorted(work_pool.name for work_pool in client.read_work_pools())) or "none"
         raise InvalidInput(
             f"there is no work pool {pool.name!r} (existing pools: {names}); create it: "
             f"prefect work-pool create {pool.name} --type process"
         ) from missing
-    variables = there.base_job_template.get("variables", {}).get("properties", {})
+    variables = existing.base_job_template.get("variables", {}).get("properties", {})
     for name in pool.job_variables if variables else ():
         if name not in variables:
             hint = did_you_mean_or_has(name, sorted(variables))
-            raise InvalidInput(f"work pool {pool.name!r} of type {there.type!r} has no job variable {name!r}: {hint}")
+            raise InvalidInput(f"work pool {pool.name!r} ({existing.type!r}) has no job variable {name!r}: {hint}")
 
 
-def _ready(client: SyncPrefectClient, wanted: DeploymentSpec, pool: Pool) -> _Ready:
-    module, _, name = wanted.offer.entrypoint.rpartition(".")
+def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: Pool) -> _ValidatedDeployment:
+    module, _, name = spec.offer.entrypoint.rpartition(".")
     flow: Flow[Any, Any] = getattr(import_module(module), name)
-    times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
+    schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]
     flat = flow.flat if isinstance(flow, GroupedFlow) else flow
     parameters = checked(
-        flattened(wanted.parameters), form_of(flat), partial(slug_on_server, client), complete=bool(times)
+        flattened(spec.parameters), form_of(flat), partial(read_slug, client), complete=bool(schedules)
     )
-    strategy = ConcurrencyOptions(collision_strategy=_STRATEGIES[wanted.collision])
+    strategy = ConcurrencyOptions(collision_strategy=_COLLISION_STRATEGIES[spec.collision])
     fields = {
-        "description": wanted.offer.description,
-        "entrypoint": wanted.offer.entrypoint,
+        "description": spec.offer.description,
+        "entrypoint": spec.offer.entrypoint,
         "parameters": flow.grouped(parameters) if isinstance(flow, GroupedFlow) else parameters,
         "parameter_openapi_schema": form_of(flow),
         "enforce_parameter_schema": True,
@@ -268,14 +268,14 @@ def _ready(client: SyncPrefectClient, wanted: DeploymentSpec, pool: Pool) -> _Re
         "work_pool_name": pool.name,
         "work_queue_name": pool.queue,
         "job_variables": dict(pool.job_variables),
-        "concurrency_limit": wanted.at_once,
-        "concurrency_options": strategy if wanted.at_once else None,
+        "concurrency_limit": spec.at_once,
+        "concurrency_options": strategy if spec.at_once else None,
         "pull_steps": [],
     }
-    return _Ready(wanted, flow, fields, times)
+    return _ValidatedDeployment(spec, flow, fields, schedules)
 
 
-def _times(schedule: DeploymentSchedule) -> _Times:
+def _make_schedule(schedule: DeploymentSchedule) -> _PrefectSchedule:
     try:
         if isinstance(schedule.when, Interval):
             return IntervalSchedule(interval=schedule.when.interval, timezone=schedule.time_zone)
@@ -285,35 +285,35 @@ def _times(schedule: DeploymentSchedule) -> _Times:
         raise InvalidInput(f"schedule {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
-def _deploy(client: SyncPrefectClient, ready: _Ready) -> Deployed:
-    """Create a deployment, or update the existing one: creating it again would make Prefect delete its schedules."""
-    fields, times = dict(ready.fields), ready.times
+def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> Deployed:
+    """Create a deployment, or update the existing one: if it was created again, Prefect would delete its schedules."""
+    fields, new_schedules = dict(deployment.fields), deployment.schedules
     try:
-        before = client.read_deployment_by_name(ready.wanted.full_name)
+        existing = client.read_deployment_by_name(deployment.spec.full_name)
     except ObjectNotFound:
-        schedules = [DeploymentScheduleCreate(schedule=each, active=True) for each in times or ()]
-        flow_id = client.create_flow(ready.flow)
-        deployment_id = client.create_deployment(flow_id, ready.wanted.name, schedules=schedules, **fields)
+        schedules = [DeploymentScheduleCreate(schedule=schedule, active=True) for schedule in new_schedules or ()]
+        flow_id = client.create_flow(deployment.flow)
+        deployment_id = client.create_deployment(flow_id, deployment.spec.name, schedules=schedules, **fields)
         outcome: Literal["created", "updated"] = "created"
     else:
-        there = sorted(_comparable(each.schedule) for each in before.schedules)
-        if times is not None and there != sorted(map(_comparable, times)):
-            for each in before.schedules:
-                client.delete_deployment_schedule(before.id, each.id)
-            fields["schedules"] = [DeploymentScheduleUpdate(schedule=each, active=True) for each in times]
-        client.update_deployment(before.id, DeploymentUpdate(**fields))
-        deployment_id, outcome = before.id, "updated"
+        old_keys = sorted(_schedule_key(schedule.schedule) for schedule in existing.schedules)
+        if new_schedules is not None and old_keys != sorted(map(_schedule_key, new_schedules)):
+            for schedule in existing.schedules:
+                client.delete_deployment_schedule(existing.id, schedule.id)
+            fields["schedules"] = [DeploymentScheduleUpdate(schedule=new, active=True) for new in new_schedules]
+        client.update_deployment(existing.id, DeploymentUpdate(**fields))
+        deployment_id, outcome = existing.id, "updated"
     schedules_now = client.read_deployment(deployment_id).schedules
     return Deployed(
-        name=ready.wanted.full_name,
+        name=deployment.spec.full_name,
         outcome=outcome,
         link=url_for("deployment", obj_id=deployment_id),
-        schedules=[_format_schedule(each.schedule, active=each.active) for each in schedules_now],
+        schedules=[_format_schedule(schedule.schedule, active=schedule.active) for schedule in schedules_now],
     )
 
 
-def _comparable(schedule: Any) -> str:
-    """Return a comparable text of a schedule, without the anchor date of an interval, which users do not set."""
+def _schedule_key(schedule: Any) -> str:
+    """Return a text that equal schedules share; omit the anchor date of an interval, which users do not set."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 

@@ -105,14 +105,14 @@ class TestInstalled:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         install_automations()
-        look = automations._found
+        look = automations._find_installed
 
         def deleted_by_another(client: Any, wanted: Any) -> Any:
             for each in (seen := look(client, wanted)):
                 client.delete_automation(each.id)
             return seen
 
-        monkeypatch.setattr(automations, "_found", deleted_by_another)
+        monkeypatch.setattr(automations, "_find_installed", deleted_by_another)
         assert set(uninstall_automations()) == set(automation_names())
         assert not set(found()) & set(automation_names())
 

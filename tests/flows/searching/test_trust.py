@@ -228,7 +228,7 @@ def count(results: pt.Results) -> int:
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target: S3Target) -> None:
     begun(s3_target)
-    with pytest.raises(UnsafePayload, match="the target is not a folder of this machine"):
+    with pytest.raises(UnsafePayload, match="the target is not a local folder"):
         pt.resume("e", target=s3_target, num_samples=2)
     assert count(pt.resume("e", target=s3_target, num_samples=2, trainable=TRAIN)) == 2
     assert count(pt.resume("e", target=s3_target, num_samples=3, trainable=train)) == 3
