@@ -216,7 +216,7 @@ def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
 
 @pytest.mark.parametrize("step", [5, 4, 0])
 def test_no_step_is_counted_twice(step: int) -> None:
-    with pytest.raises(IllegalTransition, match=f"step {step} is reported after step 5"):
+    with pytest.raises(IllegalTransition, match=f"step {step} cannot follow step 5"):
         after(of(RUNNING), Reported(trial="t", report=StepReport(step=step, metrics={})))
 
 

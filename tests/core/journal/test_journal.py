@@ -133,7 +133,7 @@ def test_events_that_cannot_follow_are_refused_before_anything_is_written() -> N
     experiment = running(store)
     with pytest.raises(JournalCorrupt, match=r"entry 4.*never added"):
         journal.append(store, experiment, [Started(trial="other", attempt=1, from_step=0)], stamp("c"))
-    with pytest.raises(JournalCorrupt, match="added before"):
+    with pytest.raises(JournalCorrupt, match="already added"):
         journal.append(store, experiment, [TrialAdded(trial="t", config={})], stamp("c"))
     assert load(store) == experiment
 
@@ -203,9 +203,9 @@ def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(e
     store = MemoryStore()
     owner = running(store)
     store.put(JOURNAL.entry_path(4), guest_entry(owner, *events))
-    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a non-owner may write, found"):
         journal.append(store, owner, [report(1)], stamp("c"))
-    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a non-owner may write, found"):
         load(store)
 
 
@@ -213,7 +213,7 @@ def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
     store = MemoryStore()
     running(store)
     before = dict(store.objects)
-    with pytest.raises(JournalCorrupt, match="expected events that a guest may write, found reported"):
+    with pytest.raises(JournalCorrupt, match="expected events that a non-owner may write, found reported"):
         journal.append_as_guest(store, first_generation("e"), lambda _: [report(1)], stamp("guest"))  # type: ignore[list-item]  # what a guest may not
     assert store.objects == before
 
@@ -445,7 +445,7 @@ def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> Non
 def test_an_opening_that_does_not_fit_is_refused(opening: Opened) -> None:
     store = MemoryStore()
     experiment = running(store)
-    with pytest.raises(JournalCorrupt, match="it opens"):
+    with pytest.raises(JournalCorrupt, match="cannot follow term 1 of experiment 'e'"):
         journal.append(store, experiment, [opening], stamp("c"))
 
 
@@ -461,7 +461,7 @@ def test_a_journal_of_another_experiment_is_not_read_as_this_ones() -> None:
     running(store)
     other = JournalKey(experiment="other", generation=1)
     store.objects[other.entry_path(1)] = store.objects[JOURNAL.entry_path(1)]
-    with pytest.raises(JournalCorrupt, match="experiment 'other', entry 1: it opens experiment 'e'"):
+    with pytest.raises(JournalCorrupt, match="entry 1: term 1 of experiment 'e' cannot follow term 0 of"):
         journal.load(store, other)
 
 

@@ -307,5 +307,5 @@ def test_what_runs_have_added_is_in_the_snapshot() -> None:
     state = journal.append(store, opened(store), [Configured(settings={}, extensions={"a": 5})], stamp("1"))
     state = journal.append(store, state, [Configured(settings={}, extensions={"b": 2})], stamp("2"))
     assert decode_snapshot(encode_snapshot(state), JOURNAL, 3).extensions == {"a": 5, "b": 2}
-    with pytest.raises(JournalCorrupt, match="run a has added its samples before"):
+    with pytest.raises(JournalCorrupt, match="run a has already added its samples"):
         journal.append(store, state, [Configured(settings={}, extensions={"a": 5})], stamp("3"))

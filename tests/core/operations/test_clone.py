@@ -110,7 +110,7 @@ def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
     origin = CheckpointOrigin(trial="s", step=gone.step, sequence=gone.sequence)
     copy = CheckpointRef(step=gone.step, sequence=search.trial("c").next_sequence, origin=origin)
     before = dict(scene.store.objects)
-    with pytest.raises(JournalCorrupt, match="no longer a checkpoint, and cannot be cloned"):
+    with pytest.raises(JournalCorrupt, match="it is no longer a checkpoint"):
         search.append(Cloned(trial="c", checkpoint=copy, source="s"))
     assert scene.store.objects == before
 
@@ -290,7 +290,7 @@ MUTANTS: Mapping[str, Mutant] = {
         {trial_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
     ),
     "forget a clone while it lives": Mutant(
-        partial(dies, "a trial clones"), {experiment._note_clones: {"(*holder.clones, clone)": "holder.clones"}}
+        partial(dies, "a trial clones"), {experiment._note_clones: {"(*source.clones, clone)": "source.clones"}}
     ),
     "remember a clone for ever": Mutant(
         partial(dies, "a clone is trained on, and retired"),

@@ -247,7 +247,7 @@ def test_what_is_something_already_does_not_become_a_fork() -> None:
     old = search_of_three(store)
     origin = past_of(store, first_generation("old"), 2).origin
     for state in (old.state, forked(store).experiment):
-        with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
+        with pytest.raises(IllegalTransition, match="it already has trials or an origin"):
             after_event(state, Forked(origin=origin), state.number + 1)
 
 

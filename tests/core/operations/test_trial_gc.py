@@ -424,7 +424,7 @@ def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: 
 
 
 def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, trial_transitions._apply_started, {"(*trial.checkpoints, *unknown)": "trial.checkpoints"})
+    break_lines(monkeypatch, trial_transitions._apply_started, {"(*trial.checkpoints, *recent)": "trial.checkpoints"})
     with pytest.raises(JournalCorrupt, match="cannot start"):
         test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
 

@@ -231,7 +231,7 @@ MUTANTS = {
     "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
         every_death,
-        {trial_transitions.is_acceptable: {"sequence > known and": "True or"}},
+        {trial_transitions.is_acceptable: {"sequence > last_sequence and": "True or"}},
     ),
     "adopt what an attempt before left": Mutant(
         every_crash_of_a_second_attempt,

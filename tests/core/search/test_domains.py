@@ -461,7 +461,7 @@ def test_a_function_without_a_name_to_find_it_by_cannot_be_written(function: obj
         ({"a": {"choice": []}}, "^a: choice.*expected at least one option"),
         ({"a": {"constant": float("nan")}}, "^a: expected a value or a domain, found nan"),
         ({"a": b"x"}, "^a: expected a value or a domain, found b'x'"),
-        ({3: [1]}, "^space: expected text for a key, as JSON has it, found 3"),
+        ({3: [1]}, "^space: expected text for a key, like in JSON, found 3"),
         ({"a": {3: [1]}}, "^space.a: expected text for a key"),
     ],
 )

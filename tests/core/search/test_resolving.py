@@ -96,7 +96,7 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: choice(3), "expected a list, found 3"),
         (lambda: choice([1, len]), r"choice: option 1: expected a value or a domain, found <built-in function len>"),
         (lambda: choice([{"a": [float("nan")]}]), r"choice: option 0.a\[0\]: expected a value"),
-        (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, as JSON has it, found 3"),
+        (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, like in JSON, found 3"),
         (lambda: choice([1, 2], [1]), "expected a weight >= 0 for each of 2 options"),
         (lambda: choice([1, 2], [1, -1]), "expected a weight >= 0 for each"),
         (lambda: choice([1, 2], [1, float("nan")]), "expected a weight >= 0 for each"),

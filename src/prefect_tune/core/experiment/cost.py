@@ -1,16 +1,16 @@
-"""The cost of an experiment: where each second of its slots went, from the fold of its journal.
+"""The cost of an experiment: what each second of its slots was used for, computed from its journal.
 
     slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
-A run's time is from its takeover to the last sign of life of it: a freed slot, or its live status if it was killed.
-An attempt is in its slot from the start that the search requested until the search has freed the slot; before it
-begins it starts, and after its last entry it ends. An attempt without an end of its own lasts until its run's last
-sign of life, or until the trial's next attempt: what it did after its last commit is lost. Idle is what is
-left of the slots. An attempt that outlives its search adds the time between the runs.
+A run lasts from its takeover to its last sign of life: a freed slot, or its live status if the run was killed.
+An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
+begins is "start", the time after its last entry is "ending". An attempt that recorded no end lasts until its run's last
+sign of life, or until the trial's next attempt; its training after the last commit is lost. The rest of the slots' time
+is idle. An attempt that outlives its search adds the time between the runs.
 
-Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of one run, which are
-those of `run_now`. Only the begin of an attempt on another machine, or of one that was lost, may be a time of day of
-another clock: it is kept within the slot or the run, and `is_bounded` tells whether that has changed it.
+Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run (`run_now`).
+Only the begin of a lost attempt, or of one on another machine, may come from another clock: it is moved to the nearest
+time in the slot or the run, and `is_bounded` is then true.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from prefect_tune.core.values import parse_time
 
 
 class Category(StrEnum):
-    """What a second of a slot went into, and what that means."""
+    """What a second of a slot was used for, and an explanation for users."""
 
     meaning: str
 
     def __new__(cls, label: str, meaning: str) -> Self:
-        """Return the member with its label as its text."""
+        """Return a member whose value is the label."""
         member = str.__new__(cls, label)
         member._value_, member.meaning = label, meaning
         return member
 
-    TRAINING = "training", "Steps that count: their reports, or a checkpoint after them, were used."
-    LOST = "lost", "Training after the last commit of an attempt that was lost: trained again if the trial trains on."
+    TRAINING = "training", "Steps whose reports, or a later checkpoint, were used."
+    LOST = "lost", "Training after the last commit of a lost attempt: it is repeated if the trial continues."
     START = "start and import", "The launch, a queue, the journal, the process, the import and `setup`."
     RESTORING = "restoring", "The download of the checkpoint, and `load_checkpoint`."
-    SAVING = "saving", "Training stood still for `save_checkpoint`, its copy, or an upload."
-    WAITING = "waiting for a decision", "Training stood still until the search answered."
+    SAVING = "saving", "Training waited for `save_checkpoint`, its copy, or an upload."
+    WAITING = "waiting for a decision", "Training waited until the search decided."
     ENDING = "ending", "From the trial's last message until its slot is free: last uploads, `cleanup`, the journal."
-    IDLE = "idle", "No attempt had the slot."
+    IDLE = "idle", "No attempt held the slot."
 
     @property
     def key(self) -> str:
@@ -56,28 +56,28 @@ class Category(StrEnum):
         return self.name.lower()
 
 
-_PHASES = tuple(each for each in Category if each.key in PhaseSeconds.model_fields)
-"""What an attempt measures of itself."""
+_MEASURED_CATEGORIES = tuple(category for category in Category if category.key in PhaseSeconds.model_fields)
+"""The categories that an attempt measures itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptCost:
-    """What an attempt cost."""
+    """The cost of one attempt."""
 
     trial: str
     attempt: int
     began_at: datetime
-    """When it got its slot; when it began, where that is not known."""
+    """When it got its slot; if that is unknown, when it began."""
     seconds: Mapping[Category, float]
-    """All but idle."""
+    """The seconds of each category except idle."""
     use: AttemptUse | None
-    """Its processors and memory; None for an attempt that runs, or was lost."""
+    """Its processor and memory usage; None if the attempt is running or was lost."""
     is_bounded: bool = False
-    """Whether its begin by another clock was outside its slot or its run, and was moved to the nearest time in it."""
+    """Whether its begin, by another clock, was outside its slot or run and was moved to the nearest time in it."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
-        """How ranks ended that did not end like the others."""
+        """The ends of ranks that ended differently from the others."""
         return self.use.ends if isinstance(self.use, GroupUse) else ()
 
     @property
@@ -88,21 +88,21 @@ class AttemptCost:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """The slots of one run, and how long it had them."""
+    """The slots of one run, and how long it held them."""
 
     began_at: datetime
     seconds: float
     slots: int | None
-    """None if nothing limited them: then it has as many as it used, and none is idle."""
+    """None if unlimited: then the slots are those it used, and none is idle."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExperimentCost:
-    """What an experiment cost so far; printed as a sentence, and in a notebook with a table of the categories."""
+    """The cost of an experiment so far. Its `repr` is a sentence; a notebook adds a table of the categories."""
 
     runs: Sequence[RunCost]
     attempts: Sequence[AttemptCost]
-    """By trial, in the order in which the trials were added."""
+    """Grouped by trial, in the order in which the trials were added."""
     seconds: Mapping[Category, float]
     """The seconds of slots in each category; their sum is `slot_seconds`."""
 
@@ -114,10 +114,10 @@ class ExperimentCost:
     @property
     def run_seconds(self) -> float:
         """The time of all runs, without the time between them."""
-        return sum(each.seconds for each in self.runs)
+        return sum(run.seconds for run in self.runs)
 
     def __repr__(self) -> str:
-        """Return the sentence, and the number of attempts."""
+        """Return the number of attempts and the sentence."""
         attempts = plural(len(self.attempts), "attempt", "attempts")
         return f"<ExperimentCost of {attempts}: {cost_sentence(self) or 'no slot was held yet'}>"
 
@@ -126,42 +126,42 @@ class ExperimentCost:
         rows = [
             (str(category), format_seconds(seconds), format_share(seconds / total), category.meaning)
             for category, seconds in self.seconds.items()
-            if seconds / total >= _LEAST_SHARE
+            if seconds / total >= _MIN_LISTED_SHARE
         ]
         sentence = cost_sentence(self) or "no slot was held yet"
         return cell_html(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
-        """Return the attempts of each trial that has any."""
-        found: dict[str, list[AttemptCost]] = {}
-        for each in self.attempts:
-            found.setdefault(each.trial, []).append(each)
-        return found
+        """Return the attempts by trial, without trials that have none."""
+        attempts: dict[str, list[AttemptCost]] = {}
+        for attempt in self.attempts:
+            attempts.setdefault(attempt.trial, []).append(attempt)
+        return attempts
 
 
-_USED = tuple(each for each in Category if each is not Category.IDLE)
+_HELD_CATEGORIES = tuple(category for category in Category if category is not Category.IDLE)
 
 
 def cost_of(experiment: Experiment, until: datetime) -> ExperimentCost:
-    """Return what the experiment cost.
+    """Return the cost of an experiment.
 
     Args:
-        experiment: by its journal; running trials may have newer reports.
-        until: the time of what is known of running trials: their attempts have lasted until then.
+        experiment: the state from its journal; running trials may have newer reports.
+        until: the time of the newest information about running trials; their attempts last until then.
     """
-    runs = _runs(experiment, until)
-    attempts = [cost for trial in experiment.trials.values() for cost in _attempts(trial, runs, until)]
+    runs = _run_spans(experiment, until)
+    attempts = [cost for trial in experiment.trials.values() for cost in _attempt_costs(trial, runs, until)]
     seconds: Counter[Category] = Counter()
-    for each in attempts:
-        seconds.update(each.seconds)
-    found = [RunCost(each.begin, (each.end - each.begin).total_seconds(), each.slots) for each in runs]
-    idle = (max(0.0, (each.slots or 0) * each.seconds - _held_in(each, attempts)) for each in found)
-    return ExperimentCost(found, attempts, {each: seconds[each] for each in _USED} | {Category.IDLE: sum(idle)})
+    for attempt in attempts:
+        seconds.update(attempt.seconds)
+    run_costs = [RunCost(run.begin, (run.end - run.begin).total_seconds(), run.slots) for run in runs]
+    idle = sum(max(0.0, (run.slots or 0) * run.seconds - _held_seconds(run, attempts)) for run in run_costs)
+    return ExperimentCost(run_costs, attempts, {key: seconds[key] for key in _HELD_CATEGORIES} | {Category.IDLE: idle})
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """A run and its times, by its own clock."""
+class _RunSpan:
+    """The begin and end of a run, by its own clock."""
 
     term: int
     begin: datetime
@@ -169,109 +169,109 @@ class _Span:
     slots: int | None
 
 
-def _runs(experiment: Experiment, until: datetime) -> Sequence[_Span]:
-    """Return each run; it has lasted at least as long as what its attempts have journaled."""
+def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
+    """Return the runs; each lasts at least until the last journaled event of its attempts."""
     times = ((run, parse_time(run.began_at), parse_time(run.ended_at or run.began_at)) for run in experiment.runs)
     runs = [
-        _Span(run.term, begin, end, run.slots) for run, begin, end in times if begin is not None and end is not None
+        _RunSpan(run.term, begin, end, run.slots) for run, begin, end in times if begin is not None and end is not None
     ]
     for trial in experiment.trials.values():
         for record in trial.records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # its run has ended after it, or is known to have
-            place = _place(runs, record, began)
-            last = _later(_first_in(runs, place, began), record.seconds.total)
+                continue  # the run ended after this attempt
+            index = _run_index(runs, record, began)
+            last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.records[-1]:
-                place, last = len(runs) - 1, max(last, until)
-            runs[place] = replace(runs[place], end=max(runs[place].end, last))
+                index, last = len(runs) - 1, max(last, until)
+            runs[index] = replace(runs[index], end=max(runs[index].end, last))
     return runs
 
 
-def _place(runs: Sequence[_Span], record: AttemptRecord, began: datetime) -> int:
-    """Return the place of the run in which an attempt began; by the time of day where the journal has no owner."""
-    by_time = max((place for place, run in enumerate(runs) if run.begin <= began), default=0)
-    return next((place for place, run in enumerate(runs) if run.term == record.term), by_time)
+def _run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
+    """Return the index of the run in which an attempt began; by time of day if the journal has no owner for it."""
+    by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
+    return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
 
-def _first_in(runs: Sequence[_Span], place: int, began: datetime) -> datetime:
-    """Return the begin of an attempt in a run of a search, moved between it and the next run if another clock set it.
+def _clamp_begin(runs: Sequence[_RunSpan], index: int, began: datetime) -> datetime:
+    """Return when an attempt began, moved between the begins of its run and of the next run if another clock set it.
 
-    The attempts of a flow of one's own have no slots, and stay where they are.
+    An attempt of the user's own flow has no slot, and keeps its time.
     """
-    run, following = runs[place], next(iter(runs[place + 1 :]), None)
+    run, following = runs[index], next(iter(runs[index + 1 :]), None)
     if run.slots is None:
         return began
     first = max(began, run.begin)
     return min(first, following.begin) if following is not None and following.begin > run.begin else first
 
 
-def _later(at: datetime, seconds: float) -> datetime:
-    return at + timedelta(seconds=seconds)
+def _add_seconds(time: datetime, seconds: float) -> datetime:
+    return time + timedelta(seconds=seconds)
 
 
-def _attempts(trial: Trial, runs: Sequence[_Span], until: datetime) -> Iterator[AttemptCost]:
-    """Yield what each attempt cost; one whose times are not known is left out."""
+def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> Iterator[AttemptCost]:
+    """Yield the cost of each attempt whose times are known."""
     free_at: datetime | None = None
-    for place, record in enumerate(trial.records):
-        following = next(iter(trial.records[place + 1 :]), None)
+    for index, record in enumerate(trial.records):
+        following = next(iter(trial.records[index + 1 :]), None)
         is_running = trial.phase is Phase.RUNNING and following is None
         began, slot_at = parse_time(record.began_at or ""), parse_time(record.slot_at or "")
         outlives = slot_at is not None and 0 < record.term < record.slot_term
         if slot_at is not None and not outlives:
             first = slot_at
         elif slot_at is not None and record.use is not None:
-            # The slot is of the last run, and the attempt has measured all of its time.
-            first = _later(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
+            # The slot belongs to the last run, and the attempt measured all of its own time.
+            first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
-            first = _first_in(runs, _place(runs, record, began), began) if runs else began
+            first = _clamp_begin(runs, _run_index(runs, record, began), began) if runs else began
         else:
             continue
         is_bounded = slot_at is None and first != began
         first = max(first, free_at or first)
         if is_running:
             newest = record.seconds.plus("training", unsaved_seconds(trial, trial.trained_seconds))
-            record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  with its newest report
-            free_at = max(until, _later(began or first, record.seconds.total))
+            record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  includes its newest report
+            free_at = max(until, _add_seconds(began or first, record.seconds.total))
         else:
-            free_at = _freed_at(record, first, following, runs)
+            free_at = _slot_end(record, first, following, runs)
         free_at = max(first, free_at)
         held_seconds, before = (free_at - first).total_seconds(), 0.0
         if began is not None and slot_at is not None and not outlives:
             gap = (began - first).total_seconds()
             before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
             is_bounded = gap != before
-        seconds = _shared_out(record, before, held_seconds, is_running=is_running)
+        seconds = _seconds_by_category(record, before, held_seconds, is_running=is_running)
         yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, is_bounded)
 
 
-def _freed_at(
-    record: AttemptRecord, first: datetime, following: AttemptRecord | None, runs: Sequence[_Span]
+def _slot_end(
+    record: AttemptRecord, first: datetime, following: AttemptRecord | None, runs: Sequence[_RunSpan]
 ) -> datetime:
-    """Return when an attempt that is over left its slot."""
+    """Return when an ended attempt left its slot."""
     slot_at, began = parse_time(record.slot_at or ""), parse_time(record.began_at or "")
     if slot_at is not None:
-        return _later(slot_at, record.slot_seconds)
-    known = _later(first, record.seconds.total)
+        return _add_seconds(slot_at, record.slot_seconds)
+    measured_end = _add_seconds(first, record.seconds.total)
     if record.use is not None or not runs:
-        return known
-    run = runs[_place(runs, record, began or first)]
+        return measured_end
+    run = runs[_run_index(runs, record, began or first)]
     if run.slots is None:
-        return known  # of a flow of one's own
+        return measured_end  # in the user's own flow
     is_same_run = following is not None and following.term == record.term
     next_began = parse_time(following.began_at or "") if following is not None and is_same_run else None
-    return max(known, min(run.end, next_began or run.end))
+    return max(measured_end, min(run.end, next_began or run.end))
 
 
-def _shared_out(
+def _seconds_by_category(
     record: AttemptRecord, before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[Category, float]:
-    """Return the seconds in a slot by category: what was measured, what precedes it, and the rest by what it can be."""
-    measured = {each: float(getattr(record.seconds, each.key)) for each in _PHASES}
-    seconds = dict.fromkeys(_USED, 0.0) | measured
+    """Return the seconds in a slot by category: measured ones, those before them, and the rest by its likely use."""
+    measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
+    seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[Category.START] += before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # from the entry of a commit: else where its start ended is not known
+    has_trained = record.seconds.start > 0  # from a commit entry; otherwise the end of its start is unknown
     if record.use is not None:
         of_rest = Category.ENDING
     elif not has_trained:
@@ -283,40 +283,38 @@ def _shared_out(
         seconds[Category.TRAINING] -= seconds[Category.LOST]
     if rest >= 0:
         return seconds | {of_rest: seconds[of_rest] + rest}
-    measured_seconds = sum(seconds.values())  # more than a slot had: two clocks, or a slot that was freed meanwhile
-    return {each: found * held_seconds / measured_seconds for each, found in seconds.items()}
+    measured_seconds = sum(seconds.values())  # more than the slot had: clocks differ, or the slot was freed early
+    return {category: value * held_seconds / measured_seconds for category, value in seconds.items()}
 
 
-def _held_in(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
-    """Return for how long the run's slots were held together."""
-    end = _later(run.began_at, run.seconds)
-    overlaps = (
-        min(end, _later(each.began_at, each.total_seconds)) - max(run.began_at, each.began_at) for each in attempts
-    )
-    return sum(max(0.0, each.total_seconds()) for each in overlaps)
+def _held_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
+    """Return the seconds for which attempts held the run's slots, summed over the slots."""
+    end = _add_seconds(run.began_at, run.seconds)
+    spans = ((attempt.began_at, _add_seconds(attempt.began_at, attempt.total_seconds)) for attempt in attempts)
+    return sum(max(0.0, (min(end, last) - max(run.began_at, first)).total_seconds()) for first, last in spans)
 
 
-# The cost in words.
+# The cost as text.
 
 LOSSES_NAMED = 3
-_LEAST_SHARE = 0.005
-"""Smaller shares are 0 % in words, and are not named."""
+_MIN_LISTED_SHARE = 0.005
+"""Smaller shares would be printed as 0 %, and are not listed."""
 
 
 def cost_sentence(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
-    The time is that of the runs, if all have the same number of slots; else the sum over the slots. Empty if no slot
-    was held yet.
+    If all runs have the same number of slots, the time is that of the runs; otherwise it is summed over the slots.
+    Empty if no slot was held yet.
     """
     if not cost.attempts or not cost.slot_seconds:
         return ""
     shares = {category: seconds / cost.slot_seconds for category, seconds in cost.seconds.items()}
     trained = format_share(shares.pop(Category.TRAINING))
-    losses = sorted((each for each in shares.items() if each[1] >= _LEAST_SHARE), key=lambda each: -each[1])
+    losses = sorted((loss for loss in shares.items() if loss[1] >= _MIN_LISTED_SHARE), key=lambda loss: -loss[1])
     named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
     label = "the largest losses" if len(losses) > 1 else "the only loss"
-    counts = {each.slots for each in cost.runs}
+    counts = {run.slots for run in cost.runs}
     (count,) = counts if len(counts) == 1 else (None,)
     if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
         slots = f"{format_seconds(cost.slot_seconds)} of all slots"

@@ -1,4 +1,4 @@
-"""The experiment as the fold of its journal: the same entries always give the same experiment."""
+"""The state of an experiment, computed from its journal: the same entries always give the same state."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ from prefect_tune.core.values import Digest, StepReport, Value
 class TrialMap(Mapping[str, Trial]):
     """Immutable trials by name, in the order in which they were added.
 
-    A changed copy shares unchanged trials: one change costs the same with ten trials and with ten thousand.
+    A changed copy shares the unchanged trials: a change costs the same with ten trials and with ten thousand.
     """
 
     _numbers: HashTrieMap[str, int]
-    """By name, the trial's number in the order in which they were added."""
+    """The position of each trial, by name, in the order in which they were added."""
     _trials: HashTrieMap[int, Trial]
 
     @classmethod
     def of(cls, trials: Iterable[Trial] = ()) -> TrialMap:
-        """Return `trials`, in this order."""
-        found = cls(HashTrieMap(), HashTrieMap())
+        """Return a map of `trials`, in this order."""
+        trial_map = cls(HashTrieMap(), HashTrieMap())
         for trial in trials:
-            found = found.with_trial(trial)
-        return found
+            trial_map = trial_map.with_trial(trial)
+        return trial_map
 
     def with_trial(self, trial: Trial) -> TrialMap:
-        """Return a copy with `trial` replaced, or added at the end if it is new."""
+        """Return a copy in which `trial` replaces its namesake, or is added at the end if it is new."""
         number = self._numbers.get(trial.trial, len(self._numbers))
         return TrialMap(self._numbers.insert(trial.trial, number), self._trials.insert(number, trial))
 
@@ -93,23 +93,23 @@ class TrialMap(Mapping[str, Trial]):
     def __eq__(self, other: object) -> bool:
         return self._trials == other._trials if isinstance(other, TrialMap) else dict(self) == other
 
-    __hash__ = None  # type: ignore[assignment]  # as any mapping
+    __hash__ = None  # type: ignore[assignment]  # like other mappings
 
     def __repr__(self) -> str:
-        shown = [repr(each) for each in islice(self.values(), 10)]
+        first_trials = [repr(trial) for trial in islice(self.values(), 10)]
         more = [f"and {len(self) - 10:,} more"] if len(self) > 10 else []
-        return f"Trials([{', '.join([*shown, *more])}])"
+        return f"Trials([{', '.join([*first_trials, *more])}])"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Read and write JSON as a list of trials."""
-        listed = handler.generate_schema(tuple[Trial, ...])
-        read = core_schema.no_info_after_validator_function(cls.of, listed)
+        list_schema = handler.generate_schema(tuple[Trial, ...])
+        read_schema = core_schema.no_info_after_validator_function(cls.of, list_schema)
         return core_schema.json_or_python_schema(
-            json_schema=read,
-            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), read]),
+            json_schema=read_schema,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), read_schema]),
             serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda trials: tuple(trials.values()), return_schema=listed
+                lambda trials: tuple(trials.values()), return_schema=list_schema
             ),
         )
 
@@ -125,37 +125,37 @@ class Experiment(Value):
     term: int = 0
     owner: Owner | None = None
     opened_at: int = 0
-    """The number of the entry with which the present owner opened the experiment."""
+    """The number of the entry with which the present owner took over the experiment."""
     adopted_in: int = 0
-    """The last term whose owner has adopted what the owner before it had saved and not journaled."""
+    """The last term whose owner adopted the saves that the owner before it had not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
-    """The parameters of the run that opened it last; see `Configured`."""
+    """The parameters of the run that took it over last; see `Configured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """How many samples each run has added, in the order of the runs; see `Configured.extensions`."""
+    """The number of samples that each run added, in the order of the runs; see `Configured.extensions`."""
     origin: ForkOrigin | None = None
-    """The journal entry that it was forked from; None if it is no fork."""
+    """The journal entry that it was forked from; None if it is not a fork."""
     is_whole: bool = True
     """Whether the fork is complete; an incomplete one cannot be resumed."""
     is_removed: bool = False
-    """Whether its deletion has begun."""
+    """Whether its deletion has started."""
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
-    """The experiments that its search warm-starts from, each with the number of the entry that holds their trials."""
+    """The experiments from which its search starts warm, each with the number of the entry that holds their trials."""
     warm_start_places: tuple[str, ...] = ()
-    """The places of those experiments as events and assets name them, each once, in the order of their entries."""
+    """The locations of `warm_starts` for events and assets, without repetitions, in the order of their entries."""
     stop_requests: tuple[str, ...] = ()
-    """The write ids of the stop requests that the owner has journaled, in order: the first is request 1."""
+    """The write ids of the journaled stop requests, in order: the first is request 1."""
     stops: Mapping[str, AnyReason] = Field(default_factory=dict)
-    """Trials that are asked to stop and have not ended yet, each with the reason."""
+    """The trials that must stop and have not ended yet, each with the reason."""
     ends: AnyReason = ""
-    """Why the present owner stops the experiment early; empty while it does not."""
+    """Why the present owner stops the experiment early; empty if it does not."""
     restarts: int = 0
-    """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
+    """Consecutive automatic restarts of its run without a commit or a decision in between."""
     answers: tuple[Answered, ...] = ()
-    """Answers of persons, oldest first."""
+    """The users' answers to forms, oldest first."""
     past_count: int = 0
-    """The number of events that are replayed to search and scheduler; see `Trial.past`."""
+    """The number of events that a resume replays to search and scheduler; see `Trial.past`."""
     runs: tuple[RunRecord, ...] = ()
-    """When each run owned the experiment, the first one first; see `cost.cost_of`."""
+    """When each run owned the experiment, oldest first; see `cost.cost_of`."""
     trials: TrialMap = Field(default_factory=TrialMap.of)
     """The trials by name, in the order in which they were added."""
 
@@ -169,7 +169,7 @@ class Experiment(Value):
         return self.key.trial_key(trial)
 
     def trial(self, trial: str) -> Trial:
-        """Return the trial; KeyError where there is none."""
+        """Return the trial. Raises `KeyError` if there is none."""
         return self.trials[trial]
 
 
@@ -186,21 +186,21 @@ def apply(
 ) -> Experiment:
     """Return the experiment after `entry`, whose bytes have this digest.
 
-    `fold` is called with each event in place of `after_event`.
+    `fold` applies each event; default: `after_event`.
 
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "guest":  # whoever can write to the target cannot end another's trial
+    if entry.writer == "guest":  # writing to the target gives no right to end another user's trial
         misplaced = [
             event.type
             for event in entry.events
             if not isinstance(event, GuestEvent) or (isinstance(event, Quarantined) and event.kills)
         ]
         if misplaced or not entry.events:
-            found = ", ".join(misplaced) or "none"
-            raise JournalCorrupt(f"{where}: expected events that a guest may write, found {found}")
+            names = ", ".join(misplaced) or "none"
+            raise JournalCorrupt(f"{where}: expected events that a non-owner may write, found {names}")
     opens = bool(entry.events) and isinstance(entry.events[0], Opened)
     expected = (experiment.number + 1, experiment.digest, experiment.term + opens)
     if (entry.number, entry.previous, entry.term) != expected:
@@ -211,24 +211,24 @@ def apply(
     try:
         for event in entry.events:
             experiment = (fold or after_event)(experiment, event, entry.number, entry.writer)
-    except IllegalTransition as impossible:
-        raise JournalCorrupt(f"{where}: {impossible}") from impossible
+    except IllegalTransition as error:
+        raise JournalCorrupt(f"{where}: {error}") from error
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
 def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
-    """Return the experiment after `event`, which `writer` has written, or will write, to entry `number`.
+    """Return the experiment after `event` of entry `number`, which `writer` writes or has written.
 
     Raises:
-        IllegalTransition: the event is impossible in this state.
+        IllegalTransition: the event cannot occur in this state.
     """
     match event:
         case Opened():
             return _apply_opened(experiment, event, number)
         case Adopted():
-            # From this entry on, no save of an attempt that ended with its owner becomes a checkpoint.
+            # From now on, unjournaled saves of attempts that ended with their owner cannot become checkpoints.
             for name in {**event.checkpoints, **event.reached}:
-                experiment = _with_trial(experiment, with_adopted(_known_trial(experiment, name), event))
+                experiment = _replace_trial(experiment, with_adopted(_require_trial(experiment, name), event))
             runs = seen(experiment.runs, event.seen_at)
             return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
         case Configured():
@@ -238,25 +238,25 @@ def after_event(experiment: Experiment, event: Event, number: int, writer: Write
         case Deletion():
             return experiment.model_copy(update={"is_removed": True})
         case StopAsked():
-            return _apply_stop(experiment, event)
+            return _apply_stop_request(experiment, event)
         case Answered():
             return experiment.model_copy(update={"answers": (*experiment.answers, event)})
         case TrialAdded():
             if event.trial in experiment.trials:
-                raise IllegalTransition(f"trial {event.trial!r} was added before")
+                raise IllegalTransition(f"trial {event.trial!r} was already added")
             past = PastEvent(order=experiment.past_count + 1, what="added")
             fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
-            return _with_trial(experiment, Trial.model_validate({**fields, "past": (past,)}), past_count=past.order)
+            return _replace_trial(experiment, Trial.model_validate({**fields, "past": (past,)}), past_count=past.order)
         case _:
             return _apply_trial_event(experiment, event, writer)
 
 
 def _apply_opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
-    opens = JournalKey(experiment=event.experiment, generation=event.generation)
-    if (opens, event.term) != (experiment.key, experiment.term + 1):
-        raise IllegalTransition(f"it opens {opens} for owner {event.term}")
-    before = experiment.owner
-    is_same_run = before is not None and event.owner.flow_run is not None and event.owner.flow_run == before.flow_run
+    key = JournalKey(experiment=event.experiment, generation=event.generation)
+    if (key, event.term) != (experiment.key, experiment.term + 1):
+        raise IllegalTransition(f"term {event.term} of {key} cannot follow term {experiment.term} of {experiment.key}")
+    previous, flow_run = experiment.owner, event.owner.flow_run
+    is_same_run = previous is not None and flow_run is not None and flow_run == previous.flow_run
     restarts = experiment.restarts + 1 if is_same_run and not event.owner.by_hand else 0
     opened = {"term": event.term, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
     if event.at is not None:
@@ -266,15 +266,15 @@ def _apply_opened(experiment: Experiment, event: Opened, number: int) -> Experim
 
 
 def _apply_configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
-    if known := event.extensions.keys() & experiment.extensions.keys():
-        raise IllegalTransition(f"run {min(known)} has added its samples before")
-    places = (each.place for each in event.warm_starts if each.place is not None)
+    if repeated := event.extensions.keys() & experiment.extensions.keys():
+        raise IllegalTransition(f"run {min(repeated)} has already added its samples")
+    locations = (start.place for start in event.warm_starts if start.place is not None)
     return experiment.model_copy(
         update={
             "settings": event.settings,
             "extensions": {**experiment.extensions, **event.extensions},
-            "warm_starts": {**experiment.warm_starts, **{each.source: number for each in event.warm_starts}},
-            "warm_start_places": tuple(dict.fromkeys((*experiment.warm_start_places, *places))),
+            "warm_starts": {**experiment.warm_starts, **{start.source: number for start in event.warm_starts}},
+            "warm_start_places": tuple(dict.fromkeys((*experiment.warm_start_places, *locations))),
         }
     )
 
@@ -282,49 +282,49 @@ def _apply_configured(experiment: Experiment, event: Configured, number: int) ->
 def _apply_forked(experiment: Experiment, event: Forked) -> Experiment:
     if event.trials is None:
         if experiment.trials or experiment.origin is not None:
-            raise IllegalTransition(f"it cannot become a fork of {event.origin}: it has trials or an origin already")
+            raise IllegalTransition(f"cannot become a fork of {event.origin}: it already has trials or an origin")
         return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
     for name, forked in event.trials.items():
-        experiment = _with_trial(experiment, with_fork(_known_trial(experiment, name), forked))
+        experiment = _replace_trial(experiment, with_fork(_require_trial(experiment, name), forked))
     return experiment.model_copy(update={"is_whole": True})
 
 
-def _apply_stop(experiment: Experiment, event: StopAsked) -> Experiment:
+def _apply_stop_request(experiment: Experiment, event: StopAsked) -> Experiment:
     if event.request is not None:
         experiment = experiment.model_copy(update={"stop_requests": (*experiment.stop_requests, event.request)})
     if event.refused is not None:
         return experiment
     if event.trial is None:
         return experiment.model_copy(update={"ends": event.reason})
-    if _known_trial(experiment, event.trial).phase in ENDED:
-        raise IllegalTransition(f"trial {event.trial!r} has ended: it cannot be asked to stop")
+    if _require_trial(experiment, event.trial).phase in ENDED:
+        raise IllegalTransition(f"trial {event.trial!r} has ended and cannot be stopped")
     return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
 
 
 def _apply_trial_event(experiment: Experiment, event: OneTrialsEvent, writer: Writer) -> Experiment:
-    """Apply it to its trial, and record what is replayed to search and scheduler when the experiment is resumed."""
-    before = _known_trial(experiment, event.trial)
+    """Apply the event to its trial, and record the event that a resume replays to search and scheduler."""
+    before = _require_trial(experiment, event.trial)
     trial, changes = after(before, event, writer), dict[str, object]()
     match event:
         case Started(attempt=attempt):
-            trial = _with_record(trial, attempt, term=experiment.term if trial.outbox is None else trial.search_term)
+            trial = _set_terms(trial, attempt, term=experiment.term if trial.outbox is None else trial.search_term)
         case Launched():
             trial = trial.model_copy(update={"search_term": experiment.term})
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            trial = _with_record(trial, attempt, slot_term=experiment.term)
+            trial = _set_terms(trial, attempt, slot_term=experiment.term)
             changes["runs"] = ended_after(experiment.runs, since, seconds)
         case _:
             pass
-    past = _past_event(experiment.past_count + 1, before, event, trial)
+    past = _make_policy_event(experiment.past_count + 1, before, event, trial)
     if past is not None:
         trial = trial.model_copy(update={"past": (*trial.past, past)})
         changes["past_count"] = past.order
     if isinstance(event, Committed) or (past is not None and past.what in ("decided", "ended")):
         changes["restarts"] = 0
-    return _with_trial(experiment, trial, **changes)
+    return _replace_trial(experiment, trial, **changes)
 
 
-def _past_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) -> PastEvent | None:
+def _make_policy_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) -> PastEvent | None:
     match event:
         case Decided(report=report, decision=decision):
             return PastEvent(order=order, what="decided", report=report, decision=decision)
@@ -345,32 +345,32 @@ def _past_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) ->
 
 
 def last_report(trial: Trial) -> StepReport:
-    """Return the newest report of a trial that the journal holds."""
+    """Return the newest journaled report of a trial."""
     return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
-def _with_record(trial: Trial, attempt: int, **terms: int) -> Trial:
-    records = tuple(each.model_copy(update=terms) if each.attempt == attempt else each for each in trial.records)
-    return trial.model_copy(update={"records": records})
+def _set_terms(trial: Trial, attempt: int, **terms: int) -> Trial:
+    records = (record.model_copy(update=terms) if record.attempt == attempt else record for record in trial.records)
+    return trial.model_copy(update={"records": tuple(records)})
 
 
-def _known_trial(experiment: Experiment, trial: str) -> Trial:
+def _require_trial(experiment: Experiment, trial: str) -> Trial:
     if trial not in experiment.trials:
         raise IllegalTransition(f"trial {trial!r} was never added")
     return experiment.trials[trial]
 
 
-def _with_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
+def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
     if trial.trial in experiment.stops and trial.phase in ENDED:
         changes["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
     return experiment.model_copy(update={"trials": _note_clones(experiment.trials, trial), **changes})
 
 
 def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced, and its clones noted in the trials that have the bytes.
+    """Return the trials with `trial` replaced, and its clones listed in the trials that hold their bytes.
 
     Raises:
-        IllegalTransition: the bytes of a new clone may have been deleted: no trial has them as a checkpoint or a clone.
+        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone: they may have been deleted.
     """
     before, trials = trials.get(trial.trial), trials.with_trial(trial)
     if (
@@ -379,34 +379,34 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
         and before.quarantined_checkpoints is trial.quarantined_checkpoints
     ):
         return trials
-    old, new = _clones_in(before), _clones_in(trial)
+    old, new = _clones_of(before), _clones_of(trial)
     for origin, clone in old - new:
-        source = trials[origin]
-        left = tuple(other for other in source.clones if other != clone)
-        trials = trials.with_trial(source.model_copy(update={"clones": left}))
+        holder = trials[origin]
+        remaining = tuple(other for other in holder.clones if other != clone)
+        trials = trials.with_trial(holder.model_copy(update={"clones": remaining}))
     for origin, clone in new - old:
-        holder = trials.get(origin)
-        kept: Sequence[CheckpointRef | Clone] = () if holder is None else (*_refs_in(holder), *holder.clones)
-        if holder is None or (clone.step, clone.sequence) not in {(each.step, each.sequence) for each in kept}:
+        if (source := trials.get(origin)) is not None:
+            refs: Sequence[CheckpointRef | Clone] = (*_stored_refs(source), *source.clones)
+        if source is None or (clone.step, clone.sequence) not in {(ref.step, ref.sequence) for ref in refs}:
             raise IllegalTransition(
-                f"trial {trial.trial!r}: step {clone.step} ({clone.sequence}) of trial {origin!r} is no longer a "
-                "checkpoint, and cannot be cloned"
+                f"trial {trial.trial!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
+                f"{origin!r}: it is no longer a checkpoint"
             )
-        trials = trials.with_trial(holder.model_copy(update={"clones": (*holder.clones, clone)}))
+        trials = trials.with_trial(source.model_copy(update={"clones": (*source.clones, clone)}))
     return trials
 
 
-def _refs_in(trial: Trial) -> Sequence[CheckpointRef]:
-    """Return the checkpoints whose bytes are kept: a guest may quarantine one while the owner clones it."""
+def _stored_refs(trial: Trial) -> Sequence[CheckpointRef]:
+    """Return the checkpoints whose bytes are kept, also quarantined ones: the owner may be cloning them."""
     return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
 
 
-def _clones_in(trial: Trial | None) -> set[tuple[str, Clone]]:
-    """Return the clones of other trials' checkpoints that the trial has, each with the trial that has the bytes."""
+def _clones_of(trial: Trial | None) -> set[tuple[str, Clone]]:
+    """Return the trial's clones of other trials' checkpoints, each with the trial that holds the bytes."""
     if trial is None:
         return set()
     return {
-        (at.trial, Clone(step=at.step, sequence=at.sequence, trial=trial.trial, clone_sequence=ref.sequence))
-        for ref in _refs_in(trial)
-        if (at := ref.origin) is not None
+        (old.trial, Clone(step=old.step, sequence=old.sequence, trial=trial.trial, clone_sequence=ref.sequence))
+        for ref in _stored_refs(trial)
+        if (old := ref.origin) is not None
     }

@@ -1,8 +1,8 @@
 """When a trial saves, and which checkpoints are kept.
 
-The entry that journals a new checkpoint also names those that it retires, and their bytes are deleted after it. So a
-process that dies between the two leaves garbage, and never a checkpoint without its bytes. Maintenance applies the same
-policy to trials that have ended. The newest checkpoint is always kept, since the next attempt starts from it.
+The entry that journals a new checkpoint also names the checkpoints that it retires; their bytes are deleted afterwards.
+So a process that crashes in between leaves garbage, but never a checkpoint without its bytes. Maintenance applies the
+same policy to ended trials. The newest checkpoint is always kept, since the next attempt starts from it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _Count = Annotated[int, Field(ge=1), AS_WHOLE]
 
 
 class Cadence(Value):
-    """When a class trainable saves: whichever comes first.
+    """When a class trainable saves: at the first of these conditions.
 
-    A function trainable saves whenever it reports a checkpoint, or, with `report_step` and the integrations' callbacks,
-    as a class trainable does. That also saves when it is asked to stop, and when a report holds `should_checkpoint`.
+    It also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves whenever it
+    reports a checkpoint; with `report_step` or the integrations' callbacks it saves like a class trainable.
 
     Args:
         every_steps: save after this many steps. Default: by time only.
@@ -45,21 +45,21 @@ class Cadence(Value):
 
     @property
     def never_saves(self) -> bool:
-        """Whether a trial is saved only if that is requested: by a stop, its report or its scheduler."""
+        """Whether a trial saves only on request of a stop, its report or its scheduler."""
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def due(self, steps: int, elapsed: timedelta) -> bool:
-        """Say whether to save now, `steps` steps and `elapsed` after the last save."""
+        """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
         return self.every_seconds is not None and elapsed.total_seconds() >= self.every_seconds
 
 
 class Retention(Value):
-    """Which checkpoints are kept: those that at least one rule keeps. Without any rule all are kept.
+    """Which checkpoints are kept: every checkpoint that at least one rule keeps; all without any rule.
 
-    The newest checkpoint and pinned ones are always kept. A checkpoint whose metric is missing
-    is never among the best; of equally good ones the older is kept, so that a new one replaces none.
+    The newest checkpoint and pinned checkpoints are always kept. A checkpoint without the metric is never among
+    the best; of equally good ones the older is kept, so a new one does not replace it.
 
     Args:
         last: keep this many of the newest.
@@ -76,14 +76,14 @@ class Retention(Value):
     every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
 
     @model_validator(mode="after")
-    def _best_needs_a_metric(self) -> Retention:
+    def _require_metric_for_best(self) -> Retention:
         if (self.best is None) != (self.metric is None):
             raise ValueError("`best` and `metric` require each other: set both, or neither")
         return self
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no rule is set, so that all checkpoints are kept."""
+        """Whether all checkpoints are kept, because no rule is set."""
         return self.last is None and self.best is None and self.every is None
 
 
@@ -93,33 +93,33 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
         return ()
     from prefect_tune.core.experiment.summary import best_saved  # the flows import this module, and need no journal
 
-    stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
-    stays |= {each.sequence for each in checkpoints if each.pinned}
-    stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
+    kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
+    kept |= {ref.sequence for ref in checkpoints if ref.pinned}
+    kept |= {ref.sequence for ref in checkpoints if policy.every and ref.step % policy.every == 0}
     if (objective := objective_of(policy.metric, policy.mode)) is not None:
-        stays |= {each.sequence for each in best_saved(checkpoints, objective)[: policy.best]}
-    return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
+        kept |= {ref.sequence for ref in best_saved(checkpoints, objective)[: policy.best]}
+    return tuple(ref.sequence for ref in checkpoints if ref.sequence not in kept)
 
 
 def retired_by_commit(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
-    """Return the live and then the quarantined checkpoints of `trial` that end with the commit of `new`."""
+    """Return the checkpoints of `trial` that the commit of `new` retires: live ones, then quarantined ones."""
     live = (*trial.checkpoints, new)
-    ending = retired(live, policy)
+    sequences = retired(live, policy)
     quarantined = retired_quarantined(trial.quarantined_checkpoints, live, policy)
-    return [*(each for each in live if each.sequence in ending), *quarantined]
+    return [*(ref for ref in live if ref.sequence in sequences), *quarantined]
 
 
 def retired_quarantined(
     quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return quarantined checkpoints that `policy` would retire if they were live beside `checkpoints`.
+    """Return the quarantined checkpoints that `policy` would retire if they were live like `checkpoints`.
 
-    A quarantined checkpoint may be undamaged, and be reinstated. Therefore it is returned only when the trial has as
+    A quarantined checkpoint may be undamaged, and be reinstated. So it is returned only if the trial has at least as
     many newer live checkpoints as the policy always keeps (`last`, or 1).
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
-    refs = [each.checkpoint for each in quarantined]
-    going = retired(sorted((*checkpoints, *refs), key=lambda each: each.sequence), policy)
-    oldest = checkpoints[-(policy.last or 1)].sequence
-    return [each for each in refs if each.sequence in going and each.sequence < oldest]
+    refs = [item.checkpoint for item in quarantined]
+    sequences = retired(sorted((*checkpoints, *refs), key=lambda ref: ref.sequence), policy)
+    limit = checkpoints[-(policy.last or 1)].sequence
+    return [ref for ref in refs if ref.sequence in sequences and ref.sequence < limit]

@@ -1,4 +1,4 @@
-"""Stoppers of a trial and of a whole experiment: deterministic functions of its journal, fed in its order.
+"""Stoppers of a trial and of a whole experiment: deterministic functions of the journal, fed in its order.
 
 Pass them as `stop`, combined by `|`: `MaxSteps(100) | MaxFailures(5)`.
 """
@@ -32,34 +32,34 @@ from prefect_tune.core.shown_text import did_you_mean, other_signature
 from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
 
 RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
-"""Ray Tune's names of values that each report has, and their equivalents here."""
+"""Ray Tune's names of values that every report has, and their equivalents here."""
 
 
 class Stopper(NamedOptions, ABC):
-    """Ends a trial. It gets every report of the trial's history, oldest first, and has no state of its own."""
+    """Stops a trial. It has no state of its own: it gets every report of the trial's history, oldest first."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether it needs more than the last report; if no stopper does, a resume reads less."""
+        """Whether it needs more than the last report; a resume reads less if no stopper does."""
         return True
 
     @property
     def step_count(self) -> int | None:
-        """The number of steps after which it stops at the latest; None where that is not known beforehand."""
+        """The maximum number of steps of a trial; None if it is not known beforehand."""
         return None
 
     @abstractmethod
     def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        """Return why the trial is to stop after the last of `reports`; None to continue."""
+        """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
-        """Stop as soon as either would; the other may also be limits or a function."""
+        """Stop as soon as one of both would; the other may also be limits or a function."""
         return AnyOf((self, as_stopper(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class Never(Stopper):
-    """Train until the trainable ends by itself."""
+    """Train until the trainable returns."""
 
     looks_back = False
 
@@ -76,28 +76,28 @@ class AnyOf(Stopper):
 
     @property
     def looks_back(self) -> bool:
-        return any(each.looks_back for each in self.stoppers)
+        return any(stopper.looks_back for stopper in self.stoppers)
 
     @property
     def step_count(self) -> int | None:
-        return min((each.step_count for each in self.stoppers if each.step_count is not None), default=None)
+        return min((count for part in self.stoppers if (count := part.step_count) is not None), default=None)
 
     def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
+        return next((reason for stopper in self.stoppers if (reason := stopper.why_stop(reports))), None)
 
     def json_form(self) -> object:
-        return [each.json_form() for each in self.stoppers]
+        return [stopper.json_form() for stopper in self.stoppers]
 
 
 @dataclass(frozen=True, slots=True)
 class MaxSteps(Stopper):
-    """Stop after this many steps; a step that a resume repeats counts once."""
+    """Stop after this many steps; a step that a resume repeats is counted once."""
 
     steps: int = field(metadata={"example": 100})
     looks_back = False
 
     def __post_init__(self) -> None:
-        _require_count(self, self.steps, "step")
+        _convert_count(self, self.steps, "step")
 
     @property
     def step_count(self) -> int | None:
@@ -116,7 +116,7 @@ class MaxTime(Stopper):
     looks_back = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "time", some_time(self.time, "MaxTime"))
+        object.__setattr__(self, "time", _as_timedelta(self.time, "MaxTime"))
 
     def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
         seconds, limit = reports[-1].trained_seconds, self.time.total_seconds()
@@ -127,7 +127,7 @@ class MaxTime(Stopper):
 class Plateau(Stopper):
     """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`.
 
-    Ray's TrialPlateauStopper: the first `grace` reports are never judged.
+    Like Ray's TrialPlateauStopper: it never stops a trial before `grace` reports.
     """
 
     metric: str = field(metadata={"example": "loss"})
@@ -141,7 +141,7 @@ class Plateau(Stopper):
             raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0, the last two as whole numbers")
 
     def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
+        values = [_metric_value(report.metrics, self.metric) for report in reports[-self.reports :]]
         if len(reports) < max(self.grace, self.reports):
             return None
         mean = sum(values) / len(values)
@@ -150,8 +150,8 @@ class Plateau(Stopper):
 
 
 @dataclass(frozen=True, slots=True)
-class _AtLeast(Stopper):
-    """Stop once a reported value is at its limit or above it, as Ray's `stop`; `step` means the step itself."""
+class _MetricLimits(Stopper):
+    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` means the step itself."""
 
     limits: tuple[tuple[str, float], ...]
     looks_back = False
@@ -167,7 +167,7 @@ class _AtLeast(Stopper):
             if name == "step":
                 if last.step >= limit:
                     return make_reason("step-limit", step=last.step, limit=limit)
-            elif (value := _number(last.metrics, name)) >= limit:
+            elif (value := _metric_value(last.metrics, name)) >= limit:
                 return make_reason("metric-limit", metric=name, value=value, limit=limit)
         return None
 
@@ -176,8 +176,8 @@ class _AtLeast(Stopper):
 
 
 @dataclass(frozen=True, slots=True)
-class _Function(Stopper):
-    """Stop when the user's function of the step's metrics (with `step` among them) returns a true value."""
+class _StopFunction(Stopper):
+    """Stop when the user's function returns a true value; it gets the step's metrics, including `step`."""
 
     function: Callable[[Mapping[str, object]], object]
     looks_back = False
@@ -194,7 +194,7 @@ StopCriteria: TypeAlias = (
 
 
 def as_stopper(stop: StopCriteria) -> Stopper:
-    """Return the stopper that `stop` means: `{metric: limit}` (stop at `>=`), a function, several, or None.
+    """Return the stopper for `stop`: `{metric: limit}` (stop at `>=`), a function, a stopper, a list of them, or None.
 
     Raises:
         InvalidInput: it is none of these, or a limit is not a number.
@@ -204,17 +204,17 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Stopper):
         return stop
     if isinstance(stop, Mapping):
-        return _AtLeast(tuple(_limit(name, limit) for name, limit in plain_keys(stop, "stop").items()))
+        return _MetricLimits(tuple(_parse_limit(name, limit) for name, limit in plain_keys(stop, "stop").items()))
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
-        return AnyOf(tuple(as_stopper(each) for each in stop))
+        return AnyOf(tuple(map(as_stopper, stop)))
     if callable(stop) and not isinstance(stop, type):
         if signature := other_signature(stop, 1):
             raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {signature}")
-        return _Function(stop)
+        return _StopFunction(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
 
-def _limit(name: object, limit: object) -> tuple[str, float]:
+def _parse_limit(name: object, limit: object) -> tuple[str, float]:
     if not isinstance(name, str):
         raise InvalidInput(f"stop: expected the name of a metric, found {shown(name)}")
     limit = plain_scalar(limit)
@@ -226,50 +226,50 @@ def _limit(name: object, limit: object) -> tuple[str, float]:
 
 
 def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
-    """Return why a trial is over after the last report of its `curve`; None to continue. Raises as the stopper does."""
+    """Return why a trial stops after the last report of its `curve`; None to continue. Raises like the stopper."""
     if curve[-1].metrics.get("done") is True:
         return make_reason("done-reported")
     return stopper.why_stop(curve)
 
 
-def some_time(given: object, where: str) -> timedelta:
-    """Return a time, given as such or as a number of seconds.
+def _as_timedelta(value: object, where: str) -> timedelta:
+    """Return a timedelta, or a number of seconds, as a timedelta.
 
     Raises:
         InvalidInput: it is neither, or not positive.
     """
-    time: object = plain_scalar(given)
+    time: object = plain_scalar(value)
     if is_number(time):
         with suppress(OverflowError):
             time = timedelta(seconds=time)
     if isinstance(time, timedelta) and time > timedelta(0):
         return timedelta(days=time.days, seconds=time.seconds, microseconds=time.microseconds)
-    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(given)}")
+    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(value)}")
 
 
 def limits_in(stopper: Stopper) -> Mapping[str, float]:
-    """Return by metric the limits at or above which it stops; `step` is the step itself."""
+    """Return the limits by metric: the stopper stops at or above them; `step` is the step itself."""
     if isinstance(stopper, AnyOf):
-        return {name: limit for each in stopper.stoppers for name, limit in limits_in(each).items()}
-    return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
+        return {name: limit for part in stopper.stoppers for name, limit in limits_in(part).items()}
+    return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
 
 
-def _require_count(stopper: MaxSteps | MaxFailures | TrialBudget, given: object, what: str) -> None:
-    """Convert the only field of a stopper to a plain value, and require a positive whole number."""
+def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
+    """Convert the only field of a stopper to a plain value; raise unless it is a positive whole number."""
     convert_fields(stopper)
-    if not is_count(plain_scalar(given), 1):
+    if not is_count(plain_scalar(count), 1):
         name = type(stopper).__name__
-        raise InvalidInput(f"{name}({shown(given)}): expected at least 1 {what}, as a whole number")
+        raise InvalidInput(f"{name}({shown(count)}): expected at least 1 {noun}, as a whole number")
 
 
-def _number(metrics: Mapping[str, object], name: str) -> float:
+def _metric_value(metrics: Mapping[str, object], name: str) -> float:
     value = metric_in(metrics, name)
     if isinstance(value, int | float):
         return float(value)
-    found = sorted(each for each, _ in leaves(metrics))
-    is_rays = name in RAYS_NAMES
-    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if is_rays else did_you_mean(name, ["step", *found])
-    raise BadStop(f"stop: expected metric {name!r} in each report, found only {found}{hint}")
+    names = sorted(leaf for leaf, _ in leaves(metrics))
+    is_ray_name = name in RAYS_NAMES
+    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if is_ray_name else did_you_mean(name, ["step", *names])
+    raise BadStop(f"stop: expected metric {name!r} in each report, found only {names}{hint}")
 
 
 # Stoppers of a whole experiment.
@@ -277,7 +277,7 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NoMore:
-    """Start no new trial; the existing trials train to their ends."""
+    """Start no new trial; existing trials train to their ends."""
 
     reason: AnyReason
 
@@ -293,10 +293,10 @@ Verdict: TypeAlias = NoMore | End | None
 
 
 class Tally(ABC):
-    """The state of an experiment's stopper, fed live or replayed on a resume. Each call is O(1)."""
+    """The state of an experiment's stopper, fed live or by the replay of a resume. Each call is O(1)."""
 
     def added(self, trial: TrialId) -> None:
-        """Record a new trial, or one that had ended and continues."""
+        """Record a new trial, or an ended one that continues."""
         del trial
 
     def trained(self, trial: TrialId, seconds: float) -> None:
@@ -313,23 +313,23 @@ class Tally(ABC):
 
 
 class ExperimentStopper(Stopper):
-    """Ends an experiment. Frozen; its state is the `Tally` that `begin` returns."""
+    """Stops an experiment. Frozen; its state is the `Tally` that `begin` returns."""
 
     @property
     def looks_back(self) -> bool:
         return False
 
     def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        """Return None: it stops no single trial."""
+        """Return None: it does not stop a single trial."""
         del reports
         return None
 
     @abstractmethod
     def begin(self, objective: Objective | None) -> Tally:
-        """Return the tally of an experiment that has no trial yet.
+        """Return the state for an experiment without trials.
 
         Args:
-            objective: the objective of the search; None where it has none.
+            objective: the objective of the search; None if it has none.
 
         Raises:
             InvalidInput: the stopper needs an objective, and there is none.
@@ -337,79 +337,79 @@ class ExperimentStopper(Stopper):
 
 
 def of_trials(stopper: Stopper) -> Stopper:
-    """Return the part of `stopper` that ends single trials."""
-    parts = [each for each in _parts(stopper) if not isinstance(each, ExperimentStopper)]
+    """Return the part of `stopper` that stops single trials."""
+    parts = [part for part in _flatten(stopper) if not isinstance(part, ExperimentStopper)]
     if len(parts) < 2:
         return parts[0] if parts else Never()
     return AnyOf(tuple(parts))
 
 
 def of_experiment(stopper: Stopper) -> Sequence[ExperimentStopper]:
-    """Return the parts of `stopper` that end the experiment."""
-    return [each for each in _parts(stopper) if isinstance(each, ExperimentStopper)]
+    """Return the parts of `stopper` that stop the experiment."""
+    return [part for part in _flatten(stopper) if isinstance(part, ExperimentStopper)]
 
 
-def _parts(stopper: Stopper) -> Sequence[Stopper]:
-    return [part for each in stopper.stoppers for part in _parts(each)] if isinstance(stopper, AnyOf) else [stopper]
+def _flatten(stopper: Stopper) -> Sequence[Stopper]:
+    return [part for child in stopper.stoppers for part in _flatten(child)] if isinstance(stopper, AnyOf) else [stopper]
 
 
 @dataclass(slots=True)
 class Tallies(Tally):
-    """Several tallies, any of which can end the experiment."""
+    """The states of several stoppers, any of which can stop the experiment."""
 
     tallies: Sequence[Tally]
 
     def added(self, trial: TrialId) -> None:
-        for each in self.tallies:
-            each.added(trial)
+        for state in self.tallies:
+            state.added(trial)
 
     def trained(self, trial: TrialId, seconds: float) -> None:
-        for each in self.tallies:
-            each.trained(trial, seconds)
+        for state in self.tallies:
+            state.trained(trial, seconds)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        for each in self.tallies:
-            each.ended(trial, report, failed=failed)
+        for state in self.tallies:
+            state.ended(trial, report, failed=failed)
 
     def verdict(self) -> Verdict:
         """Return the first `End`, else the first `NoMore`, else None."""
-        verdicts = [verdict for each in self.tallies if (verdict := each.verdict())]
-        return next((each for each in verdicts if isinstance(each, End)), next(iter(verdicts), None))
+        verdicts = [verdict for state in self.tallies if (verdict := state.verdict())]
+        return next((verdict for verdict in verdicts if isinstance(verdict, End)), next(iter(verdicts), None))
 
 
 @dataclass(frozen=True, slots=True)
 class MaxFailures(ExperimentStopper):
-    """End the experiment once this many of its trials have errored, with their own retries spent.
+    """End the experiment once this many of its trials have errored, after their own retries.
 
-    Trials that are retried (`rerun_errored`) are no longer counted.
+    Trials that `rerun_errored` retries are no longer counted.
     """
 
     failures: int = field(metadata={"example": 3})
-    """How many trials."""
+    """The number of errored trials."""
 
     def __post_init__(self) -> None:
-        _require_count(self, self.failures, "trial")
+        _convert_count(self, self.failures, "trial")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
-        return _Failures(self.failures)
+        return _FailureCount(self.failures)
 
 
 @dataclass(slots=True)
-class _Failures(Tally):
+class _FailureCount(Tally):
     limit: int
-    failed: set[TrialId] = field(default_factory=set)
+    errored: set[TrialId] = field(default_factory=set)
 
     def added(self, trial: TrialId) -> None:
-        self.failed.discard(trial)
+        self.errored.discard(trial)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         del report
         if failed:
-            self.failed.add(trial)
+            self.errored.add(trial)
 
     def verdict(self) -> Verdict:
-        count = len(self.failed)
+        count = len(self.errored)
         return End(make_reason("failed-trials", count=count, limit=self.limit)) if count >= self.limit else None
 
 
@@ -420,45 +420,45 @@ class TrialBudget(ExperimentStopper):
     trials: int = field(metadata={"example": 200})
 
     def __post_init__(self) -> None:
-        _require_count(self, self.trials, "trial")
+        _convert_count(self, self.trials, "trial")
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
-        return _TrialTally(self.trials)
+        return _TrialCount(self.trials)
 
 
 @dataclass(slots=True)
-class _TrialTally(Tally):
+class _TrialCount(Tally):
     limit: int
-    known: set[TrialId] = field(default_factory=set)
+    trials: set[TrialId] = field(default_factory=set)
 
     def added(self, trial: TrialId) -> None:
-        self.known.add(trial)
+        self.trials.add(trial)
 
     def verdict(self) -> Verdict:
-        return NoMore(make_reason("trial-budget", limit=self.limit)) if len(self.known) >= self.limit else None
+        return NoMore(make_reason("trial-budget", limit=self.limit)) if len(self.trials) >= self.limit else None
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBudget(ExperimentStopper):
     """End the experiment after this training time, summed over its trials and over all of its runs.
 
-    The time counted is that in the journal: it is updated when a trial commits a checkpoint, when it ends, and
-    every `sync_period`. Steps that were lost and are trained again count once. A plain number means seconds.
+    The journal counts the time: it is updated when a trial commits a checkpoint, when it ends, and every
+    `sync_period`. Lost steps that are trained again count once. A plain number means seconds.
     """
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "time", some_time(self.time, "TimeBudget"))
+        object.__setattr__(self, "time", _as_timedelta(self.time, "TimeBudget"))
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
-        return _Time(self.time)
+        return _TrainingTime(self.time)
 
 
 @dataclass(slots=True)
-class _Time(Tally):
+class _TrainingTime(Tally):
     limit: timedelta
     seconds: dict[TrialId, float] = field(default_factory=dict)
     total_seconds: float = 0.0
@@ -476,13 +476,13 @@ class _Time(Tally):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlateau(ExperimentStopper):
-    """End the experiment when its best trials are about equally good, so that more trials are unlikely to be better.
+    """End the experiment when its best trials are about equally good: more trials are unlikely to be better.
 
-    As Ray's ExperimentPlateauStopper, but over trials instead of results: the standard deviation of the `top` best
-    last values of finished trials is at most `std`, and has stayed so for `patience` more finished trials.
+    Like Ray's ExperimentPlateauStopper, but over trials instead of results: it ends when the standard deviation of the
+    `top` best last values of finished trials is at most `std`, and stays so for `patience` more finished trials.
 
     Args:
-        metric: default: the (first) metric that the search compares by.
+        metric: default: the first metric of the search's objective.
         mode: `min` or `max`, for `metric`.
     """
 
@@ -498,24 +498,24 @@ class ExperimentPlateau(ExperimentStopper):
             raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0, the last two as whole numbers")
 
     def begin(self, objective: Objective | None) -> Tally:
-        by = objective if self.metric is None else objective_of(self.metric, self.mode)
-        if by is None:
+        chosen = objective if self.metric is None else objective_of(self.metric, self.mode)
+        if chosen is None:
             raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
-        return _Best(self, by)
+        return _BestLosses(self, chosen)
 
 
 @dataclass(slots=True)
-class _Best(Tally):
+class _BestLosses(Tally):
     plateau: ExperimentPlateau
     objective: Objective
     losses: dict[TrialId, float] = field(default_factory=dict)
-    in_order: list[float] = field(default_factory=list)
-    settled_count: int = 0
-    """How many trials in a row have finished with the best values settled."""
+    sorted_losses: list[float] = field(default_factory=list)
+    plateau_length: int = 0
+    """The number of consecutive finished trials after which the best losses were about equal."""
 
     def added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:
-            self.in_order.remove(loss)
+            self.sorted_losses.remove(loss)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         from prefect_tune.core.experiment.summary import losses_in  # the flows import this module, and need no journal
@@ -524,15 +524,15 @@ class _Best(Tally):
         if losses is None:
             return
         self.losses[trial] = losses[0]
-        insort(self.in_order, losses[0])
-        is_settled = len(self.in_order) >= self.plateau.top and self._spread() <= self.plateau.std
-        self.settled_count = self.settled_count + 1 if is_settled else 0
+        insort(self.sorted_losses, losses[0])
+        is_plateau = len(self.sorted_losses) >= self.plateau.top and self._spread() <= self.plateau.std
+        self.plateau_length = self.plateau_length + 1 if is_plateau else 0
 
     def _spread(self) -> float:
-        return pstdev(self.in_order[: self.plateau.top])
+        return pstdev(self.sorted_losses[: self.plateau.top])
 
     def verdict(self) -> Verdict:
-        if self.settled_count <= self.plateau.patience:
+        if self.plateau_length <= self.plateau.patience:
             return None
-        settled = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._spread()}
-        return End(make_reason("search-plateau", **settled))
+        arguments = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._spread()}
+        return End(make_reason("search-plateau", **arguments))

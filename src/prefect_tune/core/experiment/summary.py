@@ -1,4 +1,4 @@
-"""Summarize an experiment for people: trials by status and as HTML, the best trial, learning curves, settings."""
+"""Summarize an experiment for users: trials by status and as HTML, the best trial, learning curves, settings."""
 
 from __future__ import annotations
 
@@ -21,49 +21,48 @@ from prefect_tune.core.values import StepReport, flat
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
 
-# Rank trials: by their last report wherever one is called the best, by other reports only where a scope is given.
+# Rank trials by their last report, or by other reports if the caller passes a scope.
 #
-# The last report is that of the newest checkpoint, which `Results.checkpoint` and `export` return; the best of all
-# reports favours noisy and long trials, may not be saved, and is known only from the learning curves. Checkpoints are
-# ranked by the report that they were saved with: `best_saved`, for retention too.
+# The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. The best of all
+# reports favours noisy and long trials, may not be saved, and requires the learning curves. `best_saved` ranks
+# checkpoints by the report that they were saved with; retention uses it too.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
-"""The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
+"""The reports that trials are compared by, in Ray Tune's words: the last one, the best of all, or a mean."""
 
 Losses: TypeAlias = tuple[float, ...]
 """One number for each metric, smaller is better."""
-_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 
 def best_label(objective: Objective) -> str:
-    """Return what the best trial, by the last report, is called; of several metrics it names the one that decides."""
+    """Return the label of the best trial: `best`, followed by the first metric if the objective has several."""
     return "best" if len(objective.metrics) == 1 else f"best {objective.metrics[0]}"
 
 
 def valid_scope(scope: Scope) -> Scope:
-    """Return `scope`. Raises `InvalidInput` if it is none."""
+    """Return `scope`. Raises `InvalidInput` if it is not a scope."""
     if scope in get_args(Scope):
         return scope
     raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
 
 
 def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
-    """Return a trial's score from the metrics of its reports; None where no report has all metrics.
+    """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
-    A report that lacks a metric, or has a text in its place, is skipped; with scope `last` the result is None
-    if the last report is such a one.
+    A report that lacks a metric, or has text in its place, is skipped; as the last report it makes scope `last` None.
     """
-    found = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
-    if not found or scope == "last":
-        return losses_in(curve[-1], objective) if found else None
+    scores = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
+    if not scores or scope == "last":
+        return losses_in(curve[-1], objective) if scores else None
     if scope == "all":
-        return min(found)
-    averaged = {"avg": found, "last-5-avg": found[-5:], "last-10-avg": found[-10:]}[scope]
+        return min(scores)
+    averaged = {"avg": scores, "last-5-avg": scores[-5:], "last-10-avg": scores[-10:]}[scope]
     return tuple(sum(column) / len(averaged) for column in zip(*averaged, strict=True))
 
 
 def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
-    """Return the objective's metrics, so that smaller is better; None where one is missing or no number."""
+    """Return the objective's metrics, so that smaller is better; None if one is missing or not a number."""
     try:
         return objective.losses(metrics, "the report")
     except BadMetric:
@@ -71,86 +70,85 @@ def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | N
 
 
 def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return the trials that can be compared by their last reports, best first; of equals, the one proposed first.
+    """Return the trials whose last reports are comparable, best first; equal ones in the order of `trials`.
 
-    But a trial that inherits its last report comes after equal ones that made theirs. `trials` are in the order in
-    which they were proposed. Without an objective the result is empty.
+    A trial that inherits its last report comes after equal trials that do not. Empty without an objective.
     """
     if objective is None:
         return []
-    in_order = sorted(trials, key=lambda each: each.inherits)
-    return smallest_first((each, losses_in(each.metrics, objective)) for each in in_order)
+    by_origin = sorted(trials, key=lambda trial: trial.inherits)
+    return smallest_first((trial, losses_in(trial.metrics, objective)) for trial in by_origin)
 
 
-def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_Key, Losses]]:
-    """Return the pairs that have losses, best first; of equals, the one that comes first in `scores`."""
-    compared = [(key, losses) for key, losses in scores if losses is not None]
-    return sorted(compared, key=lambda pair: pair[1])
+def smallest_first(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
+    """Return the pairs that have losses, best first; equal ones in the order of `scores`."""
+    comparable = [(item, losses) for item, losses in scores if losses is not None]
+    return sorted(comparable, key=lambda pair: pair[1])
 
 
 def best_saved(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
-    """Return the checkpoints whose report has the metrics, best first; of equals, the one that comes first."""
-    return [each for each, _ in smallest_first((each, losses_in(each.metrics, objective)) for each in checkpoints)]
+    """Return the checkpoints whose report has the metrics, best first; equal ones in the order of `checkpoints`."""
+    return [ref for ref, _ in smallest_first((ref, losses_in(ref.metrics, objective)) for ref in checkpoints)]
 
 
-def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
-    """Return the keys of the Pareto front: no other is at least as good in every metric and better in one.
+def front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
+    """Return the Pareto front: items that no other item dominates (as good in every metric, and better in one).
 
-    Equal ones are all on it. Sorted by the first metric, best first.
+    Equal items are all on it. Sorted by the first metric, best first.
     """
-    kept: list[tuple[_Key, Losses]] = []
-    for key, losses in smallest_first(scores):  # one that dominates it comes before it
+    optimal: list[tuple[_Item, Losses]] = []
+    for item, losses in smallest_first(scores):  # an item that dominates this one comes before it
         if not any(
             other != losses and all(mine <= theirs for mine, theirs in zip(other, losses, strict=True))
-            for _, other in kept
+            for _, other in optimal
         ):
-            kept.append((key, losses))
-    return [key for key, _ in kept]
+            optimal.append((item, losses))
+    return [item for item, _ in optimal]
 
 
 @dataclass(frozen=True, slots=True)
 class Exploited:
-    """A trial went on from a checkpoint of another one, with another configuration."""
+    """A trial continued from another trial's checkpoint, with another configuration."""
 
     step: int
     source: str
     """The other trial."""
     changed: Mapping[str, tuple[object, object]]
-    """By parameter, its value before, and from here on."""
+    """The old and the new value of each changed parameter."""
 
 
 def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
-    """Return what a trial exploited, in order, from the entries of its experiment's journal."""
+    """Return the exploits of a trial, in order, from the entries of its experiment's journal."""
     config: Mapping[str, object] = {}
-    found: list[Exploited] = []
-    for event in _configured_by(entries, trial):
+    exploits: list[Exploited] = []
+    for event in _config_events(entries, trial):
         following = event.config or {}
         if isinstance(event, Cloned):
-            names = [*following, *(each for each in config if each not in following)]
-            values = {each: (config.get(each), following.get(each)) for each in names}
-            changed = {each: (old, new) for each, (old, new) in values.items() if old != new}
-            found.append(Exploited(event.checkpoint.step, event.source, changed))
+            names = [*following, *(name for name in config if name not in following)]
+            values = {name: (config.get(name), following.get(name)) for name in names}
+            changed = {name: (old, new) for name, (old, new) in values.items() if old != new}
+            exploits.append(Exploited(event.checkpoint.step, event.source, changed))
         config = following
-    return found
+    return exploits
 
 
 def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
-    """Return the configuration with which a trial saved its checkpoint of this sequence, before or after exploits.
+    """Return a trial's configuration at one of its checkpoints, which may be before or after exploits.
 
     Args:
-        entries: of the experiment's journal.
-        trial: its name.
-        sequence: of the checkpoint; a clone has the configuration with which the trial continues from it.
+        entries: the entries of the experiment's journal.
+        trial: the name of the trial.
+        sequence: the checkpoint's sequence; a clone has the configuration with which the trial continues from it.
     """
     config: Mapping[str, object] = {}
-    for event in _configured_by(entries, trial):
+    for event in _config_events(entries, trial):
         if isinstance(event, TrialAdded) or event.checkpoint.sequence <= sequence:
             config = event.config or {}
     return config
 
 
-def _configured_by(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | Cloned]:
-    """Yield the events that have set the configuration of a trial."""
+def _config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | Cloned]:
+    """Yield the events that set the configuration of a trial."""
     for event in (event for entry in entries for event in entry.events):
         if isinstance(event, TrialAdded | Cloned) and event.trial == trial and event.config is not None:
             yield event
@@ -159,14 +157,14 @@ def _configured_by(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded 
 class Curves:
     """The reports of every trial, one for each step; for a step that was trained again, the later report.
 
-    The curve of a trial that was cloned into begins with the clone's step.
+    The curve of a trial that exploited another one begins with the clone's step.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         """Args: entries: the first entries of the experiment's journal."""
         self._reports: dict[str, dict[int, StepReport]] = {}
         self.report_count = 0
-        """How many reports were added so far, repeated steps included."""
+        """The number of reports added so far, including repeated steps."""
         for entry in entries:
             self.tell(entry)
 
@@ -180,9 +178,9 @@ class Curves:
         match event:
             case Started(trial=trial, from_step=start) if trial in self._reports:
                 reports = self._reports[trial]
-                self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
-            case Cloned(trial=trial, checkpoint=copy):
-                self._reports[trial] = {copy.step: copy.report}
+                self._reports[trial] = {step: report for step, report in reports.items() if step <= start}
+            case Cloned(trial=trial, checkpoint=clone):
+                self._reports[trial] = {clone.step: clone.report}
             case Reported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
                 self.report_count += 1
@@ -190,15 +188,15 @@ class Curves:
                 pass
 
     def of(self, trial: str) -> Sequence[StepReport]:
-        """Return the curve of a trial, by step; empty where it has no report."""
+        """Return the reports of a trial, by step; empty if it has none."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
 
 
-_HAS_SECRETS = "trial_job_variables"
-_SHOWN_NAMES = {"code": "code_fingerprint", "only_in_code": "not_stored"}
+_MASKED_SETTING = "trial_job_variables"
+_DISPLAY_NAMES = {"code": "code_fingerprint", "only_in_code": "not_stored"}
 _MASK = "********"
-_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
+_BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def is_search(state: Experiment) -> bool:
@@ -207,38 +205,38 @@ def is_search(state: Experiment) -> bool:
 
 
 def kind_of(state: Experiment) -> str:
-    """Return "search" or "training": trials of a flow of one's own, however many, are trainings."""
+    """Return "search" or "training"; any number of trials in the user's own flow is a training."""
     return "search" if state.settings or any(trial.of_search for trial in state.trials.values()) else "training"
 
 
 def counted(state: Experiment) -> Mapping[str, int]:
     """Return the number of trials by status, in the order of `Status`."""
-    found = Counter(each.status for each in state.trials.values())
-    return {str(status): found[status] for status in Status if found[status]}
+    counts = Counter(trial.status for trial in state.trials.values())
+    return {str(status): counts[status] for status in Status if counts[status]}
 
 
-def trial_named(state: Experiment, given: str) -> Trial:
-    """Return the trial that a person names: by its name, or by its number alone, `8` for `00008`.
+def trial_named(state: Experiment, name: str) -> Trial:
+    """Return the trial with this name, or with this number: `8` for `00008`.
 
     Raises:
         InvalidInput: there is no such trial.
     """
-    if found := trial_in(state.trials, given):
-        return found
+    if trial := trial_in(state.trials, name):
+        return trial
     names = list(state.trials)
-    there = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
-    raise InvalidInput(f"experiment {state.name!r}: there is no trial {given!r} among its {len(names)}{there}")
+    name_range = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
+    raise InvalidInput(f"experiment {state.name!r}: there is no trial {name!r} among its {len(names)}{name_range}")
 
 
-def trial_in(trials: Mapping[str, Trial], given: str) -> Trial | None:
-    """Return the trial of this name, or of this number: `8` for `00008`; None if there is none."""
-    if given in trials or not given.isdecimal():
-        return trials.get(given)
-    return next((each for name, each in trials.items() if name.isdecimal() and int(name) == int(given)), None)
+def trial_in(trials: Mapping[str, Trial], name: str) -> Trial | None:
+    """Return the trial with this name, or with this number: `8` for `00008`; None if there is none."""
+    if name in trials or not name.isdecimal():
+        return trials.get(name)
+    return next((trial for other, trial in trials.items() if other.isdecimal() and int(other) == int(name)), None)
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:
-    """Return the objective in these settings; None where they name no metric."""
+    """Return the objective of these settings; None if they name no metric."""
     metric = cast("str | list[str] | None", settings.get("metric"))
     return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
 
@@ -246,55 +244,55 @@ def objective_in(settings: Mapping[str, object]) -> Objective | None:
 def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` for display, with the text values of job variables masked: they may be secrets.
 
-    Numbers are shown, and so are references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
+    It does not mask numbers and references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
     """
     return {
-        _SHOWN_NAMES.get(name, name): _masked(value) if name == _HAS_SECRETS else value
+        _DISPLAY_NAMES.get(name, name): _mask_text(value) if name == _MASKED_SETTING else value
         for name, value in settings.items()
     }
 
 
-def _masked(value: object) -> object:
+def _mask_text(value: object) -> object:
     if isinstance(value, Mapping):
-        return {name: _masked(each) for name, each in value.items()}
+        return {name: _mask_text(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(each) for each in value]
-    return _MASK if isinstance(value, str) and not _REFERENCE.fullmatch(value) else value
+        return [_mask_text(item) for item in value]
+    return _MASK if isinstance(value, str) and not _BLOCK_REFERENCE.fullmatch(value) else value
 
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, best first; trials that cannot be compared come last."""
-    compared = {each.trial: each for each, _ in ranked(trials, objective)}
-    return [*compared.values(), *(each for each in trials if each.trial not in compared)]
+    comparable = {trial.trial: trial for trial, _ in ranked(trials, objective)}
+    return [*comparable.values(), *(trial for trial in trials if trial.trial not in comparable)]
 
 
 def best_of(state: Experiment) -> Trial | None:
-    """Return the trial whose last report is the best; None where no trial can be compared.
+    """Return the trial whose last report is the best; None if no trial can be compared.
 
-    The last report counts even if the trial errored, as for `Results.best`; `named` marks that.
+    Like `Results.best`, it may return an errored trial; `named` marks it.
     """
-    return next((each for each, _ in ranked(state.trials.values(), objective_in(state.settings))), None)
+    return next((trial for trial, _ in ranked(state.trials.values(), objective_in(state.settings))), None)
 
 
 def named(trial: str, status: str) -> str:
-    """Return the name of the best trial, followed by `, errored` where it has errored."""
+    """Return the name of the best trial, followed by `, errored` if it errored."""
     return f"{trial}, errored" if status == Status.ERRORED else trial
 
 
-# A trial in words, and as HTML.
+# A trial as text and as HTML.
 
-_MAX_PAST = 8
-_MAX_TRACEBACK = 4_000
-_ENDED_SHORT = frozenset({Status.PRUNED, Status.INTERRUPTED, Status.PAUSED})
+_MAX_HISTORY_ROWS = 8
+_MAX_TRACEBACK_CHARACTERS = 4_000
+_INCOMPLETE_STATUSES = frozenset({Status.PRUNED, Status.INTERRUPTED, Status.PAUSED})
 
 
 def status_label(status: str, step: int) -> str:
-    """Return the status for people, with the step where it says how far the trial came: `pruned @3`, `completed`."""
-    return f"{status} @{step}" if status in _ENDED_SHORT and step else str(status)
+    """Return the status for users, with the last step of an incomplete trial: `pruned @3`, `completed`."""
+    return f"{status} @{step}" if status in _INCOMPLETE_STATUSES and step else str(status)
 
 
 def wasted_words(steps: int, *, at_least: bool) -> str:
-    """Return a number of wasted steps in words; empty if none is known."""
+    """Return a number of wasted steps as text; empty if none is known."""
     return f"{'at least ' * at_least}{plural(steps, 'step', 'steps')}" if steps else ""
 
 
@@ -303,12 +301,12 @@ def trial_html(trial: Trial) -> str:
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
     wasted = wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least)
-    again = f", {wasted} trained again" if wasted else ""
-    rows: list[tuple[str, Cell]] = [("trained", f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{again}")]
-    past = [words for event in trial.past if (words := _words_of(event))]
-    earlier_count = max(0, len(past) - _MAX_PAST)
+    repeated = f", {wasted} trained again" if wasted else ""
+    rows: list[tuple[str, Cell]] = [("trained", f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{repeated}")]
+    history = [text for event in trial.past if (text := _describe_policy_event(event))]
+    earlier_count = max(0, len(history) - _MAX_HISTORY_ROWS)
     earlier = [plural(earlier_count, "earlier event", "earlier events")] if earlier_count else []
-    rows += [("" if index else "history", words) for index, words in enumerate([*earlier, *past[earlier_count:]])]
+    rows += [("" if index else "history", text) for index, text in enumerate([*earlier, *history[earlier_count:]])]
     if (newest := newest_checkpoint(trial)) is None:
         rows.append(("checkpoint", "none"))
     else:
@@ -324,16 +322,16 @@ def trial_html(trial: Trial) -> str:
         values_table("metric", flat(trial.metrics)),
         values_table("parameter", flat(trial.config)),
         Table((), [(name, cell if isinstance(cell, Verbatim) else shorten(str(cell), 300)) for name, cell in rows]),
-        *([Code(trial.reason[-_MAX_TRACEBACK:], "text")] if is_errored else []),
+        *([Code(trial.reason[-_MAX_TRACEBACK_CHARACTERS:], "text")] if is_errored else []),
     )
 
 
-def _words_of(past_event: PastEvent) -> str:
-    at = f"step {past_event.report.step}: " if past_event.report else ""
-    if past_event.what == "decided" and past_event.decision is not None:
-        decision = past_event.decision
+def _describe_policy_event(event: PastEvent) -> str:
+    prefix = f"step {event.report.step}: " if event.report else ""
+    if event.what == "decided" and event.decision is not None:
+        decision = event.decision
         reason = "" if isinstance(decision, Continue) else f", {first_line(decision.reason)}"
-        return f"{at}{decision.type}{reason}"
-    if past_event.what == "resumed":
-        return f"{at}resumed"
-    return f"{at}failed" if past_event.failed else ""
+        return f"{prefix}{decision.type}{reason}"
+    if event.what == "resumed":
+        return f"{prefix}resumed"
+    return f"{prefix}failed" if event.failed else ""

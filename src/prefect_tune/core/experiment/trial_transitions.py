@@ -1,7 +1,7 @@
 """A trial: its state as a frozen value, queries on it, and its transitions.
 
-`NEXT` is the table of the legal changes of phase, `after` the pure function that applies an event. A journal holds
-phases; `Status` has the words of every table, report and event, which are Optuna's and Ray's.
+`NEXT` is the table of the legal changes of phase; `after` is the pure function that applies an event. A journal stores
+phases. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from prefect_tune.core.values import StepReport, TrialId, Value
 
 
 class Phase(StrEnum):
-    """What can happen to a trial next, see `NEXT`. Its values are on targets, in snapshots."""
+    """The phase of a trial, from which `NEXT` gives the possible changes. Its values are stored in snapshots."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -69,12 +69,12 @@ class Status(StrEnum):
     """The status of a trial, in the order of tables and counts."""
 
     COMPLETED = "completed"
-    """It met its stop criterion, trained all of the scheduler's steps, or its trainable returned."""
+    """It met its stop criterion, trained all steps of the scheduler, or its trainable returned."""
     PRUNED = "pruned"
     """The scheduler ended it early."""
     INTERRUPTED = "interrupted"
-    """It ended before it was done, and not by its scheduler: its run was stopped, suspended or killed, its attempt
-    failed and is to be repeated, or a stop request named it. A resume continues it, except after a stop request."""
+    """It ended early, but not by its scheduler: its run was stopped, suspended or killed, its attempt failed and will
+    be retried, or a stop request named it. A resume continues it, except after a stop request."""
     ERRORED = "errored"
     """It failed, and its retries are spent."""
     RUNNING = "running"
@@ -85,19 +85,19 @@ class Status(StrEnum):
     """It waits for a slot."""
 
 
-_STATUS_OF_FINISHED: Mapping[FinishKind | None, Status] = {
+_STATUS_OF_FINISH_KIND: Mapping[FinishKind | None, Status] = {
     FinishKind.PRUNED: Status.PRUNED,
     FinishKind.STOPPED: Status.INTERRUPTED,
 }
 
 
 class PastEvent(Value):
-    """A fact that is replayed to search and scheduler; `order` counts over all trials of the experiment."""
+    """An event that a resume replays to search and scheduler; `order` counts over all trials of the experiment."""
 
     order: int
     what: Literal["added", "decided", "resumed", "ended"]
     report: StepReport | None = None
-    """With "decided": the report that was decided on; with "ended": the last report."""
+    """With "decided": the report behind the decision; with "ended": the last report."""
     decision: Decision | None = None
     failed: bool = False
     """With "ended": whether the trial errored."""
@@ -106,14 +106,14 @@ class PastEvent(Value):
 
 
 class Clone(Value):
-    """A clone that another trial has of one of the trial's checkpoints."""
+    """Another trial's clone of one of the trial's checkpoints."""
 
     step: int
     sequence: int
     trial: TrialId
     """The trial that has the clone."""
     clone_sequence: int
-    """The sequence of the clone there."""
+    """The sequence of the clone in that trial."""
 
 
 class Trial(Value):
@@ -121,103 +121,103 @@ class Trial(Value):
 
     For users: its name `trial`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
     (`results.checkpoint` opens the newest), the `reason` of its end, `attempt`, the number of its attempts, and
-    `trained_seconds`. The other fields are what the search needs to continue it.
+    `trained_seconds`. The search needs the other fields to continue it.
     """
 
     trial: TrialId
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     of_search: bool = False
-    """Whether a search proposed it; False for a single training, and in a flow of one's own."""
+    """Whether a search proposed it; False for a single training and in the user's own flow."""
     phase: Phase = Phase.PENDING
-    """What can happen to it next; its status is derived from it."""
+    """Its phase, from which its status is derived."""
     attempt: int = 0
     step: int = 0
-    """The newest step reported in the present history (without steps that were lost)."""
+    """The newest reported step, without steps that were lost."""
     metrics: Mapping[str, Any] = Field(default_factory=dict)
     """The metrics of that step."""
     trained_seconds: float = 0.0
-    """The training time up to that step, in seconds; 0 also if it was not measured."""
+    """The training time up to that step, in seconds; also 0 if it was not measured."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The live checkpoints, oldest first."""
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
-    """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
+    """The quarantined checkpoints that were committed and not retired: their bytes stay, so they can be reinstated."""
     lost_checkpoints: int = 0
-    """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""
+    """The number of committed checkpoints that are quarantined; if no other is left, all progress is lost."""
     next_sequence: int = 1
-    """The sequence of its next save. Each save, each attempt and each limit for running saves counts it up."""
+    """The sequence of its next save. Each save, attempt, and limit for running saves increments it."""
     settled_from: int = 1
-    """Manifests with lower sequences that the journal does not name are no checkpoints, and never become any."""
+    """Manifests with lower sequences that the journal does not name are abandoned, and never become checkpoints."""
     collected_up_to: int = 0
-    """The limit of the last retirement: blobs of earlier saves are reused only while a checkpoint refers to them."""
+    """The limit of the last retirement: blobs of earlier saves are reusable only while a checkpoint refers to them."""
     clones: tuple[Clone, ...] = ()
-    """The clones that other trials have of its live and retired checkpoints, whose bytes stay until then."""
+    """Other trials' clones of its live and retired checkpoints, whose bytes stay as long as the clones."""
     user_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
     """Failures of the machine since the last commit."""
     same_start: int = 0
-    """How many attempts in a row died before their first step, starting from the same checkpoint (or from nothing)."""
+    """The number of consecutive attempts from the same checkpoint (or none) that crashed before their first step."""
     blamed_checkpoints: int = 0
-    """How many checkpoints were quarantined since the last commit because the trainable died from them."""
+    """The number of checkpoints quarantined since the last commit because they crashed the trainable."""
     started_from: int | None = None
-    """The sequence that the last attempt restored; None for a start from nothing."""
+    """The sequence that the last attempt restored; None if it started without a checkpoint."""
     cloned: int | None = None
-    """The sequence of the clone that it last continued from: of another trial's checkpoint."""
+    """The sequence of the last clone of another trial's checkpoint that it continued from."""
     wasted_steps: int = 0
-    """Steps that are known to have been trained again."""
+    """The number of steps known to have been trained again."""
     wasted_at_least: bool = False
-    """Whether they may be more: the owner of an attempt vanished, and its last reports with it."""
+    """Whether there may be more: the owner of an attempt vanished together with its last reports."""
     reached: int | None = None
-    """The last step that its last attempt is known to have trained, if its owner has vanished; for `wasted_steps`."""
+    """The last step that a vanished owner's attempt is known to have trained; for `wasted_steps`."""
     reached_seconds: float = 0.0
-    """The training time up to that step; 0 where it is not known. Only the cost depends on it."""
+    """The training time up to that step; 0 if unknown. Only the cost depends on it."""
     vanished: bool = False
     """Whether the owner of its last attempt vanished."""
     end_reason: AnyReason = ""
-    """Why the trial ended, or why its last attempt did; empty while it runs. `reason` is the sentence."""
+    """Why the trial or its last attempt ended; empty while it runs. `reason` is its text."""
     cause: Cause | None = None
-    """The cause of the last attempt's end; None if that attempt paused."""
+    """Why the last attempt ended; None if it paused."""
     finish_kind: FinishKind | None = None
-    """How it finished; None if it has not."""
+    """How it finished; None if it has not finished."""
     outbox: int | None = None
-    """The number of the open outbox of an attempt on another machine; None where there is none."""
+    """The number of the open outbox of an attempt on another machine; None if there is none."""
     outbox_count: int = 0
-    """How many outboxes it has had; the next one has the next number."""
+    """The number of outboxes so far; the next outbox gets the next number."""
     post: int = 0
-    """The last post of the open outbox that the journal has."""
+    """The last journaled post of the open outbox."""
     search_term: int = 0
-    """The owner of the experiment that launched the attempt of the last outbox."""
+    """The term of the owner that launched the attempt of the last outbox."""
     supervisor: Owner | None = None
-    """The process that supervises its last attempt, on another machine; None where that is the journal's owner."""
+    """The process that supervises its last attempt, on another machine; None if the journal's owner does."""
     proposed: Mapping[str, object] | None = None
-    """The configuration it was added with, if it has exploited another trial since."""
+    """The configuration it was added with, if it has since exploited another trial."""
     exploits: Exploit | None = None
-    """An exploit that the scheduler has decided and the trial has not carried out yet."""
+    """An exploit that the scheduler decided and the trial has not carried out yet."""
     past: tuple[PastEvent, ...] = ()
-    """The events that are replayed to search and scheduler when the experiment is resumed, oldest first."""
+    """The events that a resume replays to search and scheduler, oldest first."""
     records: tuple[AttemptRecord, ...] = ()
-    """What each of its attempts used, the first one first; see `cost.cost_of`."""
+    """What each of its attempts used, oldest first; see `cost.cost_of`."""
 
     @property
     def status(self) -> Status:
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         if self.phase is Phase.FINISHED:
-            return _STATUS_OF_FINISHED.get(self.finish_kind, Status.COMPLETED)
+            return _STATUS_OF_FINISH_KIND.get(self.finish_kind, Status.COMPLETED)
         if self.phase is Phase.PENDING and self.cause is not None:
             return Status.INTERRUPTED
         return Status(self.phase.value)
 
     @property
     def reason(self) -> str:
-        """Why the trial ended, or why its last attempt did, with the traceback of an error; empty while it runs."""
+        """Why the trial or its last attempt ended, with the traceback of an error; empty while it runs."""
         return str(self.end_reason)
 
     @property
     def inherits(self) -> bool:
-        """Whether its last report is that of the trial whose checkpoint it continues from: it has made none since."""
+        """Whether its last report comes from the trial whose checkpoint it cloned: it has not reported since."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.cloned, self.step)
 
@@ -230,24 +230,23 @@ class Trial(Value):
 
     @property
     def measured_seconds(self) -> float | None:
-        """The training time in seconds; None if it was not measured: the saves of a flow of one's own need not say."""
+        """The training time in seconds; None if it was not measured, which is optional in the user's own flow."""
         return None if self.step and not self.trained_seconds else self.trained_seconds
 
     def __repr__(self) -> str:
-        """Return what a person asks of a trial, on one line."""
+        """Return what users want to know about a trial, on one line."""
         facts = {"trial": self.trial, "status": str(self.status), "step": self.step}
         facts |= {"metrics": dict(self.metrics), "config": dict(self.config)}
         if self.status is Status.ERRORED:
             facts["reason"] = first_line(self.reason)
-        shown = {name: repr(value) for name, value in facts.items()}
-        cut = (f"{name}={shorten(text, 400)}" for name, text in shown.items())
-        return f"Trial({', '.join(cut)})"
+        fields = (f"{name}={shorten(repr(value), 400)}" for name, value in facts.items())
+        return f"Trial({', '.join(fields)})"
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook, with the trial's history, its newest checkpoint and its whole error."""
-        from prefect_tune.core.experiment.summary import trial_html  # which is about trials
+        """Return the trial for a notebook, with its history, its newest checkpoint and its whole error."""
+        from prefect_tune.core.experiment.summary import trial_html  # it imports this module
 
         return trial_html(self)
 
@@ -261,13 +260,13 @@ def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
 
 
 def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
-    """Return the key of the newest checkpoint; None where there is none."""
+    """Return the key of the newest checkpoint; None if there is none."""
     newest = newest_checkpoint(trial)
     return folder.checkpoint_key(newest) if newest else None
 
 
 def unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
-    """Return how much of this training time is after the newest checkpoint."""
+    """Return the part of this training time after the newest checkpoint."""
     newest = newest_checkpoint(trial)
     return max(0.0, trained_seconds - (newest.trained_seconds if newest else 0.0))
 
@@ -277,43 +276,43 @@ def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> Checkpoin
 
     Args:
         trial: the trial that has the checkpoints.
-        last_step: the step with which each trial ends at the latest; None if that is not known.
+        last_step: the maximum step of a trial; None if unknown.
     """
-    ends = [] if last_step is None else [last_step]
+    limits = [] if last_step is None else [last_step]
     if trial.status is Status.COMPLETED:
-        ends.append(trial.step)
-    return next((ref for ref in reversed(trial.checkpoints) if all(ref.step < end for end in ends)), None)
+        limits.append(trial.step)
+    return next((ref for ref in reversed(trial.checkpoints) if all(ref.step < limit for limit in limits)), None)
 
 
 def clone_for(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
-    """Return the reference by which `trial` has a checkpoint of the trial `source` as its next one."""
+    """Return the reference with which `trial` takes a checkpoint of the trial `source` as its next checkpoint."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin, "pinned": False})
 
 
 def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
     """Return the keys of all live checkpoints, oldest first."""
-    return [folder.checkpoint_key(each) for each in trial.checkpoints]
+    return [folder.checkpoint_key(ref) for ref in trial.checkpoints]
 
 
 def is_live(trial: Trial, key: CheckpointKey) -> bool:
     """Return whether `key` is a live checkpoint of `trial`, or the origin of one."""
-    return any(_has_key(trial, ref, key) for ref in trial.checkpoints)
+    return any(_is_stored_as(trial, ref, key) for ref in trial.checkpoints)
 
 
 def is_quarantined(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is quarantined in `trial`: not used, but it can be reinstated."""
-    return any(_has_key(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
+    """Return whether `key` is quarantined in `trial`: it is not used, but can be reinstated."""
+    return any(_is_stored_as(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
 
 
-def _has_key(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
-    at = ref.origin or ref
+def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
+    stored = ref.origin or ref
     name = ref.origin.trial if ref.origin is not None else trial.trial
-    return (at.step, at.sequence, name) == (key.step, key.sequence, key.trial.trial)
+    return (stored.step, stored.sequence, name) == (key.step, key.sequence, key.trial.trial)
 
 
 def is_held(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is no longer live in `trial`, and another trial has a clone of it."""
+    """Return whether `key` is no longer live in `trial` but another trial has a clone of it."""
     has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
     return has_clone and not is_live(trial, key)
 
@@ -321,49 +320,48 @@ def is_held(trial: Trial, key: CheckpointKey) -> bool:
 def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
-    True if it is not live, not quarantined, without a clone, and was begun before the last retirement in `state`.
-    Then no later save reuses it, here or in a process that takes over during the deletion, and it is not cloned.
+    True if it is not live, not quarantined, has no clone, and was begun before the last retirement in `state`.
+    Then no later save reuses or clones it, neither here nor in a process that takes over during the deletion.
     """
     is_used = is_quarantined(state, key) or is_live(state, key) or is_held(state, key)
     return not is_used and key.sequence < state.collected_up_to
 
 
 def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
-    """Return the checkpoint whose bytes the next save may reuse: the newest one, or none.
+    """Return the checkpoint whose bytes the next save may reuse: the newest one.
 
-    None where the newest one is older than one that was quarantined: they may share the damaged blobs.
+    None if there is none, or if it predates a quarantine: it may share blobs with the damaged checkpoint.
     """
     newest = newest_key(folder, trial)
     return None if newest is None or is_overtaken(trial, newest.sequence) else newest
 
 
 def is_overtaken(trial: Trial, sequence: int) -> bool:
-    """Return whether a checkpoint was quarantined after the save with this sequence had begun."""
-    return any(sequence < each.since for each in trial.quarantined_checkpoints)
+    """Return whether a checkpoint was quarantined after the save with this sequence began."""
+    return any(sequence < quarantined.since for quarantined in trial.quarantined_checkpoints)
 
 
 def reused_from(trial: Trial) -> int:
     """Return the first sequence whose blobs the next save may reuse, if no live checkpoint refers to them.
 
-    Blobs begun before the last retirement may be deleted at any time; those that existed when a checkpoint
-    was quarantined may be the damaged ones.
+    Blobs begun before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
     """
-    return max((trial.collected_up_to, *(each.since for each in trial.quarantined_checkpoints)))
+    return max((trial.collected_up_to, *(quarantined.since for quarantined in trial.quarantined_checkpoints)))
 
 
 def is_acceptable(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
-    Not if it began before the last retirement: blobs that it reused may have been deleted since. Not if its
-    sequence is that of an earlier checkpoint in the journal, or of an earlier attempt: the trial went on without it.
+    False if it began before the last retirement: blobs that it reuses may have been deleted. False if its sequence
+    belongs to a checkpoint in the journal or to an earlier attempt: the trial continued without it.
     """
-    known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
-    return sequence > known and sequence >= max(trial.settled_from, trial.collected_up_to)
+    last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined), default=0)
+    return sequence > last_sequence and sequence >= max(trial.settled_from, trial.collected_up_to)
 
 
 # ------------------------------------------------------------------------------------------------------- transitions
 
-# The only place where phases change. An event that is not here changes none.
+# Phases change only by this table. An event that it does not list changes none.
 NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
     (Phase.PENDING, Started): Phase.RUNNING,
     (Phase.RUNNING, AttemptEnded): Phase.PENDING,
@@ -371,47 +369,47 @@ NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
     (Phase.PENDING, Finished): Phase.FINISHED,
     (Phase.RUNNING, GaveUp): Phase.ERRORED,
     (Phase.PENDING, GaveUp): Phase.ERRORED,
-    (Phase.FINISHED, GaveUp): Phase.ERRORED,  # it ended before its reports were found to be unusable
-    (Phase.PAUSED, GaveUp): Phase.ERRORED,  # it ended because they were found unusable
+    (Phase.FINISHED, GaveUp): Phase.ERRORED,  # its reports turned out to be unusable after its end
+    (Phase.PAUSED, GaveUp): Phase.ERRORED,  # its reports turned out to be unusable
     (Phase.ERRORED, Requeued): Phase.PENDING,
     (Phase.FINISHED, Requeued): Phase.PENDING,
     (Phase.PENDING, Requeued): Phase.PENDING,  # with fresh budgets
     (Phase.RUNNING, Paused): Phase.PAUSED,
     (Phase.PAUSED, Resumed): Phase.PENDING,
     (Phase.PAUSED, Finished): Phase.FINISHED,
-    # The scheduler decides about a milestone that was reported before the attempt ended, or goes on at once.
+    # The scheduler decides on a milestone reported before the attempt ended, or lets it continue at once.
     (Phase.PENDING, Paused): Phase.PAUSED,
     (Phase.PENDING, Resumed): Phase.PENDING,
     (Phase.RUNNING, Resumed): Phase.RUNNING,
-    # In a fork no process trains it.
+    # No process trains the trial of a fork.
     (Phase.RUNNING, Forked): Phase.PENDING,
 }
-_CHANGES_PHASE = frozenset(event for _, event in NEXT)
-_CLONES_IN = frozenset({Phase.PENDING, Phase.PAUSED})
+_PHASE_EVENTS = frozenset(event for _, event in NEXT)
+_CLONABLE_PHASES = frozenset({Phase.PENDING, Phase.PAUSED})
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_OfCheckpoints: TypeAlias = Committed | Cloned | Retired | Quarantined | Pinned
+_CheckpointEvent: TypeAlias = Committed | Cloned | Retired | Quarantined | Pinned
 
 
 def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Trial:
-    """Return the trial after `event`, which `writer` has journaled.
+    """Return the trial after `event`, which `writer` journaled.
 
     Raises:
-        IllegalTransition: the event cannot happen to a trial in this phase.
+        IllegalTransition: the event cannot occur in this phase of the trial.
     """
     phase, is_running = NEXT.get((trial.phase, type(event))), trial.phase is Phase.RUNNING
     if (
-        (phase is None and type(event) in _CHANGES_PHASE)
+        (phase is None and type(event) in _PHASE_EVENTS)
         or (isinstance(event, Reported | Committed) and not is_running)
-        or (isinstance(event, Cloned) and trial.phase not in _CLONES_IN)
+        or (isinstance(event, Cloned) and trial.phase not in _CLONABLE_PHASES)
     ):
-        raise IllegalTransition(f"trial {trial.trial!r} is {trial.phase}: {event.type!r} cannot happen to it")
+        raise IllegalTransition(f"trial {trial.trial!r} is {trial.phase}: event {event.type!r} cannot occur")
     match event:
         case Started():
             changed = _apply_started(trial, event)
         case Reported(report=report):
             if (changed := with_report(trial, report)) is trial:
                 where = f"trial {trial.trial!r}"
-                raise IllegalTransition(f"{where}: step {report.step} is reported after step {trial.step}")
+                raise IllegalTransition(f"{where}: step {report.step} cannot follow step {trial.step}")
         case AttemptEnded() | GaveUp() | Finished() | Paused():
             changed = _apply_end(trial, event)
         case Requeued(reason=reason):
@@ -419,7 +417,7 @@ def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Tria
         case Decided(decision=Exploit() as exploit):
             changed = trial.model_copy(update={"exploits": exploit})
         case Resumed() | Decided():
-            changed = trial  # the experiment keeps them in `past`
+            changed = trial  # the experiment adds them to `past`
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             changed = trial.model_copy(update={"records": slot_freed(trial.records, attempt, since, seconds)})
         case Launched() | Received() | OutboxClosed():
@@ -428,27 +426,27 @@ def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Tria
             changed = _apply_checkpoint_event(trial, event, writer)
     if phase is None or phase is trial.phase:
         return changed
-    closed = {"outbox": None} if is_running else {}  # an attempt posts nothing after its end
+    closed = {"outbox": None} if is_running else {}  # an ended attempt posts nothing
     return changed.model_copy(update={"phase": phase, **closed})
 
 
 def with_report(trial: Trial, report: StepReport | None) -> Trial:
-    """Return the trial updated to `report`, which may not be journaled yet; unchanged if it is not newer."""
+    """Return the trial with `report`, which may not be journaled yet; unchanged if the report is not newer."""
     if report is None or report.step <= trial.step:
         return trial
     return trial.model_copy(update=dict(report))
 
 
 def with_adopted(trial: Trial, event: Adopted) -> Trial:
-    """Return the trial with what its owner found, and its attempt had not journaled: checkpoints, and its last step.
+    """Return the trial with the unjournaled checkpoints and the last step that its new owner found on the target.
 
-    An attempt with an open outbox may still run, so that its saves are not settled.
+    An attempt with an open outbox may still be running, so its later saves stay possible.
 
     Raises:
-        IllegalTransition: one of them is not acceptable (see `is_acceptable`).
+        IllegalTransition: one of the checkpoints is not acceptable (see `is_acceptable`).
     """
     for checkpoint in event.checkpoints.get(trial.trial, ()):
-        trial = _with_save(trial, checkpoint, None)
+        trial = _add_save(trial, checkpoint, None)
     if (reached := event.reached.get(trial.trial)) is not None:
         reached_seconds = max(trial.reached_seconds, event.trained_seconds.get(trial.trial, 0.0))
         changes = {"reached": max(reached, trial.reached or 0), "reached_seconds": reached_seconds}
@@ -460,9 +458,9 @@ def with_adopted(trial: Trial, event: Adopted) -> Trial:
 
 
 def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
-    """Return the trial of a fork, which has no other objects on the target than its checkpoints and their clones.
+    """Return the trial of a fork: on the target it has only its checkpoints and their clones.
 
-    Its sequences are counted on. The entry is a limit as a retirement is: no save of the origin goes on in the fork.
+    Its sequences continue. Like a retirement, the entry is a limit: a running save of the origin is not continued.
     """
     return trial.model_copy(
         update={
@@ -482,28 +480,29 @@ def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
 
 
 def _apply_started(trial: Trial, event: Started) -> Trial:
-    """Start the next attempt. A trial that has a checkpoint never starts from nothing."""
-    unknown = (each.checkpoint for each in trial.quarantined_checkpoints if each.since > trial.collected_up_to)
-    known = (*trial.checkpoints, *unknown)  # a guest may have quarantined it since it was restored
-    start = next((each for each in known if each.sequence == event.from_sequence), None)
+    """Start the next attempt. A trial that has a checkpoint never starts without one."""
+    recent = (item.checkpoint for item in trial.quarantined_checkpoints if item.since > trial.collected_up_to)
+    candidates = (*trial.checkpoints, *recent)  # a non-owner may have quarantined the restored checkpoint meanwhile
+    start = next((ref for ref in candidates if ref.sequence == event.from_sequence), None)
     is_fresh = start is None and event.from_sequence is None and not trial.checkpoints
     if event.from_step != (start.step if start else 0) or not (start or is_fresh):
+        keys = [(ref.step, ref.sequence) for ref in trial.checkpoints]
         raise IllegalTransition(
-            f"trial {trial.trial!r}: cannot start from step {event.from_step} of {event.from_sequence}; "
-            f"its checkpoints (step, sequence): {[(each.step, each.sequence) for each in trial.checkpoints]}"
+            f"trial {trial.trial!r}: cannot start from step {event.from_step}, sequence {event.from_sequence}; "
+            f"expected one of its checkpoints (step, sequence): {keys}"
         )
     if event.attempt != trial.attempt + 1:
-        raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} after {trial.attempt}")
-    # An earlier attempt may still save, if its process was only believed dead: its saves have lower sequences.
+        raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} cannot follow {trial.attempt}")
+    # An earlier attempt whose process was wrongly thought dead may still save; its saves have lower sequences.
     sequence = trial.next_sequence + (trial.attempt > 0)
     wasted_steps = max(0, max(trial.step, trial.reached or 0) - event.from_step)
-    records, begun = trial.records, {"attempt": event.attempt, "began_at": event.at}
-    if records and records[-1].attempt == event.attempt:  # its slot is known already
-        records = (*records[:-1], records[-1].model_copy(update=begun))
+    records, beginning = trial.records, {"attempt": event.attempt, "began_at": event.at}
+    if records and records[-1].attempt == event.attempt:  # it already has a slot
+        records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
         if records and wasted_steps:
             records = (*records[:-1], records[-1].model_copy(update={"is_lost": True}))
-        records = (*records, AttemptRecord(**begun))
+        records = (*records, AttemptRecord(**beginning))
     return trial.model_copy(
         update={
             "attempt": event.attempt,
@@ -527,7 +526,7 @@ def _apply_started(trial: Trial, event: Started) -> Trial:
 
 
 def _apply_end(trial: Trial, event: AttemptEnded | GaveUp | Finished | Paused) -> Trial:
-    """End the trial, or its attempt; the record of an attempt that is over already stays."""
+    """End the trial or its attempt; the record of an already ended attempt stays."""
     is_lost, changes, records = False, dict[str, object](), trial.records
     match event:
         case Finished():
@@ -539,11 +538,11 @@ def _apply_end(trial: Trial, event: AttemptEnded | GaveUp | Finished | Paused) -
         case AttemptEnded():
             newest, is_failure = newest_checkpoint(trial), event.cause is not Cause.PREEMPTED
             is_lost = is_failure or trial.step > (newest.step if newest else 0)
-            is_machines = event.cause is Cause.MACHINE
+            is_machine_failure = event.cause is Cause.MACHINE
             changes = {
                 "cause": event.cause,
-                "machine_failures": trial.machine_failures + is_machines,
-                "user_failures": trial.user_failures + (is_failure and not is_machines),
+                "machine_failures": trial.machine_failures + is_machine_failure,
+                "user_failures": trial.user_failures + (is_failure and not is_machine_failure),
                 "same_start": trial.same_start + 1 if event.at_start else 0,
             }
     if records and not records[-1].is_over:
@@ -563,32 +562,32 @@ def _apply_outbox_event(trial: Trial, event: Launched | Received | OutboxClosed)
             return trial.model_copy(update={"outbox": None})
         case _:
             raise IllegalTransition(
-                f"trial {trial.trial!r}: {event!r} cannot follow outbox {trial.outbox}, the last one being "
-                f"{trial.outbox_count}, and post {trial.post}"
+                f"trial {trial.trial!r}: {event!r} cannot follow outbox {trial.outbox} at post {trial.post}; "
+                f"the last outbox is {trial.outbox_count}"
             )
 
 
-def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, writer: Writer) -> Trial:
+def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Writer) -> Trial:
     match event:
         case Committed():
             return _apply_committed(trial, event)
         case Cloned():
-            return _apply_cloned(trial, event)
+            return _apply_clone(trial, event)
         case Retired():
-            return _retire(trial, event.retires, trial.next_sequence + 1)
+            return _retire_checkpoints(trial, event.retires, trial.next_sequence + 1)
         case Quarantined(quarantined=False):
-            return _reinstate(trial, event.sequence)
+            return _reinstate_checkpoint(trial, event.sequence)
         case Quarantined():
-            # No later save reuses its blobs, of which one may be damaged; the owner's running save is not committed.
+            # Later saves must not reuse its possibly damaged blobs; the owner's running save is not committed.
             limit = trial.next_sequence + 1
             changes = {"blamed_checkpoints": trial.blamed_checkpoints + event.kills}
             if writer == "owner" and not event.by_guest:
                 changes |= {"collected_up_to": limit, "next_sequence": limit}
-            return _quarantine(trial, event.sequence, event.reason, limit).model_copy(update=changes)
+            return _quarantine_checkpoint(trial, event.sequence, event.reason, limit).model_copy(update=changes)
         case Pinned():
             checkpoints = tuple(
-                each.model_copy(update={"pinned": event.pinned}) if each.sequence == event.sequence else each
-                for each in trial.checkpoints
+                ref.model_copy(update={"pinned": event.pinned}) if ref.sequence == event.sequence else ref
+                for ref in trial.checkpoints
             )
             return trial.model_copy(update={"checkpoints": checkpoints})
         case _:
@@ -596,31 +595,31 @@ def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, writer: Writer)
 
 
 def _apply_committed(trial: Trial, event: Committed) -> Trial:
-    """Add the checkpoint, and retire those that it replaces.
+    """Add the checkpoint, and retire the checkpoints that it replaces.
 
-    A checkpoint that was quarantined meanwhile may share damaged blobs with the new one. So the new one is quarantined
-    too, for its supervisor to save it again. An attempt on another machine does not hear of it, and trains on: until
-    its next attempt has restored and so verified a checkpoint, none is retired.
+    If a checkpoint was quarantined during the save, the new one may share its damaged blobs: it is quarantined too, and
+    the supervisor saves again. An attempt on another machine does not learn of it and continues: no checkpoint is
+    retired until the trial's next attempt has restored, and so verified, one.
     """
     sequence = event.checkpoint.sequence
-    committed = _with_save(trial, event.checkpoint, event.seconds)
+    committed = _add_save(trial, event.checkpoint, event.seconds)
     if is_overtaken(trial, sequence):
-        since = max(each.since for each in trial.quarantined_checkpoints)
-        return _quarantine(committed, sequence, make_reason("save-overtaken"), since)
+        since = max(quarantined.since for quarantined in trial.quarantined_checkpoints)
+        return _quarantine_checkpoint(committed, sequence, make_reason("save-overtaken"), since)
     if event.retires and not (trial.outbox is not None and is_overtaken(trial, trial.settled_from)):
-        return _retire(committed, event.retires, sequence + 1)
+        return _retire_checkpoints(committed, event.retires, sequence + 1)
     return committed
 
 
-def _apply_cloned(trial: Trial, event: Cloned) -> Trial:
-    """Continue from the clone; the trial's own steps count neither as wasted nor as its history. Budgets stay."""
-    copy = event.checkpoint
-    return _with_checkpoint(trial, copy).model_copy(
+def _apply_clone(trial: Trial, event: Cloned) -> Trial:
+    """Continue from the clone; the trial's own steps leave its history and are not counted as wasted. Budgets stay."""
+    clone = event.checkpoint
+    return _add_checkpoint(trial, clone).model_copy(
         update={
-            "cloned": copy.sequence,
-            "step": copy.step,
-            "metrics": copy.metrics,
-            "trained_seconds": copy.trained_seconds,
+            "cloned": clone.sequence,
+            "step": clone.step,
+            "metrics": clone.metrics,
+            "trained_seconds": clone.trained_seconds,
             "config": trial.config if event.config is None else event.config,
             "proposed": trial.proposed or trial.config,
             "exploits": None,
@@ -632,69 +631,69 @@ def _apply_cloned(trial: Trial, event: Cloned) -> Trial:
     )
 
 
-def _with_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
-    """Return the trial with a checkpoint of its own: the failures before it no longer count."""
+def _add_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
+    """Return the trial with a checkpoint of its own, which resets its machine failures."""
     records = trial.records
     if records and not records[-1].is_over:
-        saved = records[-1].saved(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
-        records = (*records[:-1], saved)
+        record = records[-1].saved(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
+        records = (*records[:-1], record)
     changes = {"records": records, "machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
-    return _with_checkpoint(trial, checkpoint).model_copy(update=changes)
+    return _add_checkpoint(trial, checkpoint).model_copy(update=changes)
 
 
-def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
+def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
     if not is_acceptable(trial, checkpoint.sequence):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}, "
-            f"which is not after its checkpoints {[each.sequence for each in trial.checkpoints]}, those quarantined "
+            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}; "
+            f"expected one after its checkpoints {[ref.sequence for ref in trial.checkpoints]}, quarantined ones "
             f"{list(trial.quarantined)}, retirements ({trial.collected_up_to}), earlier attempts ({trial.settled_from})"
         )
-    # The supervisor of the save may not know of the last limits.
+    # The supervisor of the save may not know the newest limits.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
     return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "next_sequence": next_sequence})
 
 
-def _retire(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
-    """Retire live and quarantined checkpoints: the latter cannot be reinstated then, and are deleted as any other.
+def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
+    """Retire live and quarantined checkpoints; a retired quarantined checkpoint can no longer be reinstated.
 
-    `limit` is the first sequence of the saves that begin after that.
+    `limit` is the first sequence of later saves.
     """
     quarantined = trial.quarantined_checkpoints
-    gone = {each.checkpoint.sequence for each in quarantined} & set(sequences)
+    unlisted = {item.checkpoint.sequence for item in quarantined} & set(sequences)
     return trial.model_copy(
         update={
-            "checkpoints": tuple(each for each in trial.checkpoints if each.sequence not in sequences),
-            "quarantined_checkpoints": tuple(each for each in quarantined if each.checkpoint.sequence not in gone),
-            "quarantined": tuple(each for each in trial.quarantined if each not in gone),
+            "checkpoints": tuple(ref for ref in trial.checkpoints if ref.sequence not in sequences),
+            "quarantined_checkpoints": tuple(item for item in quarantined if item.checkpoint.sequence not in unlisted),
+            "quarantined": tuple(old for old in trial.quarantined if old not in unlisted),
             "collected_up_to": limit,
             "next_sequence": max(trial.next_sequence, limit),
         }
     )
 
 
-def _quarantine(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
-    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated."""
-    found = [each for each in trial.checkpoints if each.sequence == sequence]
-    kept = (QuarantinedCheckpoint(checkpoint=each, since=since, reason=reason) for each in found)
+def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
+    """Quarantine a checkpoint. If it was never committed, only its sequence is listed: it cannot be reinstated."""
+    refs = [ref for ref in trial.checkpoints if ref.sequence == sequence]
+    quarantined = (QuarantinedCheckpoint(checkpoint=ref, since=since, reason=reason) for ref in refs)
     return trial.model_copy(
         update={
-            "checkpoints": tuple(each for each in trial.checkpoints if each not in found),
+            "checkpoints": tuple(ref for ref in trial.checkpoints if ref not in refs),
             "quarantined": trial.quarantined if sequence in trial.quarantined else (*trial.quarantined, sequence),
-            "quarantined_checkpoints": (*trial.quarantined_checkpoints, *kept),
-            "lost_checkpoints": trial.lost_checkpoints + len(found),
+            "quarantined_checkpoints": (*trial.quarantined_checkpoints, *quarantined),
+            "lost_checkpoints": trial.lost_checkpoints + len(refs),
         }
     )
 
 
-def _reinstate(trial: Trial, sequence: int) -> Trial:
-    """Insert it at its old place; if it is the newest, the next attempt starts from it."""
+def _reinstate_checkpoint(trial: Trial, sequence: int) -> Trial:
+    """Reinsert a quarantined checkpoint in order; if it is the newest, the next attempt starts from it."""
     quarantined = trial.quarantined_checkpoints
-    back = [each.checkpoint for each in quarantined if each.checkpoint.sequence == sequence]
+    refs = [item.checkpoint for item in quarantined if item.checkpoint.sequence == sequence]
     return trial.model_copy(
         update={
-            "checkpoints": tuple(sorted((*trial.checkpoints, *back), key=lambda each: each.sequence)),
-            "quarantined": tuple(each for each in trial.quarantined if not back or each != sequence),
-            "quarantined_checkpoints": tuple(each for each in quarantined if each.checkpoint.sequence != sequence),
-            "lost_checkpoints": trial.lost_checkpoints - len(back),
+            "checkpoints": tuple(sorted((*trial.checkpoints, *refs), key=lambda ref: ref.sequence)),
+            "quarantined": tuple(old for old in trial.quarantined if not refs or old != sequence),
+            "quarantined_checkpoints": tuple(item for item in quarantined if item.checkpoint.sequence != sequence),
+            "lost_checkpoints": trial.lost_checkpoints - len(refs),
         }
     )

@@ -1,8 +1,8 @@
 """The interface of a scheduler: it decides on trials at milestones, deterministically for the same history.
 
-`FIFO` is the scheduler that decides nothing. A new one is a file beside this one, and a line in `registry.py`
-(CONTRIBUTING, *Add a scheduler*): by a quantile like `StoppingSchedule` in `asha.py`, by the median like
-`median_stopping.py`.
+`FIFO` lets every trial continue. To add a scheduler, write a file next to this one, and a line in `registry.py`
+(CONTRIBUTING, *Add a scheduler*). Examples: `StoppingSchedule` in `asha.py` decides by a quantile,
+`median_stopping.py` by the median.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Continue(Value):
 
 
 class Pause(Value):
-    """Save, and give the slot away until `Schedule.resume_next` names the trial.
+    """Save, and release the slot until `Schedule.resume_next` returns the trial.
 
-    If `resume_next` names this same trial at once, it keeps the slot: it is `resumed`, and continues in place.
+    If `resume_next` returns this trial at once, the trial keeps its slot: it is `resumed`, and continues in place.
     """
 
     type: Literal["pause"] = "pause"
     reason: AnyReason
-    """For people; kept in the journal."""
+    """Shown to users; kept in the journal."""
 
 
 class Stop(Value):
@@ -42,26 +42,26 @@ class Stop(Value):
 
     type: Literal["stop"] = "stop"
     reason: AnyReason
-    """For people; kept in the journal."""
+    """Shown to users; kept in the journal."""
     early: bool = True
-    """Whether the trial is stopped early; False where it has trained all of the scheduler's steps."""
+    """Whether the trial is stopped early; False if it has trained all steps of the scheduler."""
 
 
 class Exploit(Value):
     """Continue from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
 
-    If `source` no longer has a checkpoint, the trial continues from its own newest one, also with this `config`.
+    If `source` no longer has a checkpoint, the trial continues from its own newest checkpoint with this `config`.
     """
 
     type: Literal["exploit"] = "exploit"
     source: TrialId
     config: Mapping[str, object]
     reason: AnyReason
-    """For people; kept in the journal."""
+    """Shown to users; kept in the journal."""
 
 
 Decision: TypeAlias = Annotated[Continue | Pause | Stop | Exploit, Field(discriminator="type")]
-"""A schedule's answer to a report."""
+"""The decision of a schedule on a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TrialReport:
     report: StepReport
     """Its step, metrics and training time."""
     config: Mapping[str, Any] | None = None
-    """Its present configuration; None where that is the one it was added with, or that of its last exploit."""
+    """Its present configuration; None if unchanged since the trial was added or last exploited another one."""
 
 
 class Scheduler(NamedOptions, ABC):
@@ -80,17 +80,17 @@ class Scheduler(NamedOptions, ABC):
 
     @abstractmethod
     def begin(self, objective: Objective, seed: int) -> Schedule:
-        """Return the schedule of an experiment that has no trial yet.
+        """Return the schedule for an experiment without trials.
 
         Raises:
             InvalidInput: the scheduler does not support this objective.
         """
 
     def require_serves(self, space: Mapping[str, object]) -> None:
-        """Return if the scheduler supports trials of a valid `space`; most ignore configurations.
+        """Raise unless the scheduler supports trials of a valid `space`; most ignore configurations.
 
         Raises:
-            InvalidInput: it does not.
+            InvalidInput: the scheduler does not support the space.
         """
         del space
 
@@ -98,15 +98,15 @@ class Scheduler(NamedOptions, ABC):
 class Schedule(ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver ends the trials that `stop_next` returns, until it returns None; then it resumes
-    the one that `resume_next` returns; if that is None, and `is_waiting` is false, it starts a new trial. After
-    `exhausted`, while no trial is running and one is paused, `resume_next` or `stop_next` has to return one.
+    Whenever a slot is free, the driver stops the trials that `stop_next` returns, until it returns None. Then it
+    resumes the trial that `resume_next` returns; if that is None and `is_waiting` is false, it starts a new trial.
+    After `exhausted`, while no trial is running and one is paused, `resume_next` or `stop_next` must return a trial.
 
-    A resumed experiment replays the journal to a new schedule, in the journal's order: each `added`, each `decide`
-    (the answer is ignored: the one in the journal was carried out), each `resumed` and `ended`. Then both are in the
+    A resumed experiment replays the journal to a new schedule, in the journal's order: each `added`, `decide` (whose
+    decision is ignored: the journaled one was carried out), `resumed` and `ended`. Both schedules are then in the
     same state. So a schedule reads no clock, and draws random numbers only from the seed given to `begin`. If the
-    scheduler has changed since, its answers may differ: a trial that only the earlier one paused is `resumed`, and
-    one that the earlier one stopped stays stopped.
+    scheduler was changed, its decisions may differ: a trial that only the old scheduler paused is `resumed`, and
+    a trial that the old scheduler stopped stays stopped.
     """
 
     saves_first: ClassVar[bool] = False
@@ -114,22 +114,22 @@ class Schedule(ABC):
 
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        """Record a new trial before it starts, or one that had ended and continues."""
+        """Record a new trial before it starts, or an ended one that continues."""
 
     @abstractmethod
     def milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        Called for each attempt that starts, and after each decision; it changes no state. For a trial that cannot
-        save at exactly that step (a function trainable), the milestone is its first report at or after it.
+        Called for each attempt that starts, and after each decision; it changes no state. If a trial cannot save at
+        exactly that step (a function trainable), its milestone is the first report at or after it.
         """
 
     @abstractmethod
     def decide(self, report: TrialReport) -> Decision:
         """Decide on a report at or after the trial's milestone.
 
-        A report at a step that was decided before (an attempt repeats lost steps) gets the same kind of answer, and
-        is not counted twice.
+        A repeated report of a decided step (an attempt repeats lost steps) gets the same kind of decision, and is not
+        counted twice.
 
         Raises:
             BadMetric: the report lacks the objective's metric.
@@ -143,32 +143,32 @@ class Schedule(ABC):
         return None
 
     def resumed(self, trial: TrialId) -> None:
-        """Record that a paused trial has got a slot."""
+        """Record that a paused trial got a slot."""
         del trial
 
     def stop_next(self) -> tuple[TrialId, Stop] | None:
-        """Return a paused trial that will not be resumed, and is to be stopped; None if there is none.
+        """Return a paused trial to stop, because it will not be resumed; None if there is none.
 
         Changes no state: `ended` does.
         """
         return None
 
     def is_waiting(self) -> bool:
-        """Return whether no new trial may start although slots are free, such as while a full bracket is undecided."""
+        """Return whether new trials must wait although slots are free, such as while a full bracket is undecided."""
         return False
 
     def exhausted(self) -> None:
-        """Record that no new trial is available, so that paused trials need not wait for more trials to compare with.
+        """Record that no new trial is available, so paused trials need not wait for more trials to compare with.
 
-        Either the search has no more, or it waits for a trial to end while none is running. This may change the
-        answers of `resume_next` and `stop_next`, but no decision: it is not journaled, and is called again when the
-        same is found after a resume. The next `added` revokes it.
+        Either the search is exhausted, or it waits for a trial to end while none is running. This may change the
+        results of `resume_next` and `stop_next`, but not a decision: it is not journaled, and is called again if it
+        still holds after a resume. The next `added` revokes it.
         """
         return
 
     @abstractmethod
     def ended(self, trial: TrialId) -> None:
-        """Record that a trial has ended: stopped, finished or given up. Called once for each end."""
+        """Record that a trial ended: stopped, finished or errored. Called once for each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class _FifoSchedule(Schedule):
         del trial
 
 
-# Helpers of all schedulers: a report's loss, and its display.
+# Helpers for all schedulers: the loss of a report, and its display.
 
 
 def loss_of(trial_report: TrialReport, objective: Objective) -> float:

@@ -24,74 +24,74 @@ from prefect_tune.core.schedulers.base import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
 
-# One bracket of Hyperband: a group of trials, of which only the best continue after each rung.
+# One bracket of Hyperband: a group of trials; only the best of them continue after each rung.
 
 
 @dataclass(slots=True)
 class Bracket:
-    """Trials that train from rung to rung, and are compared when all of them have reached it.
+    """Trials that train from rung to rung, and are compared when all of them have reached a rung.
 
-    The place of a trial that ends before the rung stays empty, and counts as the worst.
+    A trial that ends before the rung keeps its place, and counts as the worst.
     """
 
     size: int
-    """The number of trials that it takes; once it is closed, the number that it has taken."""
+    """The number of trials that it takes; once closed, the number that it has."""
     steps: Sequence[int]
-    """The steps of its rungs; at the last one training ends, without a comparison."""
+    """The steps of its rungs; training ends at the last rung, without a comparison."""
     reduction_factor: float
-    level: int = 0
-    """The index of the rung that its trials train to now."""
-    places: int = 0
-    """The number of trials that were admitted to that rung."""
+    rung_index: int = 0
+    """The index of the rung to which its trials train now."""
+    trial_count: int = 0
+    """The number of trials that entered the bracket or were promoted to that rung."""
     training: set[TrialId] = field(default_factory=set)
-    """The trials that have not reached it yet; some of them may wait for a slot."""
+    """The trials that have not reached that rung yet; some of them may wait for a slot."""
     reached: dict[TrialId, float] = field(default_factory=dict)
-    """The losses of the trials that have reached it, in the order of arrival."""
+    """The losses of the trials that reached that rung, in the order of arrival."""
 
     @property
     def is_full(self) -> bool:
         """Whether it takes no more trials."""
-        return self.level > 0 or self.places >= self.size
+        return self.rung_index > 0 or self.trial_count >= self.size
 
     @property
     def is_complete(self) -> bool:
-        """Whether all trials have reached the rung or ended, and at least one has reached it."""
+        """Whether all trials reached the rung or ended, and at least one reached it."""
         return self.is_full and not self.training and bool(self.reached)
 
     @property
-    def quota(self) -> int:
+    def promotion_quota(self) -> int:
         """The number of trials that continue after the rung."""
-        return max(1, int(self.places / self.reduction_factor))
+        return max(1, int(self.trial_count / self.reduction_factor))
 
-    def enter(self, trial: TrialId) -> None:
+    def add_trial(self, trial: TrialId) -> None:
         """Add a new trial."""
-        self.places += 1
+        self.trial_count += 1
         self.training.add(trial)
 
-    def reach(self, trial: TrialId, loss: float) -> None:
-        """Record that a trial has reached the rung, with this loss."""
+    def record_loss(self, trial: TrialId, loss: float) -> None:
+        """Record that a trial reached the rung with this loss."""
         self.training.discard(trial)
         self.reached[trial] = loss
 
-    def leave(self, trial: TrialId) -> None:
-        """Remove a trial that has ended."""
+    def remove_trial(self, trial: TrialId) -> None:
+        """Remove an ended trial."""
         self.training.discard(trial)
         self.reached.pop(trial, None)
 
-    def best(self) -> TrialId | None:
-        """Return the best trial at the rung; of equals, the one that reached it first; None where there is none."""
+    def find_best_trial(self) -> TrialId | None:
+        """Return the best trial at the rung, the first of equal ones; None if there is none."""
         return min(self.reached, key=self.reached.__getitem__, default=None)
 
     def close(self) -> None:
         """Take no more trials."""
-        self.size = self.places
+        self.size = self.trial_count
 
-    def halve(self) -> Sequence[TrialId]:
-        """Advance to the next rung with the best trials; return all trials, best first: the first `places` continue."""
+    def promote_best(self) -> Sequence[TrialId]:
+        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, the rest stop."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
-        self.places = self.quota
-        self.level += 1
-        self.training = set(ranking[: self.places])
+        self.trial_count = self.promotion_quota
+        self.rung_index += 1
+        self.training = set(ranking[: self.trial_count])
         self.reached = {}
         return ranking
 
@@ -100,17 +100,17 @@ class Bracket:
 class Hyperband(Scheduler):
     """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it.
 
-    Trials fill one bracket after the other, from the one with many trials and a first rung at few steps to the one
-    whose few trials all train `max_t` steps; then from the start again. Each rung keeps the best 1 /
-    `reduction_factor`, at least one; a trial that has reached it pauses until the rung is decided, and the next
-    bracket's trials use the slots. When no new trial is available, the last bracket is decided with the trials it has.
+    Trials fill one bracket after the other. The first bracket has many trials and a first rung at few steps; the few
+    trials of the last bracket all train `max_t` steps; then the brackets repeat. Each rung keeps the best 1 /
+    `reduction_factor`, at least one. A trial that reaches a rung pauses until the rung is decided; the next bracket's
+    trials use the slots meanwhile. When no new trial is available, the last bracket is decided with the trials it has.
 
-    `brackets` shows the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
+    `brackets` returns the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
     (8, 27), (5, 81), as trials and steps at the first rung.
 
     Args:
         max_t: the step at which every trial ends.
-        reduction_factor: how many times as many steps the next rung has; 1 / `reduction_factor` of a rung continue.
+        reduction_factor: the ratio of the steps of two rungs; 1 / `reduction_factor` of the trials of a rung continue.
     """
 
     max_t: int = field(metadata={"example": 81})
@@ -123,14 +123,14 @@ class Hyperband(Scheduler):
 
     @property
     def brackets(self) -> Sequence[tuple[int, int]]:
-        """The number of trials that each bracket takes, and the step of its first rung."""
-        return [(size, rungs[0]) for size, rungs in self._plans()]
+        """The number of trials of each bracket, and the step of its first rung."""
+        return [(size, rungs[0]) for size, rungs in self._bracket_plans()]
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
-        return _HyperbandSchedule(self._plans(), self.reduction_factor, objective)
+        return _HyperbandSchedule(self._bracket_plans(), self.reduction_factor, objective)
 
-    def _plans(self) -> Sequence[tuple[int, Sequence[int]]]:
+    def _bracket_plans(self) -> Sequence[tuple[int, Sequence[int]]]:
         """Return the size and the rungs of each bracket, the largest first."""
         powers = [self.reduction_factor**0]
         while powers[-1] * self.reduction_factor <= self.max_t:
@@ -146,30 +146,30 @@ class _HyperbandSchedule(Schedule):
     def __init__(
         self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective
     ) -> None:
-        self._plans = plans
+        self._bracket_plans = plans
         self._reduction_factor = reduction_factor
         self._objective = objective
         self._max_t = plans[0][1][-1]
-        self._opened_count = 0
-        self._filling: Bracket | None = None
+        self._bracket_count = 0
+        self._filling_bracket: Bracket | None = None
         self._bracket_of: dict[TrialId, Bracket] = {}
         self._to_resume: OrderedDict[TrialId, None] = OrderedDict()
         self._to_stop: OrderedDict[TrialId, Stop] = OrderedDict()
-        self._no_more = False
+        self._exhausted = False
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
-        self._no_more = False
-        if self._filling is None or self._filling.is_full:
-            size, steps = self._plans[self._opened_count % len(self._plans)]
-            self._filling = Bracket(size, steps, self._reduction_factor)
-            self._opened_count += 1
-        self._filling.enter(trial)
-        self._bracket_of[trial] = self._filling
+        self._exhausted = False
+        if self._filling_bracket is None or self._filling_bracket.is_full:
+            size, steps = self._bracket_plans[self._bracket_count % len(self._bracket_plans)]
+            self._filling_bracket = Bracket(size, steps, self._reduction_factor)
+            self._bracket_count += 1
+        self._filling_bracket.add_trial(trial)
+        self._bracket_of[trial] = self._filling_bracket
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
         bracket = self._bracket_of.get(trial)
-        return max(bracket.steps[bracket.level] if bracket else self._max_t, step + 1)
+        return max(bracket.steps[bracket.rung_index] if bracket else self._max_t, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
         loss, step = loss_of(report, self._objective), report.report.step
@@ -178,73 +178,73 @@ class _HyperbandSchedule(Schedule):
             self.ended(report.trial)
             return Stop(reason=make_reason("step-limit", step=step, limit=self._max_t), early=False)
         if report.trial in bracket.training and report.trial not in self._to_resume:
-            if step < bracket.steps[bracket.level]:
+            if step < bracket.steps[bracket.rung_index]:
                 return Continue()
-            bracket.reach(report.trial, loss)
-            self._settle(bracket)
-        return self._answer(report.trial, bracket)
+            bracket.record_loss(report.trial, loss)
+            self._decide_rung_if_complete(bracket)
+        return self._decide_at_rung(report.trial, bracket)
 
     def resume_next(self) -> TrialId | None:
-        bracket = self._filling
-        if self._to_resume or not (self._no_more and bracket) or bracket.is_full or bracket.training:
-            return self._first_to_resume()
-        return bracket.best()  # of a bracket that will never fill
+        bracket = self._filling_bracket
+        if self._to_resume or not (self._exhausted and bracket) or bracket.is_full or bracket.training:
+            return self._next_to_resume()
+        return bracket.find_best_trial()  # the bracket will never fill
 
     def resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_of.get(trial)
-        # It was paused by another scheduler before, and need not wait for this bracket to fill.
+        # Another scheduler paused it; it need not wait for this bracket to fill.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
-            self._settle(bracket)
+            self._decide_rung_if_complete(bracket)
         self._to_resume.pop(trial, None)
 
     def stop_next(self) -> tuple[TrialId, Stop] | None:
         return next(iter(self._to_stop.items()), None)
 
     def exhausted(self) -> None:
-        self._no_more = True
+        self._exhausted = True
 
     def ended(self, trial: TrialId) -> None:
         self._to_resume.pop(trial, None)
         self._to_stop.pop(trial, None)
         bracket = self._bracket_of.pop(trial, None)
         if bracket:
-            bracket.leave(trial)
-            self._settle(bracket)
+            bracket.remove_trial(trial)
+            self._decide_rung_if_complete(bracket)
 
-    def _answer(self, trial: TrialId, bracket: Bracket) -> Decision:
-        """Decide on a trial that has reached its rung."""
+    def _decide_at_rung(self, trial: TrialId, bracket: Bracket) -> Decision:
+        """Decide on a trial that reached its rung."""
         stop = self._to_stop.get(trial)
         if stop:
             self.ended(trial)
             return stop
-        if trial == self._first_to_resume():
+        if trial == self._next_to_resume():
             self.resumed(trial)
             return Continue()
         return Pause(reason=_wait_reason(trial, bracket))
 
-    def _settle(self, bracket: Bracket) -> None:
+    def _decide_rung_if_complete(self, bracket: Bracket) -> None:
         """Decide the rung if the bracket is complete."""
         if not bracket.is_complete:
             return
-        losses, step = bracket.reached, bracket.steps[bracket.level]
-        ranking = bracket.halve()
+        losses, step = bracket.reached, bracket.steps[bracket.rung_index]
+        ranking = bracket.promote_best()
         for rank, trial in enumerate(ranking):
-            if rank < bracket.places:
+            if rank < bracket.trial_count:
                 self._to_resume[trial] = None
             else:
                 result = metric_arguments(losses[trial], self._objective)
-                ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.places}
+                ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
                 reason = make_reason("rank-continued", **result, step=step, **ranks)
                 self._to_stop[trial] = Stop(reason=reason)
 
-    def _first_to_resume(self) -> TrialId | None:
+    def _next_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)
 
 
 def _wait_reason(trial: TrialId, bracket: Bracket) -> Reason:
-    step = bracket.steps[bracket.level]
+    step = bracket.steps[bracket.rung_index]
     if trial not in bracket.reached:
         return make_reason("waits-for-slot", step=step)
-    others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.places
+    others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.trial_count
     return make_reason("waits-for-others", step=step, others=others)

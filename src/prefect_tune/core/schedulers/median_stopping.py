@@ -1,4 +1,4 @@
-"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages as in Ray."""
+"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages like in Ray."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from prefect_tune.core.values import TrialId
 
 @dataclass(frozen=True, slots=True)
 class MedianStopping(Scheduler):
-    """Stop a trial whose best result is worse than the median of the others' averages up to the same step.
+    """Stop a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, a trial is compared with the others that have reached that step: its
-    best loss so far with the median of their mean losses from `grace_period` to that step. While fewer than
-    `min_samples_required` others have reached it, the trial continues. The best counts from the first step on. Both
-    cover only every `interval`-th report, so that `interval=1` covers every step, and costs a decision at every step.
+    From `grace_period` on, every `interval` steps, a trial is compared with the other trials that reached that step:
+    its best loss since its first step with the median of their mean losses since `grace_period`. It continues while
+    fewer than `min_samples_required` others reached the step. Best and mean use only every `interval`-th report:
+    `interval=1` uses every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial with too few others to compare with gives its slot away after that many steps, and
-    continues when there are enough: so comparisons start early with fewer slots than trials. It needs checkpoints.
+    With `min_time_slice`, a trial with too few others to compare with releases its slot after that many steps, and
+    continues when there are enough: comparisons start early with fewer slots than trials. It needs checkpoints.
 
     Args:
         grace_period: the step of the first comparison.
-        min_samples_required: how many other trials a comparison needs.
-        interval: steps between two comparisons of a trial.
-        min_time_slice: steps after which a trial with too few others gives its slot away. Default: never.
+        min_samples_required: the number of other trials that a comparison needs.
+        interval: the number of steps between two comparisons of a trial.
+        min_time_slice: the number of steps after which a trial without enough others releases its slot. Default: never.
     """
 
     grace_period: int = 1
@@ -54,9 +54,9 @@ class MedianStopping(Scheduler):
     def __post_init__(self) -> None:
         convert_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
-        if self.min_time_slice == 0 or not all(is_count(each, 1) for each in counts):
+        if self.min_time_slice == 0 or not all(is_count(count, 1) for count in counts):
             raise InvalidInput(
-                f"{self}: expected whole numbers from 1 on; min_time_slice=None for trials that keep their slots"
+                f"{self}: expected whole numbers from 1 on; pass min_time_slice=None for trials that keep their slots"
             )
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
@@ -65,25 +65,25 @@ class MedianStopping(Scheduler):
 
 
 @dataclass(slots=True)
-class _Curve:
-    """A trial's losses, summarized."""
+class _LossSummary:
+    """A summary of a trial's losses."""
 
-    judged: int
-    """The index of the last milestone at which it was decided on; before the first one, that of step 0."""
-    count: int = 0
-    total: float = 0.0
-    """Of the losses since the grace period, of which there are `count`."""
-    best: float = math.inf
-    """Of all losses."""
-    slot_since: int = 0
+    last_milestone: int
+    """The index of the last milestone with a decision; before the first decision, the index of step 0."""
+    loss_count: int = 0
+    loss_sum: float = 0.0
+    """The sum of the `loss_count` losses since the grace period."""
+    best_loss: float = math.inf
+    """The best loss since the first step."""
+    slot_since_step: int = 0
     """The step at which it got its present slot."""
-    paused_at: int | None = None
-    """The step at which it was paused; None while it is not."""
+    paused_at_step: int | None = None
+    """The step at which it was paused; None while it is not paused."""
     stopped: Stop | None = None
 
     @property
-    def mean(self) -> float:
-        return self.total / self.count
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.loss_count
 
 
 class _MedianStoppingSchedule(Schedule):
@@ -93,82 +93,83 @@ class _MedianStoppingSchedule(Schedule):
         self._rule = rule
         self._objective = objective
         self._means: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
-        self._curves: dict[TrialId, _Curve] = {}
+        self._summaries: dict[TrialId, _LossSummary] = {}
         self._paused: dict[TrialId, None] = {}
-        self._no_more = False
+        self._exhausted = False
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
-        self._no_more = False
-        self._curves.setdefault(trial, _Curve(self._number(0))).stopped = None
+        self._exhausted = False
+        self._summaries.setdefault(trial, _LossSummary(self._milestone_index(0))).stopped = None
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
-        number = max(self._curves[trial].judged, self._number(step)) + 1
-        return self._rule.grace_period + number * self._rule.interval
+        index = max(self._summaries[trial].last_milestone, self._milestone_index(step)) + 1
+        return self._rule.grace_period + index * self._rule.interval
 
     def decide(self, report: TrialReport) -> Decision:
-        curve, step = self._curves[report.trial], report.report.step
-        loss, number = loss_of(report, self._objective), self._number(step)
-        if number <= curve.judged:
-            return self._again(curve)
-        self.resumed(report.trial)  # it reports, so it was not paused, even if the last answer to it was a pause
-        if curve.count:  # it has passed milestones without a report: its mean so far counts there
-            for passed in range(curve.judged + 1, number):
-                insort(self._means[passed], curve.mean)
-        curve.judged = number
-        curve.best = min(curve.best, loss)
-        if number < 0:
+        summary, step = self._summaries[report.trial], report.report.step
+        loss, index = loss_of(report, self._objective), self._milestone_index(step)
+        if index <= summary.last_milestone:
+            return self._repeat_decision(summary)
+        self.resumed(report.trial)  # a reporting trial is not paused, even if the last decision on it was a pause
+        if summary.loss_count:  # its mean so far counts at milestones that it passed without a report
+            for passed_index in range(summary.last_milestone + 1, index):
+                insort(self._means[passed_index], summary.mean_loss)
+        summary.last_milestone = index
+        summary.best_loss = min(summary.best_loss, loss)
+        if index < 0:
             return Continue()
-        curve.count += 1
-        curve.total += loss
-        decision = self._judged(report.trial, curve, step)
-        insort(self._means[number], curve.mean)
+        summary.loss_count += 1
+        summary.loss_sum += loss
+        decision = self._compare_with_median(report.trial, summary, step)
+        insort(self._means[index], summary.mean_loss)
         return decision
 
     def resume_next(self) -> TrialId | None:
-        # A paused trial is counted at its milestone too: it needs that many others.
-        needed, means = self._rule.min_samples_required, self._means
-        ready = next((trial for trial in self._paused if len(means[self._curves[trial].judged]) > needed), None)
-        if ready or not self._no_more:
+        # The means at the milestone of a paused trial include its own.
+        min_others, means = self._rule.min_samples_required, self._means
+        milestones = ((trial, self._summaries[trial].last_milestone) for trial in self._paused)
+        ready = next((trial for trial, index in milestones if len(means[index]) > min_others), None)
+        if ready or not self._exhausted:
             return ready
-        return min(self._paused, key=lambda trial: self._curves[trial].judged, default=None)
+        return min(self._paused, key=lambda trial: self._summaries[trial].last_milestone, default=None)
 
     def resumed(self, trial: TrialId) -> None:
-        curve = self._curves[trial]
-        if curve.paused_at is not None:
-            curve.slot_since, curve.paused_at = curve.paused_at, None
+        summary = self._summaries[trial]
+        if summary.paused_at_step is not None:
+            summary.slot_since_step, summary.paused_at_step = summary.paused_at_step, None
             del self._paused[trial]
 
     def exhausted(self) -> None:
-        self._no_more = True
+        self._exhausted = True
 
     def ended(self, trial: TrialId) -> None:
-        """Remove the trial from the paused ones; its losses stay, for comparisons."""
+        """Remove the trial from the paused trials; its losses stay for comparisons."""
         self.resumed(trial)
 
-    def _number(self, step: int) -> int:
-        """Return the last milestone at or before `step`, counted from 0 at `grace_period`; below 0 before that."""
+    def _milestone_index(self, step: int) -> int:
+        """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before."""
         return (step - self._rule.grace_period) // self._rule.interval
 
-    def _again(self, curve: _Curve) -> Decision:
-        if curve.paused_at is not None:
-            return Pause(reason=make_reason("waits-for-others", step=curve.paused_at))
-        return curve.stopped or Continue()
+    def _repeat_decision(self, summary: _LossSummary) -> Decision:
+        if summary.paused_at_step is not None:
+            return Pause(reason=make_reason("waits-for-others", step=summary.paused_at_step))
+        return summary.stopped or Continue()
 
-    def _judged(self, trial: TrialId, curve: _Curve, step: int) -> Decision:
-        others = self._means[curve.judged]
+    def _compare_with_median(self, trial: TrialId, summary: _LossSummary, step: int) -> Decision:
+        others = self._means[summary.last_milestone]
         if len(others) < self._rule.min_samples_required:
-            longest = self._rule.min_time_slice
-            if longest is None or step - curve.slot_since < longest:
+            time_slice = self._rule.min_time_slice
+            if time_slice is None or step - summary.slot_since_step < time_slice:
                 return Continue()
-            curve.paused_at = step
+            summary.paused_at_step = step
             self._paused[trial] = None
-            return self._again(curve)
+            return self._repeat_decision(summary)
         middle = len(others) // 2
         median = (others[middle] + others[~middle]) / 2
-        if curve.best <= median:
+        if summary.best_loss <= median:
             return Continue()
-        best, needed = reported_value(curve.best, self._objective), reported_value(median, self._objective)
-        result = {"metric": self._objective.metrics[0], "best": best, "median": needed}
-        curve.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
-        return curve.stopped
+        values = [reported_value(value, self._objective) for value in (summary.best_loss, median)]
+        result = {"metric": self._objective.metrics[0], "best": values[0], "median": values[1]}
+        summary.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
+        return summary.stopped

@@ -43,24 +43,24 @@ from prefect_tune.core.search.space import is_same
 from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.values import TrialId
 
-# PBT's explore step: copy a configuration and perturb or resample some of its values.
+# The explore step of PBT: copy a configuration and perturb or resample some of its values.
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
 """The values that may change, nested as in the configuration."""
 Config: TypeAlias = Mapping[str, object]
 
-_LAST_QUANTILE = math.nextafter(1, 0)
-_CONSTANT = "a mutation of it changes nothing. Leave it out here, and set the value in the space"
+_MAX_QUANTILE = math.nextafter(1, 0)
+_NO_CHANGE = "its mutation changes nothing. Leave it out here, and set the value in the space"
 
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
     """Multiplies a value by one of `factors`, or resamples it with `resample_probability`.
 
-    For a list of options, the next or the previous option is taken; at an end it may stay the same. A value outside
-    of its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step.
-    The domain decides on the type, not the present value: real numbers become floats, only `randint` and its like give
-    integers. A real 0, which no factor changes, is drawn anew. Functions are computed last, from the changed
+    An option moves to the next or the previous option of its list; at an end it may stay the same. A value outside of
+    its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step. The
+    type depends on the domain, not on the present value: real domains give floats, only `randint` and its variants give
+    integers. A real 0, which no factor changes, is resampled. Functions are computed last, from the changed
     configuration.
     """
 
@@ -71,31 +71,31 @@ class Explorer:
 
     def explored(self, config: Config, *purpose: str | int) -> Config:
         """Return a configuration near `config`; deterministic for the same `purpose`."""
-        drawn = self._with_draws(config, self.mutations, *purpose)
-        return _with_computed(drawn, self.mutations, drawn)
+        mutated = self._mutate_config(config, self.mutations, *purpose)
+        return _compute_functions(mutated, self.mutations, mutated)
 
-    def _with_draws(self, config: Config, mutations: Mutations, *purpose: str | int) -> Config:
+    def _mutate_config(self, config: Config, mutations: Mutations, *purpose: str | int) -> Config:
         changed = dict(config)
         for name, mutation in mutations.items():
             value = config.get(name)
             if isinstance(mutation, Mapping):
-                changed[name] = self._with_draws(_inner(value), mutation, *purpose, name)
+                changed[name] = self._mutate_config(_as_config(value), mutation, *purpose, name)
             elif not isinstance(mutation, SampleFrom):
-                changed[name] = self._changed(value, mutation, *purpose, name)
+                changed[name] = self._mutate_value(value, mutation, *purpose, name)
         return changed
 
-    def _changed(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
-        again = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
+    def _mutate_value(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
+        is_resampled = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
         drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
-        if isinstance(domain, Choice):  # its options are taken as ordered
-            places = (index for index, option in enumerate(domain.options) if is_same(option, value))
-            if again or (place := next(places, None)) is None:
+        if isinstance(domain, Choice):  # its options are treated as ordered
+            indexes = (index for index, option in enumerate(domain.options) if is_same(option, value))
+            if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
-            neighbor = place + (1 if factor > 1 else -1)
+            neighbor = index + (1 if factor > 1 else -1)
             return domain.options[min(max(neighbor, 0), len(domain.options) - 1)]
         step = domain.step if isinstance(domain, Integer) else domain.q
-        if again or not is_number(value) or not (value or step):
+        if is_resampled or not is_number(value) or not (value or step):
             return drawn
         moved = domain.nearest(value * factor)
         if step is not None and moved == value:
@@ -104,68 +104,68 @@ class Explorer:
 
 
 def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Return the user's `hyperparam_mutations`, validated: domains, lists of options, functions, or nested mappings.
+    """Return the user's `hyperparam_mutations` as domains, lists of options, functions, or nested mappings of these.
 
     Raises:
-        InvalidInput: it is empty, or holds another kind of value.
+        InvalidInput: it is empty, or has another kind of value.
     """
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
-    named = plain_keys(mutations, where)
-    return {name: _as_mutation(mutation, f"{where}[{name!r}]") for name, mutation in named.items()}
+    by_name = plain_keys(mutations, where)
+    return {name: _parse_mutation(mutation, f"{where}[{name!r}]") for name, mutation in by_name.items()}
 
 
-def require_names_of(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
-    """Require that every mutation names a parameter of a space in `nodes`: the trainable would read no other value.
+def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
+    """Require that every mutation names a parameter of a space in `nodes`: the trainable reads no other parameter.
 
     Raises:
-        InvalidInput: a mutation does not.
+        InvalidInput: a mutation names another parameter.
     """
-    there = list(chain.from_iterable(map(_spaces_in, nodes)))
-    if any(isinstance(each, SampleFrom) for each in there):
-        return  # its value is only known when it is computed
-    spaces = [each for each in there if isinstance(each, Mapping)]
-    known = {name for each in spaces for name in each}
+    possible_nodes = list(chain.from_iterable(map(_possible_nodes, nodes)))
+    if any(isinstance(node, SampleFrom) for node in possible_nodes):
+        return  # its value is unknown until it is computed
+    spaces = [node for node in possible_nodes if isinstance(node, Mapping)]
+    names = {name for space in spaces for name in space}
     for name, mutation in mutations.items():
-        if name not in known:
-            hint = did_you_mean_or_has(name, sorted(known))
+        if name not in names:
+            hint = did_you_mean_or_has(name, sorted(names))
             raise InvalidInput(f"{where}[{name!r}]: expected a parameter of the space at this place; {hint}")
         if isinstance(mutation, Mapping):
-            below = [each[name] for each in spaces if name in each]
-            require_names_of(below, mutation, f"{where}[{name!r}]")
+            children = [space[name] for space in spaces if name in space]
+            _require_parameters(children, mutation, f"{where}[{name!r}]")
 
 
-def _spaces_in(node: object) -> Iterator[object]:
-    """Yield the possible nodes at this place: the node, or each option of a choice or grid."""
+def _possible_nodes(node: object) -> Iterator[object]:
+    """Yield the nodes that a node may resolve to: itself, or each option of a choice or grid."""
     if isinstance(node, Branch):
-        for each in node.options:
-            yield from _spaces_in(each)
+        for option in node.options:
+            yield from _possible_nodes(option)
     else:
         yield node
 
 
-def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | Mutations:
+def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | Mutations:
     if isinstance(mutation, Mapping):
         return as_mutations(mutation, where)
     if isinstance(mutation, Float | Integer | Normal | SampleFrom):
-        if not isinstance(mutation, Normal | SampleFrom) and mutation.at(0) == mutation.at(_LAST_QUANTILE):
-            raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_CONSTANT}")
+        if not isinstance(mutation, Normal | SampleFrom) and mutation.at(0) == mutation.at(_MAX_QUANTILE):
+            raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_NO_CHANGE}")
         return mutation
     if isinstance(mutation, Choice | list | tuple):
         choice = mutation if isinstance(mutation, Choice) else Choice(tuple(mutation))
         if any(any(domains_in(option)) for option in choice.options):
             raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
         if all(is_same(option, choice.options[0]) for option in choice.options):
-            raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_CONSTANT}")
+            raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_NO_CHANGE}")
         return choice
     if callable(mutation):
         try:
             inspect.signature(mutation).bind({})
-        except TypeError as unfit:  # also one without a parameter, as in Ray: it can only draw, and not the same twice
+        except TypeError as error:  # also Ray's functions without parameters: they can only draw, and not reproducibly
             raise InvalidInput(
                 f"{where}: expected a function of the configuration, found one that cannot be called with it "
-                f"({unfit}). For random values use a domain: pt.uniform(...), pt.choice(...)"
-            ) from unfit
+                f"({error}). For random values use a domain: pt.uniform(...), pt.choice(...)"
+            ) from error
         return SampleFrom(mutation)
     raise InvalidInput(
         f"{where}: expected a domain (pt.uniform(...)), a list of options, a function of the configuration, or a "
@@ -173,16 +173,16 @@ def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | 
     )
 
 
-def _inner(value: object) -> Config:
+def _as_config(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def _with_computed(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
-    """Return `config` with the values that functions compute from the whole configuration."""
+def _compute_functions(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
+    """Return `config` with the values that functions compute from the `whole` configuration."""
     changed = dict(config)
     for name, mutation in mutations.items():
         if isinstance(mutation, Mapping):
-            changed[name] = _with_computed(_inner(config.get(name)), mutation, whole, f"{where}.{name}")
+            changed[name] = _compute_functions(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
         elif isinstance(mutation, SampleFrom):
             changed[name] = frozen(mutation.function(whole), f"{where}.{name}")
     return changed
@@ -191,7 +191,7 @@ def _with_computed(config: Config, mutations: Mutations, whole: Config, where: s
 Mutation: TypeAlias = (
     Range | Choice | SampleFrom | Sequence[object] | Callable[[Mapping[str, Any]], object] | Mapping[str, Any]
 )
-"""What a value may become: a domain, options, a function of the configuration; or a nested mapping of these."""
+"""The new values of a parameter: a domain, options, a function of the configuration; or a nested mapping of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,27 +199,27 @@ class PBT(Scheduler):
     """Train a population in parallel; bad trials continue from clones of good ones, with a perturbed configuration.
 
     `perturbation_interval` steps after its last comparison, and not before `burn_in_period`, a trial commits a
-    checkpoint and is compared with the last results of the others that have not ended. If it is among the worst
-    `quantile_fraction`, it takes over the checkpoint and the configuration of one of the best `quantile_fraction`, and
-    the step of that one's last comparison. The values of that configuration named in `hyperparam_mutations` change:
-    they are resampled with `resample_probability`, and otherwise multiplied by one of the `perturbation_factors`. Its
-    last result counts until the next one, as in Ray, but nothing is taken over from it.
+    checkpoint and is compared with the last results of the other trials that have not ended. If it is among the worst
+    `quantile_fraction`, it exploit_count one of the best `quantile_fraction`: it takes over the checkpoint, the
+    configuration, and the step of the last comparison. The values named in `hyperparam_mutations` change: they are
+    resampled with `resample_probability`, and otherwise multiplied by one of the `perturbation_factors`. The trial's
+    last result counts until its next one, like in Ray, but no other trial exploit_count it meanwhile.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
-    functions of the configuration, nested as it is. A value never leaves its domain, and has its type: `uniform` gives
-    floats, also where the present value is a whole number; `randint` gives integers. A value of 0 in a domain of real
-    numbers, which no factor changes, is drawn anew. The initial configurations come from the search, not from here.
+    functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
+    `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
+    real domain, which no factor changes, is resampled. The search, not PBT, proposes the initial configurations.
 
-    It is asynchronous: no trial waits for a comparison. A population larger than its slots takes turns of one interval,
-    the trial with the fewest steps first; paused trials are compared, too. A trial that ends (a stopper:
-    `stop={"step": 100}`) leaves the population.
+    It is asynchronous: no trial waits for a comparison. If the population is larger than the slots, its trials take
+    turns of one interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by
+    a stopper such as `stop={"step": 100}`) leaves the population.
 
     Args:
-        perturbation_interval: steps between two comparisons of a trial.
-        hyperparam_mutations: the parameters that change, and what they may become.
-        quantile_fraction: the share of the population that takes over, and the share that it takes over from.
-        resample_probability: how often a value is drawn anew, and not multiplied.
-        perturbation_factors: one of them is drawn for each value that is multiplied.
+        perturbation_interval: the number of steps between two comparisons of a trial.
+        hyperparam_mutations: the parameters that change, and their possible values.
+        quantile_fraction: the share of the population that exploit_count, and the share that it exploit_count.
+        resample_probability: how often a value is resampled instead of multiplied.
+        perturbation_factors: the factors of which one is drawn for each multiplied value.
         burn_in_period: the step before which no trial is compared.
     """
 
@@ -243,11 +243,11 @@ class PBT(Scheduler):
             raise InvalidInput(f"{self}: expected quantile_fraction from 0 to 0.5, resample_probability from 0 to 1")
         factors = tuple(map(plain_scalar, self.perturbation_factors))
         object.__setattr__(self, "perturbation_factors", factors)
-        if not (factors and all(is_at_least(each, 0) for each in factors)):
+        if not (factors and all(is_at_least(factor, 0) for factor in factors)):
             raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
         if set(factors) == {1} and not self.resample_probability:
             raise InvalidInput(
-                f"{self}: expected a factor other than 1, or a resample_probability above 0: these change no value"
+                f"{self}: expected a factor other than 1, or a resample_probability above 0: otherwise no value changes"
             )
         as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
 
@@ -258,10 +258,10 @@ class PBT(Scheduler):
         )
 
     def require_serves(self, space: Mapping[str, object]) -> None:
-        """Return if every mutation is in `space`, or `space` is empty: then the search has its own."""
+        """Raise unless every mutation is in `space`, or `space` is empty, because the search has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
-            require_names_of([space], as_mutations(self.hyperparam_mutations, where), where)
+            _require_parameters([space], as_mutations(self.hyperparam_mutations, where), where)
 
 
 @dataclass(slots=True)
@@ -270,16 +270,16 @@ class _Member:
 
     number: int
     config: Mapping[str, object]
-    decided: int = 0
-    """The step of the last decision in the history of its present weights: after an exploit, of that of its source."""
-    exploits: int = 0
+    decision_step: int = 0
+    """The step of the last decision in the history of its weights; after an exploit, that history is the source's."""
+    exploit_count: int = 0
     has_just_exploited: bool = False
-    """Whether it has exploited another trial since it got its slot."""
+    """Whether it exploited another trial since it got its slot."""
     loss: float | None = None
-    """Its last loss; None before the first one, and while it is not in the population."""
+    """Its last loss; None before the first one and after it left the population."""
     is_evaluated: bool = False
-    """Whether `loss` is of its present weights, so that others may exploit it."""
-    paused_at: int | None = None
+    """Whether `loss` belongs to its present weights, so other trials may exploit it."""
+    paused_at_step: int | None = None
 
 
 class _PbtSchedule(Schedule):
@@ -294,95 +294,95 @@ class _PbtSchedule(Schedule):
         self._members: dict[TrialId, _Member] = {}
         self._ranking: list[tuple[float, int, TrialId]] = []
         self._paused: list[tuple[int, int, TrialId]] = []
-        self._no_more = False
+        self._exhausted = False
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        self._no_more = False
+        self._exhausted = False
         if trial not in self._members:
             self._members[trial] = _Member(len(self._members), config)
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
-        due = self._members[trial].decided + self._rule.perturbation_interval
-        return max(due, self._rule.burn_in_period, step + 1)
+        next_step = self._members[trial].decision_step + self._rule.perturbation_interval
+        return max(next_step, self._rule.burn_in_period, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
         loss, step = loss_of(report, self._objective), report.report.step
         member = self._members[report.trial]
         member.config = member.config if report.config is None else report.config
-        if step <= member.decided:
-            return Continue() if member.paused_at is None else self._pause(report.trial, member)
-        self._release(report.trial, member)  # it reports, so it was not paused, even if the last answer was a pause
-        member.decided = step
-        self._rank(report.trial, member, loss)
-        better = self._better(report.trial, member, loss)
-        return self._exploit(member, loss, better) if better else self._pause(report.trial, member)
+        if step <= member.decision_step:
+            return Continue() if member.paused_at_step is None else self._pause_trial(report.trial, member)
+        self._unpause_trial(report.trial, member)  # a reporting trial is not paused, even if the last decision was
+        member.decision_step = step
+        self._add_to_ranking(report.trial, member, loss)
+        source = self._select_source(report.trial, member, loss)
+        return self._make_exploit(member, loss, source) if source else self._pause_trial(report.trial, member)
 
     def resume_next(self) -> TrialId | None:
-        return self._paused[0][2] if self._no_more and self._paused else None
+        return self._paused[0][2] if self._exhausted and self._paused else None
 
     def resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
-        if member.paused_at is not None:  # else it continues after an exploit, in the same slot
+        if member.paused_at_step is not None:  # otherwise it continues in its slot after an exploit
             member.has_just_exploited = False
-        self._release(trial, member)
+        self._unpause_trial(trial, member)
 
     def exhausted(self) -> None:
-        self._no_more = True
+        self._exhausted = True
 
     def ended(self, trial: TrialId) -> None:
         member = self._members[trial]
-        self._release(trial, member)
-        self._unrank(trial, member)
+        self._unpause_trial(trial, member)
+        self._remove_from_ranking(trial, member)
 
-    def _rank(self, trial: TrialId, member: _Member, loss: float) -> None:
-        self._unrank(trial, member)
+    def _add_to_ranking(self, trial: TrialId, member: _Member, loss: float) -> None:
+        self._remove_from_ranking(trial, member)
         member.loss, member.is_evaluated = loss, True
         insort(self._ranking, (loss, member.number, trial))
 
-    def _unrank(self, trial: TrialId, member: _Member) -> None:
+    def _remove_from_ranking(self, trial: TrialId, member: _Member) -> None:
         if member.loss is not None:
             del self._ranking[bisect_left(self._ranking, (member.loss, member.number, trial))]
             member.loss = None
 
-    def _better(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return loss and id of the trial to clone; None if this one is good enough, or another's turn is due."""
+    def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
+        """Return the loss and name of the trial to clone; None if this one is good enough, or it is another's turn."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)
         quantile = min(ceil(size * self._rule.quantile_fraction), size // 2)
         if bisect_left(self._ranking, (loss, member.number, trial)) < size - quantile:
             return None
-        sources = [each for each in self._ranking[:quantile] if self._members[each[2]].is_evaluated]
+        sources = [entry for entry in self._ranking[:quantile] if self._members[entry[2]].is_evaluated]
         if not sources:
             return None
-        drawn = seeded_random.integer(len(sources), self._explorer.seed, "pbt-source", member.number, member.exploits)
-        best, _, source = sources[drawn]
-        return best, source
+        purpose = ("pbt-source", member.number, member.exploit_count)
+        source_loss, _, source = sources[seeded_random.integer(len(sources), self._explorer.seed, *purpose)]
+        return source_loss, source
 
-    def _exploit(self, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
-        """Let the trial continue from another. It keeps its rank until its new weights are evaluated."""
-        best, source = better
+    def _make_exploit(self, member: _Member, loss: float, ranked_source: tuple[float, TrialId]) -> Exploit:
+        """Let the trial continue from another one. It keeps its rank until its new weights are evaluated."""
+        source_loss, source = ranked_source
         reason = make_reason(
             "exploit",
             **metric_arguments(loss, self._objective),
-            step=member.decided,
-            source_value=reported_value(best, self._objective),
-            source_step=self._members[source].decided,
+            step=member.decision_step,
+            source_value=reported_value(source_loss, self._objective),
+            source_step=self._members[source].decision_step,
         )
-        member.config = self._explorer.explored(self._members[source].config, "pbt", member.number, member.exploits)
-        member.exploits += 1
-        member.decided = self._members[source].decided
+        purpose = ("pbt", member.number, member.exploit_count)
+        member.config = self._explorer.explored(self._members[source].config, *purpose)
+        member.exploit_count, member.decision_step = member.exploit_count + 1, self._members[source].decision_step
         member.has_just_exploited = True
         member.is_evaluated = False
         return Exploit(source=source, config=member.config, reason=reason)
 
-    def _pause(self, trial: TrialId, member: _Member) -> Pause:
-        if member.paused_at is None:
-            member.paused_at = member.decided
-            insort(self._paused, (member.paused_at, member.number, trial))
-        return Pause(reason=make_reason("turn-over", step=member.paused_at))
+    def _pause_trial(self, trial: TrialId, member: _Member) -> Pause:
+        if member.paused_at_step is None:
+            member.paused_at_step = member.decision_step
+            insort(self._paused, (member.paused_at_step, member.number, trial))
+        return Pause(reason=make_reason("turn-over", step=member.paused_at_step))
 
-    def _release(self, trial: TrialId, member: _Member) -> None:
-        if member.paused_at is not None:
-            del self._paused[bisect_left(self._paused, (member.paused_at, member.number, trial))]
-            member.paused_at = None
+    def _unpause_trial(self, trial: TrialId, member: _Member) -> None:
+        if member.paused_at_step is not None:
+            del self._paused[bisect_left(self._paused, (member.paused_at_step, member.number, trial))]
+            member.paused_at_step = None

@@ -18,24 +18,24 @@ from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, leaves
 
 Space: TypeAlias = Mapping[str, object]
-"""A configuration in which some values are drawn: `{"lr": pt.loguniform(1e-4, 1), "model": {"depth": 3}}`."""
+"""A configuration with domains in place of some values: `{"lr": pt.loguniform(1e-4, 1), "model": {"depth": 3}}`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The next trial, with this `config`: JSON, every value of the space resolved."""
+    """The next trial, with this `config`: plain JSON, with a value for each domain of the space."""
 
     config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No proposal now; ask again when a running trial has ended."""
+    """No proposal now; try again when a running trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """There will be no more proposals."""
+    """The search has no more proposals."""
 
     reason: str
     """For the log."""
@@ -49,14 +49,14 @@ class Search(NamedOptions, ABC):
 
     @abstractmethod
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
-        """Return the proposals for an experiment that has no trial yet.
+        """Return the state of the search for an experiment without trials.
 
         Raises:
-            InvalidInput: the space holds a domain that this search does not support, or the objective is missing.
+            InvalidInput: the space has a domain that this search does not support, or the objective is missing.
         """
 
     def trial_count(self, space: Space) -> int | None:
-        """Return how many trials it proposes for `space` in all; None where that is not known beforehand."""
+        """Return the total number of trials it proposes for `space`; None if it is not known beforehand."""
         del space
         return None
 
@@ -65,20 +65,20 @@ class Proposals(ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
     Trials are numbered from 0 in the order in which they were proposed. A resumed experiment replays the journal to a
-    new instance, in the journal's order: `recall` in place of each `suggest`, each `reported` and `ended`. From then
-    on both suggest the same: draws for trial `number` come from a generator seeded by (seed, number), never from one
-    whose state carries over from trial to trial.
+    new instance, in the journal's order: `recall` in place of each `suggest`, each `reported` and `ended`. Then both
+    instances suggest the same: draws for trial `number` come from a generator seeded by (seed, number), never from a
+    generator whose state carries over from trial to trial.
     """
 
     @abstractmethod
     def suggest(self, number: int) -> Suggestion:
-        """Propose the configuration of trial `number`, which is one more than the last."""
+        """Propose the configuration of trial `number`, the number after the last trial's."""
 
     @abstractmethod
     def recall(self, number: int, config: Mapping[str, object]) -> None:
-        """Record that trial `number` was proposed with `config` before, possibly from another space.
+        """Record that trial `number` was already proposed with `config`, possibly from another space.
 
-        A configuration that the present space cannot give counts as data, too.
+        A configuration outside the present space also counts as data.
         """
 
     def reported(self, number: int, report: StepReport) -> None:
@@ -86,20 +86,20 @@ class Proposals(ABC):
         del number, report
 
     def stopped(self, number: int) -> None:
-        """Record that the scheduler stops trial `number` early; `ended` follows."""
+        """Record that the scheduler stops trial `number` early; a call of `ended` follows."""
         del number
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        """Record that a trial has ended, with its last report; None if it has none.
+        """Record that a trial ended, with its last report; None if it has none.
 
-        A trial that is tried again, or trained further, ends again: the last call counts.
+        A trial that is retried or trained further ends again: the last call counts.
         """
         del number, last, failed
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-        """Record a finished trial of another experiment, before all other calls; return whether it is used.
+        """Record a finished trial of another experiment, before all other calls; return whether the search uses it.
 
-        It has no number here, and does not count as a sample. `stopped` says that a scheduler ended it early.
+        It has no number, and does not count as a sample. `stopped` means that a scheduler ended it early.
         """
         del config, last, stopped
         return False
@@ -107,16 +107,16 @@ class Proposals(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Repeated(Search):
-    """Proposes each configuration of `search` `times` times in a row: separate trials, which count as one for `search`.
+    """Proposes each configuration of `search` in `times` consecutive trials, which `search` counts as one trial.
 
-    When all have ended, `search` gets the mean of each metric that all trials that did not fail have reported. It gets
-    no reports of running trials.
+    When all of them have ended, `search` gets the mean of each metric that all trials reported, without failed trials.
+    It gets no reports of running trials.
     """
 
     search: Search
     times: int
     index_as: str | None = None
-    """A parameter that gets the number of the repetition, from 0, such as a seed; None for none."""
+    """A parameter, such as a seed, that gets the number of the repetition, from 0; None for no such parameter."""
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -124,21 +124,21 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
-        """Begin the search that is repeated; raises as its `begin` does.
+        """Begin the repeated search; raises what its `begin` raises.
 
         Raises:
-            InvalidInput: the space has a parameter of the name `index_as`.
+            InvalidInput: the space has a parameter named `index_as`.
         """
         if self.index_as in space:
             raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space: it counts the repetitions")
-        return _RepeatedProposals(self.search.begin(space, objective, seed), self)
+        return _RepeatedState(self.search.begin(space, objective, seed), self)
 
     def trial_count(self, space: Space) -> int | None:
         count = self.search.trial_count(space)
         return None if count is None else count * self.times
 
 
-class _RepeatedProposals(Proposals):
+class _RepeatedState(Proposals):
     """Trial `number` is repetition `number % times` of the search's trial `number // times`."""
 
     def __init__(self, search: Proposals, repeated: Repeated) -> None:
@@ -169,20 +169,20 @@ class _RepeatedProposals(Proposals):
         group[number] = None if failed else last
         if len(group) == self._times:
             reports = [report for _, report in sorted(group.items()) if report is not None]
-            mean = _mean(reports) if reports else None
+            mean = _mean_report(reports) if reports else None
             self._search.ended(number // self._times, mean, failed=not reports)
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-        plain = {key: value for key, value in config.items() if key != self._index_as}
-        return self._search.learn(plain, last, stopped=stopped)
+        inner_config = {key: value for key, value in config.items() if key != self._index_as}
+        return self._search.learn(inner_config, last, stopped=stopped)
 
 
-def _mean(reports: Sequence[StepReport]) -> StepReport:
-    flat = [dict(leaves(each.metrics)) for each in reports]
-    names = set.intersection(*map(set, flat))
-    columns = {name: [value for metrics in flat if is_number(value := metrics[name])] for name in sorted(names)}
+def _mean_report(reports: Sequence[StepReport]) -> StepReport:
+    flat_metrics = [dict(leaves(report.metrics)) for report in reports]
+    names = set.intersection(*map(set, flat_metrics))
+    columns = {name: [value for metrics in flat_metrics if is_number(value := metrics[name])] for name in sorted(names)}
     return StepReport(
-        step=max(each.step for each in reports),
+        step=max(report.step for report in reports),
         metrics={name: fmean(values) for name, values in columns.items() if len(values) == len(reports)},
-        trained_seconds=fmean(each.trained_seconds for each in reports),
+        trained_seconds=fmean(report.trained_seconds for report in reports),
     )

@@ -15,16 +15,16 @@ from prefect_tune.core.values import Value, leaves, metric_in
 
 Mode: TypeAlias = Literal["min", "max"]
 
-_SMALL_IS_GOOD = re.compile(
+_MINIMIZED_WORDS = re.compile(
     "bpb|bpc|brier|cer|cost|crossentropy|deviance|divergence|ece|eer|err|errors?|fid|fnr|fpr|kl|latency|logloss|loss|losses"
     "|mae|mape|misclassification|mse|nll|nrmse|perplexity|ppl|regret|residual|rmse|rmsle|smape|ter|wer"
 )
-_LARGE_IS_GOOD = re.compile(
+_MAXIMIZED_WORDS = re.compile(
     "acc|accuracy|ap|auc|aucpr|auprc|auroc|bleu|chrf|cider|dice|elbo|f1|fbeta|fscore|iou|jaccard|kappa|likelihood|map|mcc"
     "|meteor|miou|mrr|ndcg|pearson|prauc|precision|psnr|r2|recall|returns?|rewards?|rocauc|rouge|scores?|sensitivity"
     "|spearman|specificity|ssim|success"
 )
-_NEGATED = frozenset({"neg", "negative"})  # as in scikit-learn's neg_mean_squared_error
+_NEGATION_WORDS = frozenset({"neg", "negative"})  # like in scikit-learn's neg_mean_squared_error
 
 
 class Objective(Value):
@@ -33,10 +33,10 @@ class Objective(Value):
     metrics: tuple[str, ...]
     """The names of the metrics; a nested one is named like `eval/loss`."""
     modes: tuple[Mode, ...]
-    """One of `min` and `max` for each metric: which values are good."""
+    """`min` or `max` for each metric: whether small or large values are good."""
 
     @model_validator(mode="after")
-    def _one_mode_for_each(self) -> Objective:
+    def _require_mode_per_metric(self) -> Objective:
         if not self.metrics or len(self.metrics) != len(self.modes):
             raise ValueError(f"expected one mode for each metric, found {self.metrics} and {self.modes}")
         return self
@@ -50,57 +50,57 @@ class Objective(Value):
         return self.losses(metrics, where)[0]
 
     def losses(self, metrics: Mapping[str, object], where: str) -> tuple[float, ...]:
-        """Return every metric, negated for `max`, so that smaller is better. Raises as `loss`."""
+        """Return every metric, negated for `max`, so that smaller is better. Raises like `loss`."""
         return tuple(
-            (1 if mode == "min" else -1) * _number(metrics, name, where)
+            (1 if mode == "min" else -1) * _require_metric(metrics, name, where)
             for name, mode in zip(self.metrics, self.modes, strict=True)
         )
 
 
 UNNAMED = Objective(metrics=("unnamed",), modes=("min",))
-"""For a schedule that compares no trials: no trial reports this metric."""
+"""The objective of a schedule that compares no trials: no trial reports this metric."""
 
 
 def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
     """Return the objective of `metric` and `mode` (one mode for all metrics, or one for each); None without a metric.
 
     Raises:
-        InvalidInput: a metric is no text, the number of modes is neither 1 nor that of the metrics, or a mode is
+        InvalidInput: a metric is not text, the number of modes is neither 1 nor the number of metrics, or a mode is
             neither `min` nor `max`.
     """
     if metric is None:
         return None
-    metrics, modes = _each(metric), _each(mode)
-    if not all(isinstance(each, str) for each in metrics):
+    metrics, modes = _as_tuple(metric), _as_tuple(mode)
+    if not all(isinstance(name, str) for name in metrics):
         raise InvalidInput(f"metric: expected a name, or a list of names, found {metric!r}")
     modes = modes * len(metrics) if isinstance(mode, str) else modes
-    if not metrics or len(metrics) != len(modes) or not all(each in ("min", "max") for each in modes):
+    if not metrics or len(metrics) != len(modes) or not all(mode in ("min", "max") for mode in modes):
         raise InvalidInput(
-            f"mode: expected 'min' or 'max', one for all metrics or one each, found {mode!r} for {metric!r}"
+            f"mode: expected 'min' or 'max', one for all metrics or one for each, found {mode!r} for {metric!r}"
         )
     return Objective(metrics=metrics, modes=modes)
 
 
 def usual_mode(metric: str) -> Mode | None:
-    """Return the mode that a metric of this name usually has: `max` for `val_acc` or `mAP@50`; None if it is unknown.
+    """Return the usual mode of a metric with this name: `max` for `val_acc` or `mAP@50`; None if it is unknown.
 
-    The name is taken as words: `surf1` is not an F1. A word such as `loss` or `error` counts more than `score`.
+    It matches whole words: `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.
     """
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric)
     words = set(re.split(r"[^a-z0-9]+", f"{metric} {spaced}".lower()))
     words |= {word.rstrip("0123456789") for word in words}  # acc1, map50
-    is_small, is_large = (any(map(known.fullmatch, words)) for known in (_SMALL_IS_GOOD, _LARGE_IS_GOOD))
+    is_small, is_large = (any(map(pattern.fullmatch, words)) for pattern in (_MINIMIZED_WORDS, _MAXIMIZED_WORDS))
     if not (is_small or is_large):
         return None
-    return "min" if is_small != bool(words & _NEGATED) else "max"
+    return "min" if is_small != bool(words & _NEGATION_WORDS) else "max"
 
 
-def _each(given: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value (settings in a journal may be anything) as a tuple of one."""
-    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a sequence as a tuple, and any other value (a journal's settings may be anything) as a tuple of one."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
-def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
+def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> float:
     value = metric_in(metrics, name)
     if isinstance(value, int | float) and is_finite(value):
         return float(value)
@@ -110,11 +110,11 @@ def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
 
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
-    """Raise `BadMetric`, which names the option that allows it, if a report lacks one of the metrics of a search."""
+    """Raise `BadMetric` if a report lacks a metric of the search; the error names the option that allows this."""
     for name in names:
         try:
-            _number(metrics, name, where)
+            _require_metric(metrics, name, where)
         except BadMetric as error:
-            meant = did_you_mean(name, [reported for reported, _ in leaves(metrics)]) or "."
-            allowed = "If reports may lack it, pass allow_missing_metric=True (--allow-missing-metric)"
-            raise BadMetric(f"{error}{meant} {allowed}") from None
+            suggestion = did_you_mean(name, [leaf for leaf, _ in leaves(metrics)]) or "."
+            option = "If reports may lack it, pass allow_missing_metric=True (--allow-missing-metric)"
+            raise BadMetric(f"{error}{suggestion} {option}") from None

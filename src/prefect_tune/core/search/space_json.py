@@ -1,10 +1,10 @@
-"""Convert search spaces to and from JSON, and schedulers and the like to it, for forms, files and the journal.
+"""Convert search spaces to and from JSON, and option objects to JSON, for forms, files and the journal.
 
     {"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}, "model": {"depth": {"randint": [1, 5]}}}
 
-An object with one key that names a domain is that domain; every other object is a nested space. An object that looks
-like a domain but is none has to be wrapped: `{"constant": value}` keeps a value as it is, `{"space": {...}}` reads an
-object's keys as parameters. The keys of the outermost object are always parameters.
+An object with one key that names a domain is that domain; every other object is a nested space. An object that only
+looks like a domain must be wrapped: `{"constant": value}` keeps a value unchanged, `{"space": {...}}` reads an object's
+keys as parameters. The keys of the outermost object are always parameters.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from prefect_tune.registry import BUILT_IN, FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Finds the function of a `sample_from` by `package.module:name`. It imports code: only for trusted documents."""
+"""Loads the function of a `sample_from` by `package.module:name`. It imports code: only for trusted documents."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
-    each.__name__: each
-    for each in (
+    function.__name__: function
+    for function in (
         domains.uniform,
         domains.quniform,
         domains.loguniform,
@@ -50,12 +50,12 @@ _FORMS = {
     "sample_from": '{"sample_from": "package.module:name"}',
     "constant": '{"constant": value}',
     "space": '{"space": {...}}',
-    **{name: f'{{"{name}": [{", ".join(inspect.signature(make).parameters)}]}}' for name, make in _RANGES.items()},
+    **{name: f'{{"{name}": [{", ".join(inspect.signature(call).parameters)}]}}' for name, call in _RANGES.items()},
 }
 """The JSON form of each domain, for messages."""
-_DISTRIBUTIONS = {
-    frozenset(each.name for each in fields(kind)): name
-    for kind, name in (
+_DISTRIBUTION_BY_FIELDS = {
+    frozenset(field.name for field in fields(domain)): name
+    for domain, name in (
         (Float, "uniform or randint"),
         (Normal, "randn"),
         (Choice, "choice"),
@@ -63,28 +63,28 @@ _DISTRIBUTIONS = {
         (SampleFrom, "sample_from"),
     )
 }
-_OPTION_CLASSES = {frozenset(names.split()): name for name, names in FIELDS.items()}
-_KEPT = 'If it is a value of your configuration, write {"constant": ...}'
-_SIMILAR = 0.8
-_NOTHING: Mapping[str, object] = {}
+_OPTION_CLASS_BY_FIELDS = {frozenset(names.split()): name for name, names in FIELDS.items()}
+_CONSTANT_HINT = 'If it is a value of your configuration, write {"constant": ...}'
+_MIN_SIMILARITY = 0.8
+_NO_ARGUMENTS: Mapping[str, object] = {}
 
 
 def space_from_json(document: Mapping[str, object], load: FunctionLoader | None = None) -> dict[str, object]:
-    """Return the space that `document` describes. Domain objects in it are kept as they are.
+    """Return the space that `document` describes. Domain objects in it stay unchanged.
 
-    `load` finds the functions of `sample_from`; without it they are refused, since finding one runs code.
+    `load` loads the functions of `sample_from`; without it they are rejected, since loading a function runs code.
 
     Raises:
-        InvalidInput: it describes no valid space; the message says where.
-        UnsafePayload: it names a function, and there is no `load`.
+        InvalidInput: it does not describe a valid space; the message says where.
+        UnsafePayload: it names a function, and `load` is None.
     """
     if not isinstance(document, Mapping):
         raise InvalidInput(f'space: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}, found {document!r}')
-    return valid_space(_Reader(load).parameters(document, ""))
+    return valid_space(_SpaceReader(load).read_parameters(document, ""))
 
 
 def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
-    """Return the document from which `space_from_json` makes the same space.
+    """Return the document from which `space_from_json` creates the same space.
 
     Raises:
         InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
@@ -92,52 +92,52 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     return {key: node_to_json(node, below("", key)) for key, node in valid_space(space).items()}
 
 
-class _Reader:
-    """Reads one document; `where` is the name of the parameter, as in messages."""
+class _SpaceReader:
+    """Reads one document; `where` is the name of the parameter, for messages."""
 
     def __init__(self, load: FunctionLoader | None) -> None:
         self._load = load
 
-    def parameters(self, node: Mapping[str, object], where: str) -> dict[str, object]:
-        return {key: self.node(child, below(where, str(key))) for key, child in node.items()}
+    def read_parameters(self, node: Mapping[str, object], where: str) -> dict[str, object]:
+        return {key: self.read_node(child, below(where, str(key))) for key, child in node.items()}
 
-    def node(self, node: object, where: str) -> object:
+    def read_node(self, node: object, where: str) -> object:
         match node:
             case Mapping():
-                if keyword := _keyword(node):
-                    return self._called(keyword, node[keyword], where)
-                _require_no_option_object(node, where)
-                return self.parameters(node, where)
+                if keyword := _domain_keyword(node):
+                    return self._read_domain(keyword, node[keyword], where)
+                _reject_option_object(node, where)
+                return self.read_parameters(node, where)
             case list() | tuple():
-                return [self.node(child, below(where, index)) for index, child in enumerate(node)]
+                return [self.read_node(child, below(where, index)) for index, child in enumerate(node)]
             case _:
                 return frozen(node, where)
 
-    def _called(self, keyword: str, argument: object, where: str) -> object:
+    def _read_domain(self, keyword: str, argument: object, where: str) -> object:
         match keyword, argument:
             case "constant", _:
                 return frozen(argument, where)
             case "space", Mapping():
-                return self.parameters(argument, where)
+                return self.read_parameters(argument, where)
             case "sample_from", str():
-                return SampleFrom(self._function(argument, where), argument)
+                return SampleFrom(self._load_function(argument, where), argument)
             case "grid_search", list() | tuple():
-                return _made(where, domains.grid_search, [self._options(argument, where)])
+                return _make_domain(where, domains.grid_search, [self._read_options(argument, where)])
             case "choice", list() | tuple():
-                return _made(where, domains.choice, [self._options(argument, where)])
+                return _make_domain(where, domains.choice, [self._read_options(argument, where)])
             case "choice", {"options": list() | tuple() as options, "weights": list() | tuple() as weights}:
-                return _made(where, domains.choice, [self._options(options, where), weights])
+                return _make_domain(where, domains.choice, [self._read_options(options, where), weights])
             case _, list() | tuple() if keyword in _RANGES:
-                return _made(where, _RANGES[keyword], argument)
+                return _make_domain(where, _RANGES[keyword], argument)
             case _, Mapping() if keyword in _RANGES:
-                return _made(where, _RANGES[keyword], (), argument)
+                return _make_domain(where, _RANGES[keyword], (), argument)
             case _:
-                raise _misused(keyword, argument, where)
+                raise _domain_error(keyword, argument, where)
 
-    def _options(self, options: Sequence[object], where: str) -> list[object]:
-        return [self.node(each, option(where, index)) for index, each in enumerate(options)]
+    def _read_options(self, options: Sequence[object], where: str) -> list[object]:
+        return [self.read_node(child, option(where, index)) for index, child in enumerate(options)]
 
-    def _function(self, path: str, where: str) -> Function:
+    def _load_function(self, path: str, where: str) -> Function:
         if not _FUNCTION_PATH.fullmatch(path):
             raise InvalidInput(f"{where}: sample_from: expected 'package.module:name', found {path!r}")
         if self._load is None:
@@ -148,52 +148,52 @@ class _Reader:
         return self._load(path)
 
 
-def _keyword(node: Mapping[Any, object]) -> str | None:
-    """Return the only key of an object if it is, or resembles, the name of a domain."""
+def _domain_keyword(node: Mapping[Any, object]) -> str | None:
+    """Return the only key of an object if the key is, or resembles, the name of a domain."""
     if len(node) != 1:
         return None
     key, argument = next(iter(node.items()))
     if key in _FORMS:
         return str(key)
     is_call = isinstance(key, str) and isinstance(argument, list)
-    return key if is_call and get_close_matches(key, _FORMS, 1, _SIMILAR) else None
+    return key if is_call and get_close_matches(key, _FORMS, 1, _MIN_SIMILARITY) else None
 
 
-def _require_no_option_object(node: Mapping[str, object], where: str) -> None:
-    """Raise if `node` is an option object: a scheduler in its JSON form, or the fields of any without its class."""
+def _reject_option_object(node: Mapping[str, object], where: str) -> None:
+    """Raise if `node` is an option object: a scheduler in JSON form, or only the fields of an option class."""
     if len(node) == 1 and (name := next(iter(node))) in FIELDS and isinstance(node[name], Mapping):
-        raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}: {_KEPT}")
-    if (name := class_of_fields(node)) in _DISTRIBUTIONS.values() or (name and len(node) > 1):
+        raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}: {_CONSTANT_HINT}")
+    if (name := class_of_fields(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
         form = _FORMS.get(name.partition(" ")[0], "")
         raise InvalidInput(
-            f"{where}: found the fields of a {name} without its class: {shown(dict(node))}. A client that does not "
-            f"have this release of prefect-tune has sent it; pass its JSON form{form and f', as in {form}'}. {_KEPT}"
+            f"{where}: found the fields of a {name} without its class: {shown(dict(node))}. It was sent by a client "
+            f"without this release of prefect-tune; pass its JSON form{form and f', such as {form}'}. {_CONSTANT_HINT}"
         )
 
 
 def class_of_fields(node: Mapping[str, object]) -> str:
-    """Return the name of the option class whose fields a dict has, and no others; empty for none."""
-    numbers = all(is_number(node[name]) for name in ("low", "high", "mean", "sd") if name in node)
-    if not numbers or not isinstance(node.get("options", []), list | tuple):
+    """Return the name of the option class with exactly the fields of a dict; empty if there is none."""
+    has_numbers = all(is_number(node[name]) for name in ("low", "high", "mean", "sd") if name in node)
+    if not has_numbers or not isinstance(node.get("options", []), list | tuple):
         return ""
-    return (_DISTRIBUTIONS | _OPTION_CLASSES).get(frozenset(node), "")
+    return (_DISTRIBUTION_BY_FIELDS | _OPTION_CLASS_BY_FIELDS).get(frozenset(node), "")
 
 
 def distribution_in(node: object) -> Mapping[str, object] | None:
-    """Return the first distribution in JSON form, or without its class, in a plain value; None for none."""
+    """Return the first distribution, in JSON form or without its class, in a plain value; None if there is none."""
     if isinstance(node, Mapping):
         return node if is_distribution(node) else distribution_in(list(node.values()))
     return next(filter(None, map(distribution_in, node)), None) if isinstance(node, list) else None
 
 
 def is_distribution(node: Mapping[str, object]) -> bool:
-    """Return whether a space would read `node` as a distribution; not `{"choice": "adam"}`, which resembles one."""
-    if class_of_fields(node) in _DISTRIBUTIONS.values():
+    """Return whether `node` is a distribution in a space; `{"choice": "adam"}` only resembles one."""
+    if class_of_fields(node) in _DISTRIBUTION_BY_FIELDS.values():
         return True
-    if _keyword(node) in (None, "constant", "space"):
+    if _domain_keyword(node) in (None, "constant", "space"):
         return False
     try:
-        _Reader(None).node(node, "")
+        _SpaceReader(None).read_node(node, "")
     except UnsafePayload:
         return True
     except InvalidInput:
@@ -201,72 +201,72 @@ def is_distribution(node: Mapping[str, object]) -> bool:
     return True
 
 
-def _misused(keyword: str, argument: object, where: str) -> InvalidInput:
-    near = get_close_matches(keyword, _FORMS, 1, _SIMILAR)[0]
-    head = "expected" if keyword in _FORMS else f"unknown distribution {keyword!r}; did you mean {near!r}? Expected"
+def _domain_error(keyword: str, argument: object, where: str) -> InvalidInput:
+    match = get_close_matches(keyword, _FORMS, 1, _MIN_SIMILARITY)[0]
+    start = "expected" if keyword in _FORMS else f"unknown distribution {keyword!r}; did you mean {match!r}? Expected"
     return InvalidInput(
-        f"{where}: {head} {_FORMS[near]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
+        f"{where}: {start} {_FORMS[match]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
         f'is a name in your configuration, write {{"space": {{"{keyword}": ...}}}}'
     )
 
 
-def _made(
+def _make_domain(
     where: str,
-    make: Callable[..., Domain],
+    function: Callable[..., Domain],
     arguments: Sequence[object],
-    named: Mapping[str, object] = _NOTHING,
+    options: Mapping[str, object] = _NO_ARGUMENTS,
 ) -> Domain:
     try:
-        inspect.signature(make).bind(*arguments, **named)
+        inspect.signature(function).bind(*arguments, **options)
     except TypeError as error:
-        raise _misused(make.__name__, named or list(arguments), where) from error
+        raise _domain_error(function.__name__, options or list(arguments), where) from error
     try:
-        return make(*arguments, **named)
+        return function(*arguments, **options)
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
 
 
 def node_to_json(node: object, where: str) -> Json:
-    """Return the JSON of a part of a valid space; raises as `space_to_json`."""
+    """Return the JSON of a part of a valid space. Raises like `space_to_json`."""
     match node:
         case Float() | Integer() | Normal():
             keyword, arguments = node.call
             return {keyword: list(arguments)}
         case Grid():
-            return {"grid_search": _written_options(node, where)}
+            return {"grid_search": _options_to_json(node, where)}
         case Choice(weights=None):
-            return {"choice": _written_options(node, where)}
+            return {"choice": _options_to_json(node, where)}
         case Choice():
-            return {"choice": {"options": _written_options(node, where), "weights": list(node.weights or ())}}
+            return {"choice": {"options": _options_to_json(node, where), "weights": list(node.weights or ())}}
         case SampleFrom():
-            return {"sample_from": _path(node, where)}
+            return {"sample_from": _function_path(node, where)}
         case dict():
-            written = {key: node_to_json(child, below(where, key)) for key, child in node.items()}
-            is_read_otherwise = _keyword(node) or class_of_fields(node) or not node.keys().isdisjoint(FIELDS)
-            return {"space": written} if is_read_otherwise else written
+            document = {key: node_to_json(child, below(where, key)) for key, child in node.items()}
+            is_ambiguous = _domain_keyword(node) or class_of_fields(node) or not node.keys().isdisjoint(FIELDS)
+            return {"space": document} if is_ambiguous else document
         case list():
             return [node_to_json(child, below(where, index)) for index, child in enumerate(node)]
         case _:
             return cast("Json", node)
 
 
-def _written_options(node: Branch, where: str) -> list[Json]:
-    return [node_to_json(each, option(where, index)) for index, each in enumerate(node.options)]
+def _options_to_json(node: Branch, where: str) -> list[Json]:
+    return [node_to_json(child, option(where, index)) for index, child in enumerate(node.options)]
 
 
-def _path(node: SampleFrom, where: str) -> str:
-    found = node.path or f"{getattr(node.function, '__module__', '')}:{getattr(node.function, '__qualname__', '')}"
-    if _FUNCTION_PATH.fullmatch(found) and not found.startswith("__main__:"):
-        return found
+def _function_path(node: SampleFrom, where: str) -> str:
+    path = node.path or f"{getattr(node.function, '__module__', '')}:{getattr(node.function, '__qualname__', '')}"
+    if _FUNCTION_PATH.fullmatch(path) and not path.startswith("__main__:"):
+        return path
     raise InvalidInput(
         f"{where}: {node!r} cannot be imported by name: move the function to the top level of a module that is "
         "importable where the experiment runs"
     )
 
 
-# Objects whose class has a name in JSON, and whose fields are its options: `{"ASHA": {"max_t": 81}}`.
+# Option objects: the name of the class, and its fields: `{"ASHA": {"max_t": 81}}`.
 
-_MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
+_MODULE_BY_CLASS = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 
 class NamedOptions(HasJsonForm):
@@ -277,7 +277,7 @@ class NamedOptions(HasJsonForm):
     def json_form(self) -> object:
         """Return the name of the class with the options that differ from their defaults."""
         name, options = type(self).__name__, cast("Any", self)
-        if not is_dataclass(options) or not type(self).__module__.startswith(_MODULES.get(name, "no module")):
+        if not is_dataclass(options) or not type(self).__module__.startswith(_MODULE_BY_CLASS.get(name, "no module")):
             return super().json_form()
         form: dict[str, dict[str, object]] = {name: {}}
         for field in fields(options):
@@ -285,8 +285,8 @@ class NamedOptions(HasJsonForm):
             if value == (None if field.default is MISSING else field.default):
                 continue
             kind = field.metadata.get("json")
-            written = value.total_seconds() if kind == "seconds" else space_to_json(value) if kind == "space" else value
-            form[name][option_name(field)] = written
+            item = value.total_seconds() if kind == "seconds" else space_to_json(value) if kind == "space" else value
+            form[name][option_name(field)] = item
         try:
             canonical_json(form)
         except (TypeError, ValueError):
