@@ -106,10 +106,10 @@ def test_the_long_form_of_a_length_is_understood(ends: Ends, reader: Reader) -> 
         (struct.pack("!iQ", -1, 2**60), "expected a length of at most"),
         (struct.pack("!i", 1000) + framed(LAST), "expected a JSON object"),
         (struct.pack("!i", 5) + b"hello", "expected a JSON object"),
-        (struct.pack("!i", 5) + b'{"x":', "expected a message of this prefect-tune: "),
-        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a message of this prefect-tune: "),
-        (struct.pack("!i", 16) + b'{"type":"asked"}', "expected a message of this prefect-tune: Field required"),
-        (struct.pack("!i", 4) + b"{\xff\xfe}", "expected a message of this prefect-tune: "),
+        (struct.pack("!i", 5) + b'{"x":', "expected a prefect-tune message: "),
+        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a prefect-tune message: "),
+        (struct.pack("!i", 16) + b'{"type":"asked"}', "expected a prefect-tune message: Field required"),
+        (struct.pack("!i", 4) + b"{\xff\xfe}", "expected a prefect-tune message: "),
     ],
 )
 def test_bytes_that_are_no_message_are_refused_as_soon_as_they_are_there(
@@ -128,7 +128,7 @@ def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
     ends[1].sendall(framed(CheckpointSaved(step=1)))
     assert connection.receive() == CheckpointSaved(step=1)
     ends[1].sendall(framed(LAST))
-    with pytest.raises(MalformedMessage, match="from the trial's supervisor: expected a message"):
+    with pytest.raises(MalformedMessage, match="from the trial's supervisor: expected a prefect-tune message"):
         connection.receive()
 
 

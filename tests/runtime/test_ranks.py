@@ -93,7 +93,7 @@ def in_a_trials_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
     event: str, arguments: tuple[object, ...]
 ) -> None:
-    with pytest.raises(InvalidInput, match=r"a second copy of the trial's process .*To train a trial with N processes"):
+    with pytest.raises(InvalidInput, match=r"a copy of the trial's own program .*To train a trial with N processes"):
         _audit(event, arguments)
 
 

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, ToTrial
 from prefect_tune.core.values import StepReport
-from prefect_tune.runtime.session import TrialSession, snapshot
+from prefect_tune.runtime.session import TrialSession, copy_directory
 from prefect_tune.runtime.trainable import Trainable, TrialOver
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.outcomes import make_leave
@@ -163,14 +163,14 @@ def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, else
     with TemporaryDirectory(dir=elsewhere or tmp_path) as other:
         source = write(Path(other, "source"), {"weights": bytes(range(256)) * 5000, "deep/empty": b""})
         (source / "weights").chmod(0o640)
-        copy = snapshot(source, tmp_path / "copy")
+        copy = copy_directory(source, tmp_path / "copy")
         assert files_in(copy) == files_in(source)
         assert (copy / "weights").stat().st_mode == (source / "weights").stat().st_mode
         (source / "newest").symlink_to("weights")
-        assert files_in(snapshot(source, tmp_path / "linked"))["newest"] == files_in(source)["weights"]
+        assert files_in(copy_directory(source, tmp_path / "linked"))["newest"] == files_in(source)["weights"]
         os.mkfifo(source / "pipe")
         with pytest.raises(InvalidInput, match="neither a file nor a directory"):
-            snapshot(source, tmp_path / "again")
+            copy_directory(source, tmp_path / "again")
 
 
 @pytest.mark.parametrize("meant", [".", "../elsewhere", "nothing"])
@@ -179,7 +179,7 @@ def test_a_snapshot_follows_no_link_to_a_directory_which_may_be_its_own(tmp_path
     write(tmp_path / "elsewhere", {"data": b"2"})
     (source / "link").symlink_to(meant)
     with pytest.raises(InvalidInput, match="link: a link to a directory, or to nothing, cannot be saved"):
-        snapshot(source, tmp_path / "copy")
+        copy_directory(source, tmp_path / "copy")
 
 
 def test_a_disk_that_is_full_during_a_snapshot_is_the_machines_fault(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_disk_that_is_full_during_a_snapshot_is_the_machines_fault(tmp_path: P
     (tmp_path / "copy" / "deep").mkdir(parents=True)
     (tmp_path / "copy" / "deep" / "weights").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as raised:
-        snapshot(source, tmp_path / "copy")
+        copy_directory(source, tmp_path / "copy")
     assert raised.value.errno == errno.ENOSPC
 
 

@@ -463,7 +463,7 @@ NO_PLAIN_FUNCTIONS = [
 
 @pytest.mark.parametrize("trainable", NO_PLAIN_FUNCTIONS, ids=range(len(NO_PLAIN_FUNCTIONS)))
 def test_a_trainable_that_returns_a_coroutine_or_a_generator_is_refused(trainable: object) -> None:
-    with pytest.raises(InvalidInput, match=r"found one with `(async def|yield)`, whose call returns a .*asyncio\.run"):
+    with pytest.raises(InvalidInput, match=r"function with `(async def|yield)`, whose call returns a .*asyncio\.run"):
         require_trainable(trainable, trainable)
 
 
@@ -477,7 +477,7 @@ def _decorate(function: Callable[[Config], object]) -> Callable[[Config], object
 def test_one_that_only_its_call_shows_fails_with_the_same_advice(trained: Trained) -> None:
     for function in (_awaits, _yields):
         failure = require_failure(trained(_decorate(function))[-1])
-        assert re.search(r"found a (coroutine|generator)\. Write it with `def`", str(failure.reason))
+        assert re.search(r"found a (coroutine|generator)\. Use `def`", str(failure.reason))
 
 
 @pytest.mark.parametrize(("name", "is_hinted"), [("lr", True), ("momentum", False)])

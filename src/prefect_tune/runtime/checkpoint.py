@@ -1,6 +1,6 @@
 """`pt.Checkpoint`: a directory of files, local or on a storage target.
 
-Trial processes import this module, so it imports little: each method imports its dependencies when it is called.
+Trial processes import this module, so it imports little; each method imports its dependencies when called.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _METADATA_TIMEOUT = timedelta(minutes=1)
 _DISPLAY_TIMEOUT = timedelta(seconds=10)
 
 
-class _Advising(type):
-    """Makes unknown class attributes raise an error that advises on names of older APIs, as instances do."""
+class _AdvisingMeta(type):
+    """Raises an error with advice for unknown class attributes that are names of older APIs, as instances do."""
 
     if not TYPE_CHECKING:  # else a type checker would accept every name
 
         def __getattr__(cls, name: str) -> NoReturn:
-            raise _no_attribute(name)
+            raise _attribute_error(name)
 
 
-class Checkpoint(metaclass=_Advising):
-    """A directory of files that belong together: on this machine, on a target, or in any other bucket.
+class Checkpoint(metaclass=_AdvisingMeta):
+    """A directory of files: on this machine, on a target, or in any other bucket.
 
-    A checkpoint that prefect-tune committed is verified, byte by byte, when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. A copy of either has its metadata, if any was set, in the file
-    `.metadata.json`. Creating, printing and pickling the object reads nothing. A notebook that displays it reads its
-    manifest, for at most 10 s.
+    Every byte of a checkpoint that prefect-tune committed is verified when it is read. A plain directory (Ray's,
+    Lightning's, your own) is read without verification. A copy of either contains its metadata, if any is set, in the
+    file `.metadata.json`. Creating, printing and pickling the object reads no files. Displaying it in a notebook reads
+    its manifest, for at most 10 s.
 
     Example:
         ```python
@@ -57,7 +57,7 @@ class Checkpoint(metaclass=_Advising):
         """Refer to the directory at `path`.
 
         Args:
-            path: a path of this machine, or a URI; with `filesystem`, a path on it, without a scheme.
+            path: a path on this machine, or a URI; with `filesystem`, a path on that file system, without a scheme.
             filesystem: a file system of pyarrow or fsspec, if a URI is not enough.
 
         Raises:
@@ -68,7 +68,7 @@ class Checkpoint(metaclass=_Advising):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Refer to a directory of this machine.
+        """Refer to a directory on this machine.
 
         Raises:
             InvalidInput: it is a URI.
@@ -79,27 +79,26 @@ class Checkpoint(metaclass=_Advising):
 
     @classmethod
     def _of(cls, opener: Opener, root_uri: str, key: CheckpointKey) -> Checkpoint:
-        """Refer to the checkpoint `key` on the target that `opener` opens, whose URI is `root_uri`."""
+        """Refer to the checkpoint `key` on the target that `opener` opens and whose URI is `root_uri`."""
         from prefect_tune.core.storage.layout import below
 
         checkpoint = cls(key.folder)
         scheme, _, root = root_uri.partition("://")
         path = f"{root.partition('?')[0].rstrip('/')}/{key.folder}"
-        place = TargetPlace(opener, key.folder, below(root_uri, key.folder), path, scheme)
-        checkpoint._place = place
+        checkpoint._place = TargetPlace(opener, key.folder, below(root_uri, key.folder), path, scheme)
         return checkpoint
 
     @property
     def path(self) -> str:
-        """The path on `filesystem`, without a scheme; it begins with the bucket."""
+        """The path on `filesystem`, without a scheme; it starts with the bucket."""
         return self._place.path
 
     @property
     def filesystem(self) -> FileSystem:
         """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint it contains the committed files and `.metadata.json`, read-only; every read is
-        verified.
+        For a committed checkpoint it is read-only, contains the committed files and `.metadata.json`, and verifies
+        every read.
         """
         return self._place.now().filesystem()
 
@@ -108,15 +107,15 @@ class Checkpoint(metaclass=_Advising):
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = _DOWNLOAD_TIMEOUT
     ) -> str:
-        """Copy the files to a local directory and return its path. The caller owns it; it is not removed.
+        """Copy the files to a local directory and return its path. The caller owns the directory; it is not removed.
 
-        Without `path` it is a temporary directory that other users cannot write to. It is the same one for each call
-        on this object and its copies in other processes, until its files are changed. If several processes request one
-        directory, one downloads and the others wait. A directory appears complete or not at all. Files that are there
-        already are not downloaded again.
+        Without `path`, the directory is a temporary one that other users cannot write to. All calls on this object and
+        its copies in other processes share it, until its files are changed. If several processes request one directory,
+        one downloads and the others wait. A directory appears complete or not at all. Files that already exist there
+        are not downloaded again.
 
         Raises:
-            InvalidInput: `path` exists with other content, which is not touched.
+            InvalidInput: `path` exists with other content, which stays unchanged.
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
@@ -140,7 +139,7 @@ class Checkpoint(metaclass=_Advising):
                 try:
                     fill_directory(destination, content, deadline)
                 except DestinationInUse:
-                    continue  # the caller has changed its files: leave it, and use the next name
+                    continue  # the caller has changed its files: keep it, and use the next name
                 return str(destination)
         raise AssertionError
 
@@ -148,9 +147,9 @@ class Checkpoint(metaclass=_Advising):
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
         """Yield a local directory of the files for a `with` block; do not write to it.
 
-        A local directory is yielded itself, and is not removed. Any other checkpoint is downloaded once per machine,
-        however many processes and threads use it, and removed when the last of them has left the block. What a killed
-        process left is removed after a later reader of the checkpoint, or once it was not used for a week.
+        A local checkpoint is yielded itself and is not removed. Any other checkpoint is downloaded once per machine,
+        for all processes and threads that use it, and removed when the last of them leaves the block. Files of a killed
+        process are removed after the next use of the checkpoint, or after a week without use.
 
         Raises:
             CheckpointNotFound: there is no checkpoint.
@@ -174,25 +173,25 @@ class Checkpoint(metaclass=_Advising):
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the checkpoint's metadata.
 
-        On a target this writes a new version beside the commit, and overwrites no object; in a local directory it
+        On a target, this writes a new version beside the commit and overwrites no object. In a local directory, it
         replaces the file `.metadata.json`.
 
         Raises:
             InvalidInput: `metadata` cannot be stored as JSON.
             CheckpointNotFound: there is no checkpoint.
-            CommitUnknown: the target did not confirm the write: read the metadata back.
+            CommitUnknown: the target did not confirm the write; read the metadata back.
         """
         from prefect_tune.core.checkpoints.manifest import plain_metadata
 
-        wanted = plain_metadata(metadata)
-        self._place.now().revise_metadata(lambda _: wanted, Deadline.after(_METADATA_TIMEOUT))
+        new = plain_metadata(metadata)
+        self._place.now().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Add these entries to the metadata, as `set_metadata` writes it; concurrent updates are not lost."""
+        """Add entries to the metadata, written like in `set_metadata`; concurrent updates are not lost."""
         from prefect_tune.core.checkpoints.manifest import plain_metadata
 
-        more = plain_metadata(metadata)
-        self._place.now().revise_metadata(lambda said: {**said, **more}, Deadline.after(_METADATA_TIMEOUT))
+        new = plain_metadata(metadata)
+        self._place.now().revise_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
 
     # ---------------------------------------------------------------------------------------------- the rest
 
@@ -200,7 +199,7 @@ class Checkpoint(metaclass=_Advising):
         return f"Checkpoint(filesystem={self._place.kind}, path={self._place.path})"
 
     def _repr_html_(self) -> str:
-        """Return its location, step, size, metrics and time for a notebook, and how to open it."""
+        """Return HTML for a notebook: location, step, size, metrics, time, and how to open the checkpoint."""
         return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:
@@ -208,18 +207,18 @@ class Checkpoint(metaclass=_Advising):
             "a Checkpoint is not a path: its files may not be on this machine. For a temporary local directory, use\n\n"
             "    with checkpoint.as_directory() as directory:\n"
             "        ...\n\n"
-            "and for one that stays: directory = checkpoint.to_directory()"
+            "and for a permanent one: directory = checkpoint.to_directory()"
         )
 
     if not TYPE_CHECKING:  # as above
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise _no_attribute(name)
+            raise _attribute_error(name)
 
 
-# Hints for attributes of Ray's older checkpoint APIs: what replaces each, with an example to copy.
+# Hints for attributes of Ray's older checkpoint APIs: the replacement of each, with an example to copy.
 
-_SAVE = """\
+_SAVE_EXAMPLE = """\
 import json, tempfile
 import prefect_tune as pt
 
@@ -228,7 +227,7 @@ with tempfile.TemporaryDirectory() as directory:
         json.dump({"epoch": 3}, file)
     pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
 """
-_READ = """\
+_READ_EXAMPLE = """\
 import json
 import prefect_tune as pt
 
@@ -236,38 +235,38 @@ if checkpoint := pt.get_checkpoint():
     with checkpoint.as_directory() as directory, open(f"{directory}/state.json") as file:
         state = json.load(file)
 """
-_OPEN_A_URI = """\
+_URI_EXAMPLE = """\
 import prefect_tune as pt
 
 checkpoint = pt.Checkpoint("s3://bucket/folder")
 with checkpoint.as_directory() as directory:
     ...
 """
-_SHOW_WHERE = """\
+_LOCATION_EXAMPLE = """\
 print(checkpoint)  # Checkpoint(filesystem=s3, path=bucket/folder)
 checkpoint.path, checkpoint.filesystem
 """
-_KEEP_A_PREPROCESSOR = """\
+_METADATA_EXAMPLE = """\
 checkpoint.set_metadata({"preprocessor": {"mean": 0.13, "deviation": 0.31}})
 preprocessor = checkpoint.get_metadata()["preprocessor"]
 """
-_IS_SAVED = ("a checkpoint is a directory: save what belongs to it as files in it", _SAVE)
-_IS_READ = ("a checkpoint is a directory, and nothing else: read files in it", _READ)
-_IS_METADATA = ("values that belong to a checkpoint beside its files are metadata", _KEEP_A_PREPROCESSOR)
+_SAVE_HINT = ("a checkpoint is a directory: save its content as files in the directory", _SAVE_EXAMPLE)
+_READ_HINT = ("a checkpoint is only a directory: read the files in it", _READ_EXAMPLE)
+_METADATA_HINT = ("values that belong to a checkpoint but not to its files are metadata", _METADATA_EXAMPLE)
 
-_INSTEAD: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("from_dict", "from_bytes"), _IS_SAVED),
-    **dict.fromkeys(("to_dict", "to_bytes", "get_internal_representation"), _IS_READ),
-    "from_uri": ("the constructor takes URIs", _OPEN_A_URI),
-    "to_uri": ("a reported checkpoint is committed on the trial's target", _SAVE),
-    "uri": ("its path and its file system name the location", _SHOW_WHERE),
-    **dict.fromkeys(("get_preprocessor", "set_preprocessor"), _IS_METADATA),
+_HINTS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("from_dict", "from_bytes"), _SAVE_HINT),
+    **dict.fromkeys(("to_dict", "to_bytes", "get_internal_representation"), _READ_HINT),
+    "from_uri": ("the constructor takes URIs", _URI_EXAMPLE),
+    "to_uri": ("a reported checkpoint is committed on the trial's target", _SAVE_EXAMPLE),
+    "uri": ("`path` and `filesystem` give the location", _LOCATION_EXAMPLE),
+    **dict.fromkeys(("get_preprocessor", "set_preprocessor"), _METADATA_HINT),
 }
 
 
-def _no_attribute(name: str) -> AttributeError:
-    """Return the error for `checkpoint.<name>`; for a name of an older API, with what to write instead."""
-    if name not in _INSTEAD:
+def _attribute_error(name: str) -> AttributeError:
+    """Return the error for `checkpoint.<name>`; for a name of an older API, with its replacement."""
+    if name not in _HINTS:
         return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
-    why, example = _INSTEAD[name]
-    return AttributeError(f"pt.Checkpoint has no {name!r}: {why}. Write instead:\n\n{example}", name=name)
+    reason, example = _HINTS[name]
+    return AttributeError(f"pt.Checkpoint has no {name!r}: {reason}. Write instead:\n\n{example}", name=name)

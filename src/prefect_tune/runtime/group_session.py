@@ -1,12 +1,12 @@
-"""Join a trial from a rank that a launcher has started: torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI.
+"""Join a trial as a rank that a launcher has started: torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI.
 
-A rank finds the attempt by one environment variable, which its launcher passes on: the path of a socket on which the
-supervisor listens. There it says who it is, receives what the trial's own process received, and reports as a rank:
+A rank finds its attempt by one environment variable, which the launcher passes on: the path of a socket on which the
+supervisor listens. It connects, names itself, receives the start message of the trial's process, and then reports:
 
     trial's process ── launcher ── rank ── socket ──► Join(rank, world size) ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
 
-Only this user can reach the socket: it is in a folder of mode 0700. Never: a second process of one rank.
+Only the same user can connect: the socket is in a folder of mode 0700. Never: two processes of one rank.
 """
 
 from __future__ import annotations
@@ -42,65 +42,65 @@ from prefect_tune.runtime.session import FollowingSession, TrialSession
 from prefect_tune.runtime.trainable import TrialOver, enter, session_of_process
 from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_signal_handler
 
-_FIRST = 10
-_joined: dict[int, TrialSession] = {}
-"""The session of this process, by its id: a forked child has none."""
+_EXIT_PRIORITY = 10
+_rank_sessions: dict[int, TrialSession] = {}
+"""The session of this process, by process id: a forked child has none."""
 
 
 ON_JOIN = "PREFECT_TUNE_ON_JOIN"
-"""What a rank that a launcher has started calls when it joins, as `package.module:function`: a drill's probe."""
+"""The environment variable with a `package.module:function` that each launched rank calls when it joins (drills)."""
 
 
 class RankOver(TrialOver, SystemExit):
-    """Ends a rank when its trial ends: a launcher sees a process that exits with code 0."""
+    """Ends a rank when its trial ends; the launcher sees exit code 0."""
 
     code = 0
 
 
 def joined_session(call: str) -> TrialSession | None:
-    """Return the session of this process as a rank; None if no launcher of the trial made it one.
+    """Return the session of this process as a rank; None if no launcher of the trial made it a rank.
 
     Raises:
-        InvalidInput: the supervisor refuses it, such as a second process of one rank.
+        InvalidInput: the supervisor rejects it, such as a second process of one rank.
     """
-    if (session := _joined.get(os.getpid())) is not None:
+    if (session := _rank_sessions.get(os.getpid())) is not None:
         return session
     if not may_be_rank():
         return None
     rank = rank_here()
     is_rank = rank.world_size > 1 or is_launched()
     if not is_rank or not (address := os.environ.get(RANKS_AT)) or multiprocessing.current_process().daemon:
-        return None  # a daemon is a worker, such as that of a data loader
-    own = session_of_process()
-    if rank.rank == 0 and own is not None and own.start.rank.rank == 0:
-        own.lead(rank.world_size)
-        _joined[os.getpid()] = own
-        return own
+        return None  # a daemon is a worker, for example of a data loader
+    process_session = session_of_process()
+    if rank.rank == 0 and process_session is not None and process_session.start.rank.rank == 0:
+        process_session.lead(rank.world_size)
+        _rank_sessions[os.getpid()] = process_session
+        return process_session
     if rank.rank == 0 and os.environ.get(LEADS):
-        return None  # started by rank 0, and no rank
+        return None  # started by rank 0, but not as a rank
     if not 0 <= rank.rank < rank.world_size:
         raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
-    connection, start = _introduce(rank, address, call)
+    connection, start = _connect_to_supervisor(rank, address, call)
     if is_copy_for_rank():
-        prepend_import_path(start.import_path)  # another program has its own
+        prepend_import_path(start.import_path)  # other programs have their own path
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
-    _joined[os.getpid()] = session
-    os.environ[RANKS_AT] = ""  # what this process starts is no rank, and what it forks reads which trial this is
+    _rank_sessions[os.getpid()] = session
+    os.environ[RANKS_AT] = ""  # its child processes are not ranks; a forked child may still read the trial's info
     enter(session, whole_process=True)
-    if started_by() is not None:  # send the end of this process: else the supervisor takes it for killed
+    if started_by() is not None:  # else the supervisor would consider this process killed
         session.leaves_by = RankOver
-        end = partial(_end, os.getpid(), session)
-        atexit.register(end)  # of a program
-        Finalize(None, end, exitpriority=_FIRST)  # of a child of `multiprocessing`, which runs no handlers of `atexit`
-        sys.excepthook = partial(_raised, session, sys.excepthook)
+        end = partial(_send_rank_end, os.getpid(), session)
+        atexit.register(end)  # for a program
+        Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for `multiprocessing`: its children run no `atexit`
+        sys.excepthook = partial(_on_uncaught_exception, session, sys.excepthook)
     if on_join := os.environ.get(ON_JOIN):
         cast("Callable[[], None]", load_named(on_join))()
     return session
 
 
-def _introduce(rank: Rank, address: str, call: str) -> tuple[SupervisorConnection, Start]:
-    """Say to the supervisor at `address` which rank this is, and return the connection and the trial's start."""
+def _connect_to_supervisor(rank: Rank, address: str, call: str) -> tuple[SupervisorConnection, Start]:
+    """Connect to the supervisor at `address` as `rank`; return the connection and the trial's start message."""
     channel = socket.socket(socket.AF_UNIX)
     try:
         channel.connect(address)
@@ -115,23 +115,23 @@ def _introduce(rank: Rank, address: str, call: str) -> tuple[SupervisorConnectio
     match connection.receive():
         case Start() as start:
             return connection, start
-        case Refused(why=why):
-            raise InvalidInput(f"{call}: {why}")
+        case Refused(why=reason):
+            raise InvalidInput(f"{call}: {reason}")
         case other:
-            raise InvalidInput(f"{call}: expected the start of the trial, received a {other.type} message")
+            raise InvalidInput(f"{call}: expected the trial's start message, received a {other.type} message")
 
 
 def session_of(connection: SupervisorConnection, start: Start, stopper: Stopper) -> TrialSession:
-    """Return the session of a process with its rank."""
+    """Return a session for the rank of this process."""
     return (FollowingSession if start.rank.rank else TrialSession)(connection, start, stopper)
 
 
-def _end(process: int, session: TrialSession) -> None:
-    """Send how this process ends: by the exception that `multiprocessing` handles, or in order."""
+def _send_rank_end(process: int, session: TrialSession) -> None:
+    """Send the end of this process: the exception that `multiprocessing` handles, or a normal end."""
     if os.getpid() != process:
         return
     error = sys.exc_info()[1]
-    with suppress(Exception):  # the supervisor is gone
+    with suppress(Exception):  # the supervisor has exited
         if (
             error is None
             or isinstance(error, RankOver)
@@ -143,13 +143,13 @@ def _end(process: int, session: TrialSession) -> None:
             session.end(failure_message(raised, session.start.trial))
 
 
-def _raised(
+def _on_uncaught_exception(
     session: TrialSession,
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    kind: type[BaseException],
+    previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    error_type: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     with suppress(Exception):
         session.end(failure_message(error, session.start.trial))
-    before(kind, error, trace)
+    previous_hook(error_type, error, trace)

@@ -1,4 +1,4 @@
-"""Objects in another process: by name (`package.module:Name`), by value (a pickle), and recognized by a digest."""
+"""Send objects to another process, by name (`package.module:Name`) or by value (a pickle); compute their digests."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
 from prefect_tune.runtime.trainable import require_saves, require_trainable
 
-_prepended: tuple[str, ...] = ()
+_prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
-    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
-    if tuple(import_path) != _prepended:
-        _prepended = tuple(import_path)
+    """Put `import_path` first in `sys.path`; only once, since modules may change `sys.path` afterwards."""
+    global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
+    if tuple(import_path) != _prepended_path:
+        _prepended_path = tuple(import_path)
         sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
 def load_named(name: str, parameter: str = "trainable") -> object:
-    """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.
+    """Return the object at `package.module:Name`; or, for a text without a colon, unpickle the hexadecimal text.
 
     Args:
         name: the name, or the text.
-        parameter: the parameter that names it, for messages.
+        parameter: the parameter that contains the name, for messages.
 
     Raises:
         InvalidInput: the module cannot be imported or has no such name, or the text cannot be unpickled here.
@@ -61,83 +61,83 @@ def load_named(name: str, parameter: str = "trainable") -> object:
     module, _, attribute = name.partition(":")
     if not attribute:
         return _unpickle(name, parameter)[0]
-    process, before = os.getpid(), _importing.set(module)
+    process, before = os.getpid(), _importing_module.set(module)
     try:
-        found: object = importlib.import_module(module)
+        result: object = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if os.getpid() != process:  # a fork that the module has made ends as it likes
+        if os.getpid() != process:  # a process that the module has forked: let it exit
             raise
         raise InvalidInput(
             f"{parameter} {name!r}: module {module!r} cannot be imported: {import_advice(error)}"
         ) from error
     finally:
-        _importing.reset(before)
+        _importing_module.reset(before)
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            result = getattr(result, part)
         except AttributeError as error:
-            raise InvalidInput(f"{parameter} {name!r}: {_lacks(found, part)}") from error
-    return found
+            raise InvalidInput(f"{parameter} {name!r}: {_missing_attribute_message(result, part)}") from error
+    return result
 
 
-_importing: ContextVar[str] = ContextVar("prefect_tune_importing", default="")
+_importing_module: ContextVar[str] = ContextVar("prefect_tune_importing", default="")
 
 
 def require_not_importing(flow: str) -> None:
-    """Refuse a flow that the import of a trainable's module calls: each of its trials would import it again.
+    """Refuse a flow that is called during the import of a trainable's module: each of its trials would call it again.
 
     Raises:
         InvalidInput: a module is being imported by its name.
     """
-    if module := _importing.get():
+    if module := _importing_module.get():
         raise InvalidInput(
-            f"{flow}: the import of module {module!r} calls it, which would start itself again in each trial. Call it "
+            f"{flow}: the import of module {module!r} calls it, so each trial would start it again. Call it "
             "only under `if __name__ == '__main__':`"
         )
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and the functions and classes of the `__main__` in which it was pickled, by name."""
+    """Return the object, and by name the functions and classes of the `__main__` module in which it was pickled."""
     process = os.getpid()
     try:
         thing, names = cloudpickle.loads(bytes.fromhex(text))
-    except (Exception, SystemExit) as error:  # it imports modules, which may raise anything
+    except (Exception, SystemExit) as error:  # it imports modules, which may raise any exception
         if os.getpid() != process:  # as in `load_named`
             raise
-        is_of_import = isinstance(error, ImportError | AttributeError | SystemExit)
-        why = import_advice(error) if is_of_import else f"{type(error).__name__}: {error}"
+        is_import_error = isinstance(error, ImportError | AttributeError | SystemExit)
+        reason = import_advice(error) if is_import_error else f"{type(error).__name__}: {error}"
         version = ".".join(map(str, sys.version_info[:3]))
-        raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {version}: {why}") from error
+        raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {version}: {reason}") from error
     return thing, names
 
 
 def import_path_of(thing: object) -> str | None:
-    """Return the `package.module:Name` by which a new process imports this class or function; None if there is none.
+    """Return the `package.module:Name` by which a new process imports this class or function; None if it cannot.
 
-    It has none if `__main__`, a notebook's cell or the body of a function defines it, if it is a lambda, if its name
-    leads to another object, or if its module would be imported from another file.
+    A new process cannot import lambdas, definitions in `__main__`, a notebook's cell or the body of a function, objects
+    whose name refers to another object, and modules that it would import from another file.
     """
     module = getattr(thing, "__module__", None)
-    if not _is_importable(thing) or not isinstance(module, str) or not _is_found_again(module):
+    if not _is_importable(thing) or not isinstance(module, str) or not _is_reimportable(module):
         return None
     return f"{module}:{_name_of(thing)}"
 
 
-def _is_found_again(module: str) -> bool:
-    """Whether an import that does not use `sys.modules` finds the same file."""
+def _is_reimportable(module: str) -> bool:
+    """Return whether an import without `sys.modules` would find the same file."""
     package = module.rpartition(".")[0]
-    if package and not (hasattr(sys.modules.get(package), "__path__") and _is_found_again(package)):
+    if package and not (hasattr(sys.modules.get(package), "__path__") and _is_reimportable(package)):
         return False
     path = sys.modules[package].__path__ if package else None
     specs = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    known, found = sys.modules[module].__spec__, next((each for each in specs if each is not None), None)
-    return known is not None and found is not None and known.origin == found.origin
+    loaded, found_again = sys.modules[module].__spec__, next((spec for spec in specs if spec is not None), None)
+    return loaded is not None and found_again is not None and loaded.origin == found_again.origin
 
 
 def load_trainable(name: str) -> object:
-    """Return what `load_named` does, checked to be a trainable.
+    """Load a trainable like `load_named`, and check it.
 
-    In a trial's process, what a script or a notebook has defined is in its `__main__` then, so that it can be pickled.
+    In a trial's process, this puts the definitions of a script or notebook into `__main__`; they can then be pickled.
 
     Raises:
         InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
@@ -146,62 +146,62 @@ def load_trainable(name: str) -> object:
         return require_trainable(load_named(name), name)
     trainable, names = _unpickle(name, "trainable")
     require_trainable(trainable, name)
-    if is_program_of_trials() and (defined := _globals_of_script(trainable) | names):
+    if is_program_of_trials() and (defined := _script_globals(trainable) | names):
         main = ModuleType("__main__")
-        main.__dict__.update({**defined, "__spec__": PROGRAM.__spec__})  # which `multiprocessing` runs in a new process
+        main.__dict__.update({**defined, "__spec__": PROGRAM.__spec__})  # `multiprocessing` runs it in new processes
         sys.modules["__main__"] = main
     return trainable
 
 
-def _globals_of_script(trainable: object) -> dict[str, object]:
-    """Return the global variables, of the script or notebook that defined it, that a pickled trainable uses."""
+def _script_globals(trainable: object) -> dict[str, object]:
+    """Return the global variables that a pickled trainable uses from the script or notebook that defined it."""
     kind = trainable if isinstance(trainable, type) else type(trainable)
-    methods = (each for base in kind.__mro__ for each in vars(base).values())
-    parts = [inspect.unwrap(each) for each in (trainable, getattr(trainable, "func", None), *methods) if callable(each)]
-    functions = [each for each in parts if isinstance(each, FunctionType) and each.__module__ == "__main__"]
-    scripts = [each.__globals__ for each in functions if each.__globals__.get("__name__") == "__main__"]
-    return dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
+    methods = (method for base in kind.__mro__ for method in vars(base).values())
+    parts = [inspect.unwrap(part) for part in (trainable, getattr(trainable, "func", None), *methods) if callable(part)]
+    functions = [part for part in parts if isinstance(part, FunctionType) and part.__module__ == "__main__"]
+    scripts = [part.__globals__ for part in functions if part.__globals__.get("__name__") == "__main__"]
+    return dict(scripts[0]) if scripts else {}  # all functions of a pickle share one dictionary
 
 
-_SPAWNED = "PREFECT_TUNE_TRAINABLE"
-_MOST_SPAWNED_CHARACTERS = 64 * 1024 * 1024  # what is larger costs more disk than `spawn` is worth
+_TRAINABLE_FILE_ENV = "PREFECT_TUNE_TRAINABLE"
+_MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too much disk for `spawn`
 
 
 def offer_to_spawned(trainable: str) -> None:
-    """Keep a pickled trainable in a file, for processes that the trial starts by `spawn`; see `names_for_spawned`."""
-    os.environ.pop(_SPAWNED, None)  # that of an outer search
-    if sys.modules["__main__"] is PROGRAM or len(trainable) > _MOST_SPAWNED_CHARACTERS:
+    """Write a pickled trainable to a file, for processes that the trial starts by `spawn`: see `names_for_spawned`."""
+    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # of an outer search
+    if sys.modules["__main__"] is PROGRAM or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
-    file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it outlives this call
+    file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
     try:
         with file:
             file.write(trainable)
-    except OSError:  # the disk is full: a cut pickle would end every spawned process
+    except OSError:  # the disk is full: a truncated pickle would fail in every spawned process
         Path(file.name).unlink(missing_ok=True)
     else:
-        os.environ[_SPAWNED] = file.name
+        os.environ[_TRAINABLE_FILE_ENV] = file.name
 
 
 def names_for_spawned() -> dict[str, object]:
-    """Return what the script of the trial that spawned this process defines, for its `__main__`.
+    """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
-    If that cannot be read, write why to stderr, and return nothing: the process may need none of it.
+    If the file cannot be read, write the reason to stderr and return nothing: the process may not need them.
     """
-    if not (file := os.environ.get(_SPAWNED)):
+    if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
         return {}  # the trainable is in a module
     try:
-        trainable, names = _unpickle(Path(file).read_text(encoding="ascii"), f"{_SPAWNED}={file}")
-        return _globals_of_script(require_trainable(trainable, file)) | names
+        trainable, names = _unpickle(Path(file).read_text(encoding="ascii"), f"{_TRAINABLE_FILE_ENV}={file}")
+        return _script_globals(require_trainable(trainable, file)) | names
     except (InvalidInput, OSError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"prefect-tune: a spawned process lacks what the script of its trial defines: {error}\n")
+        sys.stderr.write(f"prefect-tune: a spawned process lacks the definitions of its trial's script: {error}\n")
         return {}
 
 
 def require_loadable(config: Mapping[str, object]) -> None:
-    """Load the trainable that `config` names, and train nothing: itself a function trainable, for a trial's process.
+    """Load the trainable that `config` names, without training. It is a function trainable, for a trial's process.
 
     Raises:
-        InvalidInput: as `load_trainable`, and as `require_saves` if `config` has a cadence.
+        InvalidInput: like `load_trainable`, and like `require_saves` if `config` has a cadence.
     """
     loaded = load_trainable(str(config["trainable"]))
     if isinstance(loaded, type) and config.get("cadence") is not None:
@@ -209,31 +209,31 @@ def require_loadable(config: Mapping[str, object]) -> None:
 
 
 def import_advice(error: BaseException) -> str:
-    """Return what an import raised, at which line of a module's own code, and what to do about it."""
-    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    """Return the error of an import, the line of module code that raised it, and advice."""
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if line.name == "<module>"]
     raised_at = f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
     raised = f"{type(error).__name__}: {error}{raised_at}"
     if isinstance(error, SystemExit):
-        return f"{raised}. Run what may end the program only under `if __name__ == '__main__':`"
-    return f"{raised}. Make it importable where it runs (working directory {working_directory()})"
+        return f"{raised}. Run code that may exit the program only under `if __name__ == '__main__':`"
+    return f"{raised}. Make the module importable where the trial runs (working directory {working_directory()})"
 
 
 def working_directory() -> str:
-    """Return the working directory, for messages; it may have been removed."""
+    """Return the working directory for messages; it may have been removed."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
-        return "that has been removed"
+        return "<removed>"
 
 
-def _lacks(owner: object, name: str) -> str:
-    """Return that `owner` has no `name`, and what it has: its own classes and functions before imported ones."""
+def _missing_attribute_message(owner: object, name: str) -> str:
+    """Return the message that `owner` has no `name`, with near names: own classes and functions before imported."""
     from prefect_tune.core.shown_text import did_you_mean_or_has, nearest
 
-    public = [each for each in dir(owner) if not each.startswith("_")]
-    found = {each: inspect.getattr_static(owner, each, None) for each in public}  # None: the module makes it on demand
+    public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
+    values = {key: inspect.getattr_static(owner, key, None) for key in public}  # None: the module makes it on demand
     own_name = getattr(owner, "__name__", None)
-    defined = [each for each, it in found.items() if callable(it) and getattr(it, "__module__", None) == own_name]
+    defined = [key for key, it in values.items() if callable(it) and getattr(it, "__module__", None) == own_name]
     near = nearest(name, defined) or nearest(name, public)
     what = f"module {own_name!r}" if inspect.ismodule(owner) else repr(owner)
     where = f" ({owner.__file__})" if inspect.ismodule(owner) and getattr(owner, "__file__", None) else ""
@@ -241,25 +241,25 @@ def _lacks(owner: object, name: str) -> str:
     return f"{what}{where} has no {name!r}; {hint}"
 
 
-# Pickle what a script or a notebook defines, by value: a trial's process cannot import its `__main__`.
+# Pickle the definitions of a script or a notebook by value: a trial's process cannot import its `__main__`.
 #
-# cloudpickle does so for functions and classes. Here are the other objects that `pickle` stores as a name to import
-# (cached functions, types of `typing`), and those that a script's functions often refer to and that hold nothing but
-# their process's own state (locks, weak dictionaries). What cannot be sent is an error that names it.
+# cloudpickle does so for functions and classes. This code adds the other objects that `pickle` stores as a name to
+# import (cached functions, types of `typing`), and objects that functions of a script often use and that have only
+# process-local state (locks, weak dictionaries). Any other object raises an error that names it.
 
-_Cached = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
+_LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
 def pickled(thing: object) -> str:
-    """Return a pickle of `thing`, and of the names of what it uses of `__main__`, as the text that `load_named` takes.
+    """Return a pickle of `thing` and of the `__main__` objects that it uses, as text for `load_named`.
 
     Raises:
-        Exception: of any class, if it cannot be pickled; see `find_unpicklable`.
+        Exception: any exception, if it cannot be pickled; see `find_unpicklable`.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump((thing, pickler.names))  # the names are pickled last, when all of them are known
+    pickler.dump((thing, pickler.names))  # pickled last, when all names are known
     return file.getvalue().hex()
 
 
@@ -268,7 +268,7 @@ def _name_of(thing: object) -> str:
 
 
 def _is_importable(thing: object) -> bool:
-    """Whether another process finds this very object by its name; not what `__main__` defines."""
+    """Return whether another process finds this object by its name; False for objects of `__main__`."""
     module = getattr(thing, "__module__", None)
     try:
         return module != "__main__" and attrgetter(_name_of(thing))(sys.modules[str(module)]) is thing
@@ -277,17 +277,17 @@ def _is_importable(thing: object) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Keep the file of code, for tracebacks: cloudpickle 3.1.3 names none."""
+    """Keep the file name of code for tracebacks: cloudpickle 3.1.3 drops it."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
 
-def _reduce_cached(cached: Any) -> object:
-    """Send a function with `functools.cache` or `lru_cache` with an empty cache."""
+def _reduce_cached_function(cached: Any) -> object:
+    """Pickle a function with `functools.cache` or `lru_cache` without the cached results."""
     if _is_importable(cached):
         return _name_of(cached)
     if not any(referent is cached.__wrapped__ for referent in gc.get_referents(cached)):
-        raise pickle.PicklingError("functools.update_wrapper has replaced the function that it caches")
+        raise pickle.PicklingError("functools.update_wrapper has replaced the cached function")
     own = {name: value for name, value in vars(cached).items() if name not in ("__wrapped__", "cache_parameters")}
     return _make_cached, (cached.__wrapped__, cached.cache_parameters()), own
 
@@ -302,17 +302,17 @@ def _reduce_new_type(new_type: typing.NewType) -> object:
     return typing.NewType, (new_type.__name__, new_type.__supertype__), vars(new_type)
 
 
-def _reduce_parameter(parameter: Any) -> object:
-    """Send a `ParamSpec` or `TypeVarTuple`; no program reads more than its name."""
+def _reduce_type_parameter(parameter: Any) -> object:
+    """Pickle a `ParamSpec` or `TypeVarTuple` by its name; programs read nothing else."""
     return _name_of(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
 
 
 _REDUCERS: Mapping[type, Callable[[Any], object]] = {
     CodeType: _reduce_code,
-    _Cached: _reduce_cached,
+    _LruCache: _reduce_cached_function,
     typing.NewType: _reduce_new_type,
-    typing.ParamSpec: _reduce_parameter,
-    typing.TypeVarTuple: _reduce_parameter,
+    typing.ParamSpec: _reduce_type_parameter,
+    typing.TypeVarTuple: _reduce_type_parameter,
     **dict.fromkeys(
         (weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
         lambda weak: (type(weak), (), None, None, iter([*weak.items()])),
@@ -320,11 +320,11 @@ _REDUCERS: Mapping[type, Callable[[Any], object]] = {
     _Lock: lambda _: (threading.Lock, ()),
     _RLock: lambda _: (threading.RLock, ()),
 }
-_OF_THREADS = (
+_THREAD_TYPES = (
     *(threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue),
 )
-_NAMED = (type, FunctionType, _Cached, typing.NewType, typing.ParamSpec, typing.TypeVarTuple, typing.TypeVar)
+_NAMED_TYPES = (type, FunctionType, _LruCache, typing.NewType, typing.ParamSpec, typing.TypeVarTuple, typing.TypeVar)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -336,27 +336,27 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, thing: Any) -> Any:
         kind = type(thing)
-        if issubclass(kind, _NAMED) and thing.__module__ == "__main__":
+        if issubclass(kind, _NAMED_TYPES) and thing.__module__ == "__main__":
             name = _name_of(thing)
             if getattr(sys.modules["__main__"], name, None) is thing:
                 self.names[name] = thing
-        if issubclass(kind, _OF_THREADS):
-            raise pickle.PicklingError("it is for the threads of one process, and each trial is another")
+        if issubclass(kind, _THREAD_TYPES):
+            raise pickle.PicklingError("it works only between threads of one process; each trial has its own process")
         if thing is sys.modules["__main__"]:
-            raise pickle.PicklingError("another process has another __main__")
+            raise pickle.PicklingError("each process has its own __main__")
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
-        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # maybe to a name
+        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # perhaps to a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
             return super().reducer_override(thing)
         if isinstance(reduced := thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(thing):
-            raise pickle.PicklingError(f"its pickle is the name {reduced!r} in {thing.__module__}")
+            raise pickle.PicklingError(f"its pickle is only the name {reduced!r} in {thing.__module__}")
         return reduced
 
 
 def find_unpicklable(thing: object) -> tuple[str, object]:
-    """Return the innermost part of `thing` that cannot be pickled: its name, as `'lock' in 'data'`, and itself.
+    """Return the innermost part of `thing` that cannot be pickled: its name, like `'lock' in 'data'`, and the part.
 
-    The name is empty if it is `thing` itself.
+    The name is empty if the part is `thing` itself.
     """
     names: list[str] = []
     seen: set[int] = set()
@@ -365,7 +365,7 @@ def find_unpicklable(thing: object) -> tuple[str, object]:
         thing = part[1]
         seen.add(id(thing))
         names += [repr(part[0])] if part[0] else []
-        part = next((each for each in _parts(thing) if id(each[1]) not in seen and not _is_picklable(each[1])), None)
+        part = next((it for it in _iter_parts(thing) if id(it[1]) not in seen and not _is_picklable(it[1])), None)
     return " in ".join(reversed(names)), thing
 
 
@@ -377,34 +377,34 @@ def _is_picklable(thing: object) -> bool:
     return True
 
 
-def _parts(thing: Any) -> Iterator[tuple[str, object]]:
-    """Yield the name and the value of each part of `thing` that a pickle of it contains."""
+def _iter_parts(thing: Any) -> Iterator[tuple[str, object]]:
+    """Yield the name and the value of each part of `thing` that its pickle contains."""
     match thing:
-        case _ if isinstance(thing, _OF_THREADS):
+        case _ if isinstance(thing, _THREAD_TYPES):
             return
         case functools.partial():
-            yield from [(_name_of(thing.func), thing.func), *_numbered(thing.args), *thing.keywords.items()]
+            yield from [(_name_of(thing.func), thing.func), *_iter_items(thing.args), *thing.keywords.items()]
         case MethodType():
             yield from [(thing.__name__, thing.__func__), ("self", thing.__self__)]
         case FunctionType():
             yield from (
-                (name, thing.__globals__[name]) for name in _names_in(thing.__code__) & thing.__globals__.keys()
+                (name, thing.__globals__[name]) for name in _names_used_by(thing.__code__) & thing.__globals__.keys()
             )
             cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
             for name, cell in cells:
                 with suppress(ValueError):  # the variable has no value yet
                     yield name, cell.cell_contents
-            yield from [*_numbered(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
+            yield from [*_iter_items(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
         case ModuleType():
             pass
-        case staticmethod() | classmethod() | _Cached():
+        case staticmethod() | classmethod() | _LruCache():
             yield _name_of(thing), thing.__wrapped__
         case property():
             yield from ((_name_of(part), part) for part in (thing.fget, thing.fset, thing.fdel) if part is not None)
         case dict():
             yield from ((str(name), value) for name, value in thing.items())
         case list() | tuple() | set() | frozenset():
-            yield from _numbered(thing)
+            yield from _iter_items(thing)
         case type():
             yield from [*vars(thing).items(), *((base.__name__, base) for base in thing.__bases__)]
         case _:
@@ -412,51 +412,51 @@ def _parts(thing: Any) -> Iterator[tuple[str, object]]:
             yield type(thing).__name__, type(thing)
 
 
-def _numbered(items: Iterable[object]) -> Iterator[tuple[str, object]]:
+def _iter_items(items: Iterable[object]) -> Iterator[tuple[str, object]]:
     return ((f"[{number}]", item) for number, item in enumerate(items))
 
 
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names that code uses, also in the functions that it defines."""
-    return {*code.co_names}.union(*(_names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
+def _names_used_by(code: CodeType) -> set[str]:
+    """Return the names that `code` uses, including those in functions that it defines."""
+    return {*code.co_names}.union(*(_names_used_by(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# What a value is in every process, as a digest: by it, a retry finds what an earlier try of its flow has called.
+# A digest of a value that is equal in every process: with it, a retry of a flow finds the calls of an earlier try.
 #
-# Of an object that is no plain value only the type counts: its pickle may differ in each process.
+# For an object that is not a plain value only its type counts: its pickle may differ in each process.
 
 
 def stable_digest(value: object) -> str:
-    """Return a digest that is equal for an equal value in another process; different values may have one digest."""
-    return digest_of(_form(value, ()).encode())[:16]
+    """Return a digest that is equal for equal values in all processes; different values may have the same digest."""
+    return digest_of(_canonical_text(value, ()).encode())[:16]
 
 
-def _form(value: Any, within: tuple[object, ...]) -> str:
-    def together(*parts: object) -> str:
-        return f"({','.join(_form(part, (*within, value)) for part in parts)})"
+def _canonical_text(value: Any, parents: tuple[object, ...]) -> str:
+    def format_parts(*parts: object) -> str:
+        return f"({','.join(_canonical_text(part, (*parents, value)) for part in parts)})"
 
-    if any(value is outer for outer in within):  # the class of a method, in a cell of it
+    if any(value is parent for parent in parents):  # for example the class of a method, in the method's cell
         return ""
     match value:
         case None | Number() | bytes():
             return repr(value)
         case str() | PurePath():
             name, folder = str(value), f"{tempfile.gettempdir()}{os.sep}"
-            # Each start gets another folder for its temporary files.
+            # Each start has a different folder for its temporary files.
             return repr(name.removeprefix(folder).partition(os.sep)[2] if name.startswith(folder) else name)
         case dict():
-            return f"{{{','.join(sorted(together(*item) for item in value.items()))}}}"
+            return f"{{{','.join(sorted(format_parts(*item) for item in value.items()))}}}"
         case set() | frozenset():
-            return f"{{{','.join(sorted(map(together, value)))}}}"
+            return f"{{{','.join(sorted(map(format_parts, value)))}}}"
         case list() | tuple():
-            return together(*value)
+            return format_parts(*value)
         case _:
             named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-            return str(named.__qualname__) + together(*_parts_that_count(value))
+            return str(named.__qualname__) + format_parts(*_identifying_parts(value))
 
 
-def _parts_that_count(value: Any) -> Iterable[object]:
-    """Return what tells a value apart from others of its name or type."""
+def _identifying_parts(value: Any) -> Iterable[object]:
+    """Return the parts that distinguish a value from others of the same name or type."""
     match value:
         case functools.partial():
             return [value.func, value.args, value.keywords]
@@ -465,10 +465,10 @@ def _parts_that_count(value: Any) -> Iterable[object]:
         case FunctionType() | type() if "<locals>" not in value.__qualname__:
             return []  # its code may be edited before a retry
         case FunctionType():
-            return [*_cells_of(value), value.__defaults__, value.__kwdefaults__]
+            return [*_cell_values(value), value.__defaults__, value.__kwdefaults__]
         case type():
-            held = {name: _cells_of(part) or part for name, part in vars(value).items() if _is_held(name, part)}
-            return [held, value.__bases__]
+            items = vars(value).items()
+            return [{name: _cell_values(it) or it for name, it in items if _is_identifying(name, it)}, value.__bases__]
         case Enum():
             return [value.name]
         case BaseModel():
@@ -477,11 +477,11 @@ def _parts_that_count(value: Any) -> Iterable[object]:
             return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
 
 
-def _cells_of(function: object) -> list[object]:
-    """Return the values of the variables of outer functions that a function uses."""
+def _cell_values(function: object) -> list[object]:
+    """Return the values of a function's closure variables."""
     cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
-def _is_held(name: str, part: object) -> bool:
-    return bool(_cells_of(part)) if isinstance(part, FunctionType) else not name.startswith("_")
+def _is_identifying(name: str, part: object) -> bool:
+    return bool(_cell_values(part)) if isinstance(part, FunctionType) else not name.startswith("_")

@@ -1,7 +1,7 @@
-"""Read whole, validated messages of bounded size from a socket.
+"""Read complete, validated messages of bounded size from a socket.
 
-Frames are those of `multiprocessing.connection`: four bytes of length (or -1 and eight bytes more), then the message,
-which is one JSON object of `prefect_tune.core.messages.process_messages`.
+The frame format is that of `multiprocessing.connection`: a length of four bytes (or -1 and eight more bytes), then the
+message: one JSON object of `prefect_tune.core.messages.process_messages`.
 """
 
 from __future__ import annotations
@@ -21,87 +21,87 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import FromTrial, StartReceived, ToTrial, to_trial
 
 FROM_TRIAL_BYTES = 64 * 1024**2
-"""The longest message of a trial: the metrics of a step, or an error with its traceback."""
-_SHORT, _LONG = struct.Struct("!i"), struct.Struct("!Q")
+"""The size limit of a trial's message: the metrics of a step, or an error with its traceback."""
+_SHORT_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 _CHUNK_BYTES = 1024**2
-_SHOWN_BYTES = 60
+_MAX_SHOWN_BYTES = 60
 _Message = TypeVar("_Message")
 
 
 class MalformedMessage(Exception):
-    """Invalid bytes arrived. Nothing more can be read from that socket."""
+    """Invalid bytes arrived; the socket cannot be read any further."""
 
 
 class MessageReader(Generic[_Message]):
     """The reading half of a connection; not thread-safe.
 
-    It never reads beyond a message, so another reader can take over after one. If only a part of a message arrives,
-    `read` returns after `patience`, and the next call continues with it.
+    It never reads beyond the end of a message, so another reader can take over between messages. If only a part of a
+    message arrives, `read` returns after `patience`, and the next call continues with the rest.
     """
 
     def __init__(self, connection: Connection, kind: TypeAdapter[_Message], *, limit_bytes: int) -> None:
         self._connection = connection
-        self._kind = kind
+        self._adapter = kind
         self._limit_bytes = limit_bytes
         self._received = bytearray()
-        self._poll = select.poll()
-        self._poll.register(connection.fileno(), select.POLLIN)
+        self._poller = select.poll()
+        self._poller.register(connection.fileno(), select.POLLIN)
 
     def read(self, patience: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if it has not arrived completely after `patience` (None: no limit).
+        """Return the next message; None if it is still incomplete after `patience` (None: no limit).
 
         Raises:
             EOFError: the other side has closed the connection.
             OSError: the connection is broken, or closed on this side.
-            MalformedMessage: the bytes that arrived are not a valid message.
+            MalformedMessage: the received bytes are not a valid message.
         """
-        ends = None if patience is None else time.monotonic() + patience.total_seconds()
-        while missing := self._missing_bytes():
-            left_ms = None if ends is None else max(0.0, ends - time.monotonic()) * 1000
-            if not self._poll.poll(left_ms):
+        deadline = None if patience is None else time.monotonic() + patience.total_seconds()
+        while missing := self._missing_byte_count():
+            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            if not self._poller.poll(left_ms):
                 return None
             data = os.read(self._connection.fileno(), min(missing, _CHUNK_BYTES))
             if not data:
                 raise EOFError("the other side has closed the connection")
             self._received += data
-        start = _SHORT.size if self._received[:1] != b"\xff" else _SHORT.size + _LONG.size
+        start = _SHORT_LENGTH.size if self._received[:1] != b"\xff" else _SHORT_LENGTH.size + _LONG_LENGTH.size
         try:
-            message = self._kind.validate_json(bytes(memoryview(self._received)[start:]))
+            message = self._adapter.validate_json(bytes(memoryview(self._received)[start:]))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            raise self._malformed(f"expected a message of this prefect-tune: {first['msg']}") from None
+            raise self._malformed_error(f"expected a prefect-tune message: {first['msg']}") from None
         self._received = bytearray()
         return message
 
-    def _missing_bytes(self) -> int:
-        """Return how many bytes the header, and then the message, still lack."""
-        start = _SHORT.size
+    def _missing_byte_count(self) -> int:
+        """Return how many bytes of the header, or then of the message, have not arrived yet."""
+        start = _SHORT_LENGTH.size
         if (missing := start - len(self._received)) > 0:
             return missing
-        (length,) = _SHORT.unpack_from(self._received)
+        (length,) = _SHORT_LENGTH.unpack_from(self._received)
         if length == -1:
-            start += _LONG.size
+            start += _LONG_LENGTH.size
             if (missing := start - len(self._received)) > 0:
                 return missing
-            (length,) = _LONG.unpack_from(self._received, _SHORT.size)
+            (length,) = _LONG_LENGTH.unpack_from(self._received, _SHORT_LENGTH.size)
         if not 0 < length <= self._limit_bytes:
-            raise self._malformed(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
+            raise self._malformed_error(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
         if not b"{".startswith(self._received[start : start + 1]):
-            raise self._malformed("expected a JSON object")
+            raise self._malformed_error("expected a JSON object")
         return start + int(length) - len(self._received)
 
-    def _malformed(self, expected: str) -> MalformedMessage:
-        shown = bytes(self._received[:_SHOWN_BYTES])
+    def _malformed_error(self, expected: str) -> MalformedMessage:
+        shown = bytes(self._received[:_MAX_SHOWN_BYTES])
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
 
 
-# The trial's end of its connection to the supervisor; closed in processes that the trial forks or executes.
+# The trial's side of its connection to the supervisor; closed in processes that the trial forks or executes.
 
-_TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
+_TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message contains the pickled trainable with all its objects
 
 
 class SupervisorConnection:
-    """Sends and receives whole messages.
+    """Sends and receives complete messages.
 
     Processes that the trainable starts cannot use it: a forked child closes its copy, and an executed program does not
     inherit the descriptor.
@@ -114,16 +114,16 @@ class SupervisorConnection:
         _open_connections.add(connection)
 
     def has_message(self) -> bool:
-        """Return whether a part of the next message, or end of file, has arrived."""
+        """Return whether bytes of the next message, or end of file, have arrived."""
         return self._connection.poll()
 
     def receive(self) -> ToTrial:
         """Wait for the next message.
 
         Raises:
-            EOFError: the supervisor is gone.
-            OSError: the supervisor is gone, or the connection was closed on this side.
-            MalformedMessage: the bytes that arrived are not a valid message.
+            EOFError: the supervisor has exited.
+            OSError: the supervisor has exited, or the connection was closed on this side.
+            MalformedMessage: the received bytes are not a valid message.
         """
         try:
             while (message := self._reader.read()) is None:
@@ -142,7 +142,7 @@ class SupervisorConnection:
         if len(data) > FROM_TRIAL_BYTES:
             raise InvalidInput(
                 f"a trial's {message.type} message: expected at most {FROM_TRIAL_BYTES} bytes of metrics or text, "
-                f"found {len(data)}; store large values in the checkpoint, or in a file in pt.get_trial().directory"
+                f"found {len(data)}; store large values in the checkpoint or in a file in pt.get_trial().directory"
             )
         self._connection.send_bytes(data)
 

@@ -1,4 +1,4 @@
-"""Which process this is: the trial's own one, a rank of distributed training, or another one that it has started."""
+"""Identify this process: the trial's own process, a rank of distributed training, or another process of the trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefect_tune.core.errors import InvalidInput
 if TYPE_CHECKING:
     from prefect_tune.core.messages.process_messages import Rank, Start
 
-_VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
+_TRIAL_PROCESS_ENV: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 RANKS_AT: Final = "PREFECT_TUNE_RANKS_AT"
 """The environment variable with the path of the attempt's socket for ranks; empty if there is none."""
 _LAUNCHERS: Final = (
@@ -22,23 +22,23 @@ _LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
 )
-"""The variables by which a launcher gives a process its rank, the number of ranks, and its rank on this machine."""
+"""The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
 LEADS: Final = "PREFECT_TUNE_LEADS"
-"""The environment variable that the trial's own process sets if it is rank 0: what it starts is no rank 0."""
-# MPI's rank on this machine stays: a worker that mpirun has started may choose its GPU by it.
+"""The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
+# MPI's rank on this machine is kept: a worker that mpirun has started may choose its GPU by it.
 SCRIPT: Final = "PREFECT_TUNE_SCRIPT"
-"""The environment variable with `sys.argv[0]` of the user's script, for second copies of a trial's program."""
-_OF_ANOTHER_TRAINING: Final = (*_LAUNCHERS[0], *chain.from_iterable(each[:2] for each in _LAUNCHERS[1:]), LEADS)
-_MAIN_MODULES: Final = frozenset(
+"""The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
+_INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), LEADS)
+_TRIAL_PROGRAMS: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
 PROGRAM: Final = sys.modules["__main__"]
-"""The main module that this process was started with; that of a trial is replaced by what its script defines."""
+"""The main module with which this process was started; in a trial, `__main__` is later replaced by the script's."""
 START_RANKS: Final = (
     "To train a trial with N processes, pass processes_per_trial=N to pt.tune or pt.durable_trainable, and N devices "
     "to the framework (Lightning: Trainer(devices=pt.get_trial().world_size)); for one process, devices=1"
 )
-"""Advice for errors of frameworks that train with another number of processes than the trial."""
+"""Advice for the error that a framework and its trial have different numbers of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,86 +52,86 @@ class TrialProcess:
 
 
 def is_program_of_trials() -> bool:
-    """Whether this process was started for trials: it is not a script's or notebook's with `isolation="thread"`."""
-    return _program_name() in _MAIN_MODULES
+    """Return whether this process was started for trials; with `isolation="thread"` it is a script or a notebook."""
+    return _main_module_name() in _TRIAL_PROGRAMS
 
 
-def claim_process(start: Start, lead: Callable[[int], None]) -> None:
-    """Mark this process as the trial's own, in its environment; it starts second copies of itself as ranks only.
+def claim_process(start: Start, become_rank0: Callable[[int], None]) -> None:
+    """Mark this process, in its environment, as the trial's own; it may start copies of itself only as ranks.
 
-    Variables of ranks that it inherited are those of another training. `lead` is called before a copy is started,
-    with the number of ranks: this process is rank 0 then.
+    Inherited rank variables belong to another training and are removed. Before a copy is started, `become_rank0` is
+    called with the number of ranks: this process is rank 0 from then on.
     """
-    global _lead, _refuses_copies  # noqa: PLW0603 - of the trial that this process trains; one hook per process
-    _lead = lead
-    os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
-    for name in _OF_ANOTHER_TRAINING:
+    global _become_rank0, _has_audit_hook  # noqa: PLW0603 - of the trial of this process; one hook per process
+    _become_rank0 = become_rank0
+    os.environ[_TRIAL_PROCESS_ENV] = f"{os.getpid()} {start.trial}"
+    for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at, SCRIPT: "".join(sys.argv[:1])}
-    if not _refuses_copies:  # only an audit hook sees all ways of starting a process; it cannot be removed
-        _refuses_copies = True
+    if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; it cannot be removed
+        _has_audit_hook = True
         sys.addaudithook(_audit)
 
 
 def started_by() -> TrialProcess | None:
-    """Return the trial's process that is an ancestor of this one; None if there is none."""
-    process, _, name = os.environ.get(_VARIABLE, "").partition(" ")
+    """Return the trial's process that is an ancestor of this process; None if there is none."""
+    process, _, name = os.environ.get(_TRIAL_PROCESS_ENV, "").partition(" ")
     return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
 
 
 def rank_here() -> Rank:
-    """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
-    from prefect_tune.core.messages.process_messages import Rank  # flows import this module, and need no messages
+    """Return the rank of this process according to `torch.distributed` or a launcher's variables."""
+    from prefect_tune.core.messages.process_messages import Rank  # flows import this module without messages
 
-    found = (each for each in _LAUNCHERS if os.environ.keys() >= {*each[:2]})
-    rank_name, size_name, local_name = next(found, _LAUNCHERS[0])
-    local_rank = _number(local_name)
-    if (distributed := _initialized_group()) is not None:
+    present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
+    rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
+    local_rank = _read_env_number(local_name)
+    if (distributed := _get_torch_distributed()) is not None:
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
-        rank, size = _number(rank_name) or local_rank, max(1, _number(size_name))
+        rank, size = _read_env_number(rank_name) or local_rank, max(1, _read_env_number(size_name))
     return Rank(rank=rank, world_size=size, local_rank=local_rank)
 
 
 def may_be_rank() -> bool:
-    """Whether `rank_here` may find more than one rank, or `is_launched` one: a quick answer, for each report."""
-    return _initialized_group() is not None or any(size in os.environ for _, size, _ in _LAUNCHERS)
+    """Return whether this process may have a rank: a fast check before `rank_here` and `is_launched`."""
+    return _get_torch_distributed() is not None or any(size in os.environ for _, size, _ in _LAUNCHERS)
 
 
-def _initialized_group() -> Any:
+def _get_torch_distributed() -> Any:
     """Return `torch.distributed` if this process has initialized it; else None."""
-    found: Any = sys.modules.get("torch.distributed")
-    return found if found is not None and found.is_available() and found.is_initialized() else None
+    module: Any = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
 def is_launched() -> bool:
-    """Whether a launcher in the trial has given this process a rank, maybe the only one."""
+    """Return whether a launcher in the trial has assigned this process a rank, perhaps the only one."""
     return started_by() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
 
 
-def _number(variable: str) -> int:
+def _read_env_number(variable: str) -> int:
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else 0
 
 
-# Second copies.
+# Copies of a trial's program.
 #
-# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
-# program that serves one trial. With the variables of a rank it trains as that rank; without them it is refused.
+# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again and expect the user's script. Here `sys.argv` is
+# the program that serves one trial. With a rank's variables, the copy trains as that rank; without them it is refused.
 
-_lead: Callable[[int], None] | None = None
-_refuses_copies = False
+_become_rank0: Callable[[int], None] | None = None
+_has_audit_hook = False
 
 
 def is_copy_for_rank() -> bool:
-    """Whether this process is a second copy of a trial's program, which a launcher has started as a rank."""
-    return started_by() is not None and _ranks_in(os.environ) > 1
+    """Return whether this process is a copy of a trial's program that a launcher has started as a rank."""
+    return started_by() is not None and _rank_count_in(os.environ) > 1
 
 
-def _ranks_in(environment: Mapping[Any, Any]) -> int:
-    """Return the number of ranks if a process with this environment finds its rank there, and its trial; else 1."""
-    found = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-    size = found.get("WORLD_SIZE", "") if "LOCAL_RANK" in found and found.get(RANKS_AT) else ""
+def _rank_count_in(environment: Mapping[Any, Any]) -> int:
+    """Return the number of ranks if `environment` names a rank and the socket of its trial; else 1."""
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    size = variables.get("WORLD_SIZE", "") if "LOCAL_RANK" in variables and variables.get(RANKS_AT) else ""
     return int(size) if size.isdecimal() else 1
 
 
@@ -140,21 +140,21 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
         if not isinstance(command, list | tuple) or not is_program_of_trials():
             return
-        words = [os.fsdecode(each) for each in command if isinstance(each, str | bytes | os.PathLike)]
-        again = (
-            ["-m", _program_name(), *sys.argv[1:]],  # with the same arguments: a search inside a trial has others
+        words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
+        own_commands = (
+            ["-m", _main_module_name(), *sys.argv[1:]],  # a search inside a trial has other arguments
             [str(getattr(PROGRAM, "__file__", "")), *sys.argv[1:]],
         )
-        if words != sys.orig_argv and words[1:] not in again:
+        if words != sys.orig_argv and words[1:] not in own_commands:
             return
-        ranks = _ranks_in(environment if isinstance(environment, Mapping) else os.environ)
-        if ranks == 1 or _lead is None:
+        ranks = _rank_count_in(environment if isinstance(environment, Mapping) else os.environ)
+        if ranks == 1 or _become_rank0 is None:
             raise InvalidInput(
-                f"expected another program, found a second copy of the trial's process ({' '.join(words)[:200]}), as a "
-                f"launcher of ranks starts it. {START_RANKS}"
+                f"expected another program, found a copy of the trial's own program ({' '.join(words)[:200]}), which a "
+                f"launcher of ranks starts. {START_RANKS}"
             )
-        _lead(ranks)
+        _become_rank0(ranks)
 
 
-def _program_name() -> str:
+def _main_module_name() -> str:
     return str(getattr(getattr(PROGRAM, "__spec__", None), "name", ""))

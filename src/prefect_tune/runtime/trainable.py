@@ -29,7 +29,7 @@ Reuse: TypeAlias = Literal["auto", "never"]
 - `auto`: one process imports it; trials are forked from that process, if its forks are safe.
 - `never`: each trial's process imports it.
 
-Elsewhere than on Linux, each trial's process imports it.
+On systems other than Linux, each trial's process imports it.
 """
 
 
@@ -75,20 +75,20 @@ class Trainable:
         """
 
 
-_PLAIN = "Write it with `def`, and call asyncio.run(...) in it for code that awaits, pt.report(...) for each step"
+_DEF_ADVICE = "Use `def`; in it, call asyncio.run(...) for code that awaits, and pt.report(...) for each step"
 
 
-def _kind_of_coroutine(function: object) -> str:
-    """Return what a function is whose call trains nothing; empty for any other."""
+def _describe_coroutine(function: object) -> str | None:
+    """Return a description of a function whose call trains nothing; None for any other function."""
     if inspect.iscoroutinefunction(function):
-        return "one with `async def`, whose call returns a coroutine"
+        return "a function with `async def`, whose call returns a coroutine"
     if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-        return "one with `yield`, whose call returns a generator"
-    return ""
+        return "a function with `yield`, whose call returns a generator"
+    return None
 
 
 def require_no_coroutine(returned: object) -> None:
-    """Refuse what a decorated `async def` or a generator function returns: nothing was trained.
+    """Refuse the result of a decorated `async def` or generator function: nothing was trained.
 
     Raises:
         InvalidInput: it is a coroutine or a generator.
@@ -96,7 +96,7 @@ def require_no_coroutine(returned: object) -> None:
     if isinstance(returned, Coroutine | Generator | AsyncGenerator):
         if not isinstance(returned, AsyncGenerator):
             returned.close()  # else Python warns that it was never awaited
-        raise InvalidInput(f"trainable: expected metrics or None, found a {type(returned).__name__}. {_PLAIN}")
+        raise InvalidInput(f"trainable: expected metrics or None, found a {type(returned).__name__}. {_DEF_ADVICE}")
 
 
 CALLED_WITH = {
@@ -108,39 +108,39 @@ CALLED_WITH = {
     "reset_config": 2,
     "cleanup": 1,
 }
-"""With how many arguments, `self` among them, a trial calls each method of a trainable class."""
+"""The number of arguments, including `self`, with which a trial calls each method of a trainable class."""
 
 
-def require_trainable(found: object, given: object) -> object:
-    """Return `found`, checked to be a function or a trainable class; `given` is how it was passed.
+def require_trainable(trainable: object, original: object) -> object:
+    """Return `trainable` if it is a function or a trainable class; `original` is the value that the user passed.
 
     Raises:
         InvalidInput: it is neither a function of one argument nor a subclass of `Trainable` with `step`.
     """
-    if isinstance(found, type):
-        return require_trainable_class(found)
-    if callable(found):
-        called: object = found
+    if isinstance(trainable, type):
+        return require_trainable_class(trainable)
+    if callable(trainable):
+        called: object = trainable
         while isinstance(called, partial):
             called = called.func
         call = inspect.getattr_static(type(called), "__call__", None)
-        if kind := _kind_of_coroutine(called) or _kind_of_coroutine(call):
-            raise InvalidInput(f"trainable: expected a function that trains until it returns, found {kind}. {_PLAIN}")
-        if parameters := other_signature(found, 1):
+        if kind := _describe_coroutine(called) or _describe_coroutine(call):
+            raise InvalidInput(f"trainable: expected a function that trains when called, found {kind}. {_DEF_ADVICE}")
+        if parameters := other_signature(trainable, 1):
             raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
-        return found
+        return trainable
     raise InvalidInput(
-        f"trainable {given!r}: expected a function of the configuration, a subclass of pt.Trainable, or the "
-        f"'package.module:Name' of one, found {type(found).__name__}"
+        f"trainable {original!r}: expected a function of the configuration, a subclass of pt.Trainable, or the name "
+        f"'package.module:Name' of either, found {type(trainable).__name__}"
     )
 
 
 def require_trainable_class(kind: type) -> type[Trainable]:
-    """Return `kind`, checked to be a trainable class.
+    """Return `kind` if it is a trainable class.
 
     Raises:
-        InvalidInput: it is not a subclass of `Trainable`, does not override `step`, or has a method that does not take
-            the arguments with which it is called.
+        InvalidInput: it is not a subclass of `Trainable`, does not override `step`, or has a method that does not
+            accept the arguments with which it is called.
     """
     if not issubclass(kind, Trainable):
         raise InvalidInput(
@@ -152,14 +152,14 @@ def require_trainable_class(kind: type) -> type[Trainable]:
     methods = {name: inspect.getattr_static(kind, name) for name in CALLED_WITH}
     for name, method in methods.items():
         count = CALLED_WITH[name]
-        if kind_of_method := _kind_of_coroutine(getattr(method, "__func__", method)):
+        if kind_of_method := _describe_coroutine(getattr(method, "__func__", method)):
             raise InvalidInput(
                 f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
-                f"found {kind_of_method}. {_PLAIN}"
+                f"found {kind_of_method}. {_DEF_ADVICE}"
             )
-        if inspect.isfunction(method) and (found := other_signature(method, count)):
-            taken = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
-            raise InvalidInput(f"trainable {kind.__name__}: expected {name}({taken}), found {found}")
+        if inspect.isfunction(method) and (signature := other_signature(method, count)):
+            expected = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
+            raise InvalidInput(f"trainable {kind.__name__}: expected {name}({expected}), found {signature}")
     return kind
 
 
@@ -167,19 +167,19 @@ def require_saves(kind: type, cadence: Cadence) -> None:
     """Require that a trainable class overrides `save_checkpoint`, unless its `cadence` never saves.
 
     Raises:
-        InvalidInput: it does not: its first save would raise, after some time of training.
+        InvalidInput: it does not override it; the first save would raise, after some time of training.
     """
     if getattr(kind, "save_checkpoint", None) is Trainable.save_checkpoint and not cadence.never_saves:
         raise InvalidInput(
             f"trainable {kind.__name__}: expected the method `save_checkpoint`, since its cadence saves, found none; "
             f"write {kind.__name__}.save_checkpoint and {kind.__name__}.load_checkpoint, or pass "
-            "checkpoint=pt.Cadence(every_seconds=None, at_end=False) to save nothing and resume from the start"
+            "checkpoint=pt.Cadence(every_seconds=None, at_end=False) to save nothing and restart on each resume"
         )
 
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The trial that this process trains. `step` and `should_checkpoint` are current whenever they are read."""
+    """The trial that this process trains. `step` and `should_checkpoint` are up to date at each access."""
 
     id: str
     """The trial's name in the experiment."""
@@ -188,29 +188,29 @@ class TrialInfo:
     attempt: int
     """From 1; each retry and resume adds one."""
     directory: Path
-    """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
+    """For the trial's own files (logs, plots): synced to the target as artifacts, and restored on a resume."""
     config: Mapping[str, Any]
-    """Its configuration."""
+    """The trial's configuration."""
     rank: int
-    """The number of this process among those of the trial; 0 where one process trains it."""
+    """The rank of this process among the trial's processes; 0 if there is only one."""
     world_size: int
     """The number of processes that train the trial together."""
     local_rank: int
-    """The number of this process among those on this machine."""
+    """The rank of this process among those on this machine."""
     _session: TrialSession = field(repr=False)
 
     @property
     def step(self) -> int:
-        """Steps trained so far, including those before a resume."""
+        """The number of steps trained so far, including those before a resume."""
         return self._session.step
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
+        """Whether a stop was requested: report a checkpoint next, and the run ends without losing work."""
         return self._session.is_asked_to_stop()
 
     def new_checkpoint_dir(self) -> Path:
-        """Return a new empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
+        """Make an empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
 
         With `commit="async"`, `pt.report` copies any other directory before it returns, but not this one.
         """
@@ -226,59 +226,59 @@ class TrialOver(BaseException):
         """How the attempt ends."""
 
 
-# A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
-_in_context: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
-_in_process: list[TrialSession] = []
-# In a process that serves several trials: threads that earlier trials have left running, and those that ran before the
-# first trial, such as a pool that the trainable's module has made. The latter serve each trial.
-_of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
-_of_import: WeakSet[threading.Thread] = WeakSet()
+# A thread that the trainable starts does not inherit context variables: `_process_sessions` is for such threads.
+_context_session: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
+_process_sessions: list[TrialSession] = []
+# In a process that serves several trials: threads that earlier trials left running, and threads that ran before the
+# first trial, such as a pool of the trainable's module. The latter serve each trial.
+_earlier_trial_threads: WeakSet[threading.Thread] = WeakSet()
+_import_threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
     """Report the metrics of one step, and optionally a checkpoint of the state after it.
 
-    Without a checkpoint it returns at once. With one it returns when the checkpoint is committed
+    Without a checkpoint it returns at once. With a checkpoint it returns when the checkpoint is committed
     on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
     a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
     Args:
         metrics: finite numbers, text, or JSON made of these.
-        checkpoint: a local directory, as `pt.Checkpoint.from_directory(path)`.
+        checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
 
     Threads of the trainable may report too: each report is one step, one after another. When the trial ends,
-    `TrialOver` is raised in each thread at its next report; if it was raised only in such a thread, the trainable has
-    20 seconds to return. A thread that keeps running cannot report to the next trial of its process. Other processes
-    must return their results to the trial's own process, which reports them.
+    each thread receives `TrialOver` at its next report; if only such a thread receives it, the trainable has 20 seconds
+    to return. A thread that keeps running cannot report to the next trial of its process. Other processes must return
+    their results to the trial's own process, which reports them.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here, this is not the trial's own process or not rank 0, this thread belongs to an
             earlier trial, or the checkpoint is not a local directory.
     """
-    _reporting_session("pt.report").report(metrics, checkpoint)
+    _require_reporting_session("pt.report").report(metrics, checkpoint)
 
 
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False) -> None:
     """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
 
-    It is due by the flow's `Cadence`, at the last step, when the trial is asked to stop, and when a scheduler needs
-    the state: as for a class trainable. `save` is called with an empty directory, before this returns. With `may_lack`
+    A checkpoint is due like for a class trainable: by the flow's `Cadence`, at the last step, when a stop is requested,
+    and when a scheduler needs the state. `save` is called with an empty directory, before this returns. With `may_lack`
     the report may lack the metric of the search.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here.
     """
-    _reporting_session("pt.report_step").report_step(metrics, save, may_lack=may_lack)
+    _require_reporting_session("pt.report_step").report_step(metrics, save, may_lack=may_lack)
 
 
 def save_last_step(save: Callable[[str], None]) -> None:
-    """Call `save` to write the state after the last step of `report_step`, unless it is saved already.
+    """Call `save` to write the state after the last step of `report_step`, unless it is already saved.
 
-    For a loop that ends by itself: at its last step it was not known to be the last.
+    For a loop that ends by itself: its last report did not know that it was the last.
     """
-    _session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
+    _require_session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -289,7 +289,7 @@ def get_checkpoint() -> Checkpoint | None:
     """
     from prefect_tune.runtime.checkpoint import Checkpoint
 
-    restored = _session("pt.get_checkpoint").restored()
+    restored = _require_session("pt.get_checkpoint").restored()
     return Checkpoint.from_directory(restored) if restored else None
 
 
@@ -299,53 +299,53 @@ def get_trial() -> TrialInfo:
     Raises:
         InvalidInput: no trial runs here.
     """
-    return _session("pt.get_trial").info()
+    return _require_session("pt.get_trial").info()
 
 
 def enter(session: TrialSession, *, whole_process: bool) -> None:
-    """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
-    _in_context.set(session)
+    """Make `session` the trial of this context; with `whole_process`, of all threads of this process."""
+    _context_session.set(session)
     if whole_process:
-        others = (each for each in threading.enumerate() if each is not threading.current_thread())
-        if _in_process:
-            _of_earlier_trials.update(each for each in others if each not in _of_import)
+        others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+        if _process_sessions:
+            _earlier_trial_threads.update(thread for thread in others if thread not in _import_threads)
         else:
-            _of_import.update(others)
-        _in_process[:] = [session]
+            _import_threads.update(others)
+        _process_sessions[:] = [session]
 
 
 def session_of_process() -> TrialSession | None:
-    """Return the session of the trial that this process trains; None in a process that it has forked or started."""
-    return next((each for each in _in_process if each.trains_here), None)
+    """Return the session of the trial that this process trains; None in its child processes."""
+    return next((session for session in _process_sessions if session.trains_here), None)
 
 
-def _reporting_session(caller: str) -> TrialSession:
+def _require_reporting_session(caller: str) -> TrialSession:
     """Return the session of this trial.
 
     Raises:
         InvalidInput: no trial runs here, or this thread belongs to an earlier trial of the process.
     """
-    if threading.current_thread() in _of_earlier_trials:
+    if threading.current_thread() in _earlier_trial_threads:
         raise InvalidInput(
             f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "
-            "which belongs to an earlier trial of this process. End the threads that report in cleanup, or restart "
-            "them in reset_config"
+            "which belongs to an earlier trial of this process. End reporting threads in cleanup, or restart them in "
+            "reset_config"
         )
-    return _session(caller)
+    return _require_session(caller)
 
 
-def _session(caller: str) -> TrialSession:
+def _require_session(caller: str) -> TrialSession:
     from prefect_tune.runtime.group_session import joined_session
 
     if (joined := joined_session(caller)) is not None:
         return joined
-    session = _in_context.get(None) or next(iter(_in_process), None)
+    session = _context_session.get(None) or next(iter(_process_sessions), None)
     if session is not None:
         return session
     if (trial := started_by()) is not None:
         raise InvalidInput(
             f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
-            f"{os.getpid()}, which it or its launcher has started. One process trains a trial: "
+            f"{os.getpid()}, which that process or its launcher started. One process trains a trial: "
             "return results to that process (through a queue, a pipe or a pool) and report them there"
         )
     hint = (

@@ -1,4 +1,4 @@
-"""What an exception of a trainable means: the message that ends its attempt, with cause, advice and traceback."""
+"""Convert an exception of a trainable to the message that ends its attempt, with cause, advice and traceback."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.core.reasons import Reason, find_code_location, make_reason
 from prefect_tune.runtime.message_stream import MalformedMessage
 
-_SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals by which another process ends what a trial has started, such as a launcher."""
-_LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals by which other processes end a process that a trial has started, such as a launcher."""
+_INTERNAL_MODULES = ("prefect_tune.runtime.", "importlib")
 
 
 class NotLoaded(Exception):
-    """The trainable could not be imported: another attempt would fail too."""
+    """The trainable cannot be imported; another attempt would fail too."""
 
 
 def failure_message(error: BaseException, trial: str) -> TrialEnded:
-    """Return the message that ends an attempt of `trial` in whose process `error` was raised."""
-    if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
+    """Return the message that ends an attempt of `trial`, in whose process `error` was raised."""
+    if isinstance(error, BadStop):  # an error of `stop`: the traceback would mislead
         reason = make_reason("raised", text=str(error))
     else:
-        first = error.__traceback__  # of the trainable; without the frames that lead to it, if any frame is its own
-        while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
+        first = error.__traceback__  # skip prefect-tune's frames before the trainable's first frame, if it has one
+        while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
             first = first.tb_next
         shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
         text, name = text_of(error), None if isinstance(error, NotLoaded) else type(error).__name__
@@ -38,15 +38,15 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
             "raised",
             type=name if text else None,
             text=text or name,
-            advice=_advice(error),
+            advice=_make_advice(error),
             location=find_code_location(shown, is_newest_first=False),
             traceback=shown,
         )
-    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_cause(error), reason=reason), raised=True)
+    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_cause_of(error), reason=reason), raised=True)
 
 
-def _advice(error: BaseException) -> Reason | None:
-    """Return what to do about errors that are due to the process in which a trial runs; None for others."""
+def _make_advice(error: BaseException) -> Reason | None:
+    """Return advice for errors that are caused by running in a trial's process; None for other errors."""
     if type(error).__qualname__ == "BdbQuit":
         return make_reason("advice-no-terminal")
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -64,26 +64,26 @@ def _advice(error: BaseException) -> Reason | None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text, also if its `__str__` raises."""
+    """Return an error's text, even if its `__str__` raises."""
     try:
         return str(error)
-    except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
-        return f"(its text is not available: str() raised {type(unsayable).__name__})"
+    except Exception as str_error:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
+        return f"(its text is not available: str() raised {type(str_error).__name__})"
 
 
 def was_raised_by_signal_handler(error: BaseException) -> bool:
-    """Return whether a handler of a signal raised it, such as one that exits at SIGTERM: the training did not end."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _SENT_SIGNALS}
+    """Return whether a signal handler raised `error`, such as one that exits on SIGTERM: training did not finish."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _EXTERNAL_SIGNALS}
     return any(frame.f_code in handlers for frame, _line in traceback.walk_tb(error.__traceback__))
 
 
-def _cause(error: BaseException) -> Cause:
+def _cause_of(error: BaseException) -> Cause:
     match error:
         case NotLoaded() | ImportError():
             return Cause.IMPORT
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
             return Cause.MACHINE
-        case subprocess.CalledProcessError(returncode=code) if -code in _SENT_SIGNALS:
+        case subprocess.CalledProcessError(returncode=code) if -code in _EXTERNAL_SIGNALS:
             return Cause.MACHINE
         case SystemExit() if was_raised_by_signal_handler(error):
             return Cause.MACHINE

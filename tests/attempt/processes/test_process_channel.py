@@ -142,7 +142,7 @@ def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config
     [
         (b"a line of text\n", "expected a length of at most 67108864 bytes, found 1629514857"),
         (struct.pack("!i", 1000) + b"\0" * 8, "expected a JSON object; found"),
-        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a message of this prefect-tune: "),
+        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a prefect-tune message: "),
     ],
 )
 def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable(

@@ -111,7 +111,7 @@ class _FromElsewhere:
         (None, "No such file"),
         ("no pickle", "its pickle cannot be loaded by Python 3.*ValueError: non-hexadecimal"),
         (pickled(_spawns)[:100], "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated"),
-        (pickled(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make it importable"),
+        (pickled(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make the module"),
         (pickled("a text"), "expected a function of the configuration, .* found str"),
         ("é", "'ascii' codec can't decode"),
     ],
@@ -126,7 +126,7 @@ def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_
     with supervised_process(start_of(_spawns, tmp_path, {"file": str(file)}, steps=1), log_to(recorder)) as channel:
         assert metrics_of(channel) == {"code": 0}
     (line,) = recorder.reasons
-    assert re.match(f"prefect-tune: a spawned process lacks what the script of its trial defines: .*{why}", line)
+    assert re.match(f"prefect-tune: a spawned process lacks the definitions of its trial's script: .*{why}", line)
 
 
 def _unpickles(_config: object) -> None:

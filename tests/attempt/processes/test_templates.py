@@ -370,7 +370,7 @@ REASONS = {
         import socket
         left = socket.socket()
     """,
-    "threads run beside its forks: late": """
+    "other threads run during its forks: late": """
         import threading
         forks = []
         def start():
@@ -379,7 +379,7 @@ REASONS = {
                 threading.Thread(target=threading.Event().wait, daemon=True, name="late").start()
         os.register_at_fork(after_in_parent=start)
     """,
-    "threads run beside its forks: 1 thread of libraries, without names": """
+    "other threads run during its forks: 1 unnamed library thread": """
         import _thread, ctypes, time
         def hold():
             ctypes.CDLL(None).prctl(15, b"")

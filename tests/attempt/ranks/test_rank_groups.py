@@ -286,12 +286,12 @@ def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(
 
 
 def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match=r"expected the ranks to be launched before the first pt\.report"):
+    with pytest.raises(pt.TrialFailed, match=r"expected a launch of the ranks before the first pt\.report"):
         launched(tmp_path, restarts_late, {})
 
 
 def test_a_second_copy_of_the_trials_program_without_a_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match=r"found a second copy of the trial's process .* processes_per_trial=N"):
+    with pytest.raises(pt.TrialFailed, match=r"found a copy of the trial's own program .* processes_per_trial=N"):
         launched(tmp_path, restarts_without_rank, {})
 
 

@@ -19,7 +19,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFile
 from prefect_tune.core.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.runtime.session import snapshot
+from prefect_tune.runtime.session import copy_directory
 from prefect_tune.stores.local.staging import StagedFiles, restored_directory
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import ParallelMemoryStore
@@ -233,7 +233,7 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
 
 
 @pytest.mark.parametrize("gone", ["deep/weights", "deep"])
-@pytest.mark.parametrize("act", [StagedFiles, lambda source: snapshot(source, source.with_name("copy"))])
+@pytest.mark.parametrize("act", [StagedFiles, lambda source: copy_directory(source, source.with_name("copy"))])
 def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], gone: str
 ) -> None:

@@ -1,23 +1,23 @@
-"""The fork server that trial processes are forked from, without Prefect.
+"""The fork server, from which trial processes are forked, without Prefect.
 
 It is started as `python -m prefect_tune.runtime.processes.fork_server`.
 
-It has imported what every trial needs and no user code, and it has one thread, so a fork of it is safe whatever the
-supervisor is doing. Between it and each trial's process is a subreaper process:
+It has imported the modules that every trial needs, but no user code, and it has one thread: so it can be forked safely
+at any time. Between it and each trial's process is a subreaper process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is such a process too. It imports a trainable, and then is itself a fork server, for trials of that
+A template is forked in the same way. It imports a trainable, and then becomes a fork server for trials of that
 trainable:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
 The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
-When the supervisor requests it or is gone, and when the trial's process has ended, it ends all of them and reports
-the trial's wait status. The fork server is a child subreaper too, in a session of its
-own: it ends what a killed subreaper leaves. If the fork server is killed, its subreapers finish their work. Only
-`kill -9` of both leaves processes alive: descendants of the trial's process, while Linux kills that process itself
-together with its subreaper (`PR_SET_PDEATHSIG`).
+When the supervisor requests it or exits, and when the trial's process exits, the subreaper ends all of them and reports
+the trial's wait status. The fork server is a child subreaper too, in a session of its own: it ends the descendants of
+a killed subreaper. If the fork server is killed, its subreapers finish their work. Only `kill -9` of both leaves
+processes alive: descendants of the trial's process. Linux kills the trial's process itself together with its subreaper
+(`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ from prefect_tune.runtime.processes.trial_process import (
 from prefect_tune.runtime.ranks import is_copy_for_rank
 from prefect_tune.runtime.trial_errors import text_of
 
-# Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
-_NOT_FOR_US = (
+# Cluster schedulers and terminals send these to all processes of a job; fork server and subreaper ignore them.
+_IGNORED_SIGNALS = (
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -91,24 +91,24 @@ _NOT_FOR_US = (
     signal.SIGXCPU,
 )
 _TERM_TIMEOUT = timedelta(seconds=0.5)
-_TRACKER_TIMEOUT = timedelta(seconds=3)  # they clean up in milliseconds, but the machine may be busy
+_TRACKER_TIMEOUT = timedelta(seconds=3)  # trackers clean up in milliseconds, but the machine may be busy
 _DESCENDANTS_TIMEOUT = timedelta(seconds=4)
-_TRACKER = b"resource_tracker"  # in the command line of multiprocessing's and loky's
+_TRACKER_NAME = b"resource_tracker"  # in the command lines of multiprocessing's and loky's trackers
 _POLL_INTERVAL = timedelta(seconds=0.05)
-_REASON_BYTES = 2000
+_MAX_STATUS_BYTES = 2000
 _Handlers = Mapping[signal.Signals, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _ForkRequest:
-    """A fork request: the descriptors that the supervisor sends."""
+    """A fork request with the descriptors that the supervisor sends."""
 
     channel: int
     output: int
     status: int
-    """Socket for `born <subreaper pid>`, then `ended <wait status>`; or `failed <errno>` or `unsafe <reason>` alone."""
-    word: bytes = FORK
-    """`FORK` for a trial's process; `IMPORT` for a template, whose fork requests come on `channel`."""
+    """Socket for `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
+    command: bytes = FORK
+    """`FORK` for a trial's process; `IMPORT` for a template, which receives its fork requests on `channel`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -120,52 +120,53 @@ class _ForkRequest:
 
 
 def fork_server_main(control_fd: int, supervisor: int) -> Life | None:
-    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
-    alive = while_alive(supervisor)
+    """Serve fork requests on `control_fd` until its other side is closed or the supervisor exits."""
+    supervisor_fds = while_alive(supervisor)
     if os.getppid() != supervisor:
-        return None  # the supervisor died before the pidfd was opened
+        return None  # the supervisor exited before the pidfd was opened
     set_process_name(b"tune-forkserver")
     copy_context().run(warm_up)
-    return _serve_forks(socket.socket(fileno=control_fd), alive)
+    return _serve_forks(socket.socket(fileno=control_fd), supervisor_fds)
 
 
-def _serve_forks(control: socket.socket, alive: Collection[int]) -> Life | None:
+def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> Life | None:
     """Fork a process for each request."""
     adopt_orphans()  # adopts the children of a killed subreaper
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
-    deaths = sigchld_pipe()
+    original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED_SIGNALS}
+    sigchld_fd = sigchld_pipe()
     subreapers: set[int] = set()
-    gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
-    while not (woken := poll_readable([control.fileno(), deaths, *alive])).intersection(alive):
-        if deaths in woken:
-            _reap(deaths, subreapers)
-        if control.fileno() in woken:
+    gc.freeze()  # else garbage collections in the children would copy shared memory pages
+    fds = [control.fileno(), sigchld_fd, *supervisor_fds]
+    while not (readable := poll_readable(fds)).intersection(supervisor_fds):
+        if sigchld_fd in readable:
+            _reap_subreapers(sigchld_fd, subreapers)
+        if control.fileno() in readable:
             message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
             if not message:
                 break
             channel, output, status = descriptors
             request = _ForkRequest(channel, output, status, message)
-            if (subreaper := _fork(request)) == 0:
+            if (subreaper := _fork_child(request)) == 0:
                 control.close()
-                return partial(_subreaper_main, request, alive, before)
+                return partial(_subreaper_main, request, supervisor_fds, original_handlers)
             if subreaper > 0:
                 subreapers.add(subreaper)
             request.close()
-    while _reap(deaths, subreapers) and subreapers:  # this process ends what a subreaper leaves that is killed
-        poll_readable([deaths])
-    _end_descendants(deaths)
+    while _reap_subreapers(sigchld_fd, subreapers) and subreapers:  # ends the descendants of killed subreapers
+        poll_readable([sigchld_fd])
+    _end_descendants(sigchld_fd)
     control.close()
     return None
 
 
-def _reap(deaths: int, subreapers: set[int]) -> bool:
-    """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
-    drain_pipe(deaths)
+def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
+    """Reap exited children, and kill the descendants of killed subreapers; return whether a child is alive."""
+    drain_pipe(sigchld_fd)
     with suppress(ChildProcessError):
-        while (death := os.waitpid(-1, os.WNOHANG))[0]:
-            is_subreaper = death[0] in subreapers
-            subreapers.discard(death[0])
-            if not is_subreaper or death[1] != 0:
+        while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+            is_subreaper = exited[0] in subreapers
+            subreapers.discard(exited[0])
+            if not is_subreaper or exited[1] != 0:
                 send_signal(signal.SIGKILL, children_of(os.getpid()) - subreapers)
         return True
     return False
@@ -174,63 +175,62 @@ def _reap(deaths: int, subreapers: set[int]) -> bool:
 # The subreaper.
 
 
-def _subreaper_main(request: _ForkRequest, alive: Collection[int], before: _Handlers) -> Life | None:
-    """Fork the trial's process, wait for its end, end its descendants, and report its wait status."""
+def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], handlers: _Handlers) -> Life | None:
+    """Fork the trial's process, wait for its exit, end its descendants, and report its wait status."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    keep_only(*request.descriptors, *alive)
+    keep_only(*request.descriptors, *supervisor_fds)
     set_process_name(b"tune-subreaper")
     adopt_orphans()
-    deaths, subreaper = sigchld_pipe(), os.getpid()
-    if (trial := _fork(request)) == 0:
-        return partial(_run_forked, request, subreaper, before)
+    sigchld_fd, subreaper = sigchld_pipe(), os.getpid()
+    if (trial := _fork_child(request)) == 0:
+        return partial(_forked_main, request, subreaper, handlers)
     if trial > 0:
         os.close(request.channel)
         os.close(request.output)
-        _send(request.status, "born", subreaper)
-        _wait_for_end(trial, deaths, [request.status, *alive])
-        os.kill(trial, signal.SIGKILL)  # does nothing to a process that is dead already
+        _send_status(request.status, "born", subreaper)
+        _wait_for_trial_exit(trial, sigchld_fd, [request.status, *supervisor_fds])
+        os.kill(trial, signal.SIGKILL)  # has no effect on an exited process
         _, status = os.waitpid(trial, 0)
-        _end_descendants(deaths)
-        _send(request.status, "ended", status)
+        _end_descendants(sigchld_fd)
+        _send_status(request.status, "ended", status)
     return None
 
 
-def _wait_for_end(trial: int, deaths: int, ends: Collection[int]) -> None:
-    """Return when the trial's process is dead, or a descriptor of `ends` is readable: end of file."""
+def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int]) -> None:
+    """Return when the trial's process has exited, or when a descriptor of `stop_fds` is readable: end of file."""
     while True:
-        # Without reaping it: until it is reaped, the pid is not reused.
-        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if dead is not None and dead.si_pid == trial:
+        # Do not reap the trial's process yet: until then its pid is not reused.
+        exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if exited is not None and exited.si_pid == trial:
             return
-        if dead is not None:
-            os.waitpid(dead.si_pid, 0)  # an orphaned descendant of the trial
-        elif poll_readable([deaths, *ends]).intersection(ends):
+        if exited is not None:
+            os.waitpid(exited.si_pid, 0)  # an orphaned descendant of the trial
+        elif poll_readable([sigchld_fd, *stop_fds]).intersection(stop_fds):
             return
         else:
-            drain_pipe(deaths)
+            drain_pipe(sigchld_fd)
 
 
-def _end_descendants(deaths: int) -> None:
+def _end_descendants(sigchld_fd: int) -> None:
     """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 4 s.
 
-    Resource trackers ignore SIGTERM, remove what the other processes have left in shared memory, and exit: they have
-    3 s for it.
+    Resource trackers ignore SIGTERM, remove the shared memory of the other processes, and exit: they have 3 s.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     terminated: set[int] = set()
-    while _has_children() and (waited := timedelta(seconds=time.monotonic() - began)) < _DESCENDANTS_TIMEOUT:
-        left = children_of(os.getpid())  # includes descendants whose parent has just died
-        send_signal(signal.SIGTERM, left - terminated)
-        terminated |= left
+    while _reap_children() and (waited := timedelta(seconds=time.monotonic() - started_at)) < _DESCENDANTS_TIMEOUT:
+        children = children_of(os.getpid())  # includes descendants whose parent has just exited
+        send_signal(signal.SIGTERM, children - terminated)
+        terminated |= children
         if waited >= _TERM_TIMEOUT:
-            cleaning_up = {each for each in left if waited < _TRACKER_TIMEOUT and _TRACKER in command_of(each)}
-            send_signal(signal.SIGKILL, left - cleaning_up)
-        if poll_readable([deaths], _POLL_INTERVAL):
-            drain_pipe(deaths)
+            trackers = {pid for pid in children if waited < _TRACKER_TIMEOUT and _TRACKER_NAME in command_of(pid)}
+            send_signal(signal.SIGKILL, children - trackers)
+        if poll_readable([sigchld_fd], _POLL_INTERVAL):
+            drain_pipe(sigchld_fd)
 
 
-def _has_children() -> bool:
-    """Reap dead children; return whether another child is alive."""
+def _reap_children() -> bool:
+    """Reap exited children; return whether another child is alive."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -241,24 +241,24 @@ def _has_children() -> bool:
 # The trial's process, or a template.
 
 
-def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> Life | None:
-    """Serve trials; or be a template: import a trainable, then, if that is safe, fork its trials as the server does.
+def _forked_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> Life | None:
+    """Serve trials; or be a template: import a trainable, then, if that is safe, serve forks for its trials.
 
-    First it is set up as if it had been started by exec.
+    First, the process is set up as if it had been started by exec.
     """
     os.setsid()
     die_with_parent()
     if os.getppid() != subreaper:
-        return None  # the subreaper died before prctl was called
-    set_process_name(b"tune-template" if request.word == IMPORT else b"trial")
+        return None  # the subreaper exited before prctl was called
+    set_process_name(b"tune-template" if request.command == IMPORT else b"trial")
     os.dup2(request.output, 1)
     os.dup2(request.output, 2)
     keep_only(request.channel)
     os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
-    for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
+    for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
-    if request.word == FORK:
+    if request.command == FORK:
         forget_exit_handlers()
         serve(Connection(request.channel))
         return None
@@ -266,123 +266,123 @@ def _run_forked(request: _ForkRequest, subreaper: int, before: _Handlers) -> Lif
     control = socket.socket(fileno=request.channel)
     _, files, _, _ = socket.recv_fds(control, 16, 1)
     if not files:
-        return None  # the supervisor is gone
+        return None  # the supervisor has exited
     with os.fdopen(files[0], "rb") as file:
-        importing = ImportRequest.model_validate_json(file.read())
-    reset_process_state(importing.environment)
+        import_request = ImportRequest.model_validate_json(file.read())
+    reset_process_state(import_request.environment)
     print_logs_of_run()
-    reason = _import_before_forking(importing)
-    control.send((reason or READY).encode("utf-8", "replace")[:_REASON_BYTES])
-    return None if reason else partial(_serve_forks, control, while_alive(importing.supervisor))
+    reason = _preload_trainable(import_request)
+    control.send((reason or READY).encode("utf-8", "replace")[:_MAX_STATUS_BYTES])
+    return None if reason else partial(_serve_forks, control, while_alive(import_request.supervisor))
 
 
-def _fork(request: _ForkRequest) -> int:
-    """Fork; on failure report it on the request's socket, and return -1.
+def _fork_child(request: _ForkRequest) -> int:
+    """Fork; on failure, report it on the request's socket and return -1.
 
-    A fork beside another thread may hang for ever. Some libraries end theirs in a handler of the fork: so the threads
-    are counted after it, and the child waits for that.
+    A fork while other threads run may hang forever. Some libraries end their threads in a fork handler: so the parent
+    looks for threads after the fork, and the child waits for the result.
     """
     try:
-        waiting, counted = os.pipe()
+        read_fd, write_fd = os.pipe()
         try:
             child = os.fork()
         except OSError:
-            os.close(waiting)
-            os.close(counted)
+            os.close(read_fd)
+            os.close(write_fd)
             raise
     except OSError as error:
-        _send(request.status, "failed", error.errno)
+        _send_status(request.status, "failed", error.errno)
         return -1
     if child == 0:
-        os.close(counted)
-        is_safe = os.read(waiting, 1)
-        os.close(waiting)
+        os.close(write_fd)
+        is_safe = os.read(read_fd, 1)
+        os.close(read_fd)
         return 0 if is_safe else os._exit(1)
-    os.close(waiting)
-    if threads := _running_threads():
+    os.close(read_fd)
+    if threads := _running_thread_names():
         send_signal(signal.SIGKILL, {child, *children_of(child)})
         os.waitpid(child, 0)
-        _send(request.status, "unsafe", f"threads run beside its forks: {', '.join(threads)}")
+        _send_status(request.status, "unsafe", f"other threads run during its forks: {', '.join(threads)}")
     else:
-        os.write(counted, b"1")
-    os.close(counted)
+        os.write(write_fd, b"1")
+    os.close(write_fd)
     return -1 if threads else child
 
 
-def _send(status: int, code: str, *arguments: object) -> None:
-    """Send a code and its arguments, as one packet: the last one may be a text."""
-    with suppress(OSError):  # the supervisor is gone
-        os.write(status, " ".join((code, *map(str, arguments)))[:_REASON_BYTES].encode())
+def _send_status(status: int, code: str, *arguments: object) -> None:
+    """Send a code and its arguments in one packet; the last argument may be text."""
+    with suppress(OSError):  # the supervisor has exited
+        os.write(status, " ".join((code, *map(str, arguments)))[:_MAX_STATUS_BYTES].encode())
 
 
-# Import a trainable once, in the process that its trials are forked from, if forks of that process are safe then.
+# Import a trainable once, in the process from which its trials are forked, if the import leaves it safe to fork.
 #
-# A fork has only the thread that forked. Locks that other threads hold stay locked in it, and a GPU driver or a socket
-# that it shares with the parent breaks or hangs. So after the import, what is certain and takes no time is checked:
+# A forked child has only the thread that forked. Locks held by other threads stay locked in it, and a GPU driver or a
+# socket that it shares with the parent breaks or hangs. So after the import, some fast and certain checks follow:
 #
-# - libraries that refuse forks in their documentation: JAX, TensorFlow, MPI;
+# - libraries whose documentation forbids forks: JAX, TensorFlow, MPI;
 # - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
-# - threads: Python's at once, those of libraries after each fork, since some end theirs in a handler of the fork.
+# - threads: Python's at once, libraries' threads after each fork, since some libraries end theirs in a fork handler.
 #
-# A fork that hangs all the same is replaced by its supervisor after 60 s.
+# The supervisor replaces a forked child that hangs despite these checks after 60 s.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
-_REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
-# Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
+# Documented, or warned at each fork: a fork may hang once these libraries are imported.
+_FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
+# The allocator ends this thread in its own handler before a fork, and starts it again when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-_USES_OPTIMIZER = re.compile(r"\boptim|Trainer")
-_NO_COLLECTION = 1 << 30  # allocations until the next one
+_OPTIMIZER_PATTERN = re.compile(r"\boptim|Trainer")
+_GC_OFF_THRESHOLD = 1 << 30  # allocations until the next garbage collection
 
 
-def _import_before_forking(request: ImportRequest) -> str | None:
-    """Import the trainable; return why this process must not be forked, None if it may be."""
-    before, collecting = open_descriptors(), gc.get_threshold()
+def _preload_trainable(request: ImportRequest) -> str | None:
+    """Import the trainable; return why this process must not be forked, or None if it may be forked."""
+    before, gc_threshold = open_descriptors(), gc.get_threshold()
     prepend_import_path(request.import_path)
-    gc.set_threshold(_NO_COLLECTION)  # a sixth of an import's CPU time would be collections that find nothing
+    gc.set_threshold(_GC_OFF_THRESHOLD)  # collections during an import free nothing and take a sixth of its CPU time
     try:
         with noting_import(), forks_end():
             trainable = load_trainable(request.trainable)
             remember_source(trainable)
-            _import_for_optimizer(trainable)
-    except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
+            _warm_up_optimizer(trainable)
+    except BaseException as error:  # noqa: BLE001 - anything that the user's module raises, including SystemExit
         return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
     finally:
         flush_output()  # else each fork prints it again
-        if gc.get_threshold()[0] == _NO_COLLECTION:  # else the module has set its own
-            gc.set_threshold(*collecting)
-    if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
-        return f"it imports {' and '.join(refusing)}, which cannot be forked"
-    if threads := _python_threads():
+        if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # else the module has set its own
+            gc.set_threshold(*gc_threshold)
+    if unsafe := [name for module, name in _FORK_UNSAFE_LIBRARIES.items() if module in sys.modules]:
+        return f"it imports {' and '.join(unsafe)}, which cannot be forked"
+    if threads := _python_thread_names():
         return f"its import started threads that still run: {', '.join(threads)}"
-    if opened := sorted(what for number, what in open_descriptors().items() if before.get(number) != what):
-        return f"its import left open: {', '.join(opened)}"
+    if left_open := sorted(kind for number, kind in open_descriptors().items() if before.get(number) != kind):
+        return f"its import left open: {', '.join(left_open)}"
     return None
 
 
-def _import_for_optimizer(trainable: object) -> None:
-    """Take a step with an optimizer of PyTorch: a process's first one imports 900 modules, in 1.7 CPU s.
+def _warm_up_optimizer(trainable: object) -> None:
+    """Take a step with a PyTorch optimizer: the first step in a process imports 900 modules, in 1.7 s of CPU time.
 
-    Do it if the module of the trainable names one: a guess that only saves time.
+    Do so only if the trainable's module mentions an optimizer: a guess that can only save time.
     """
     name = getattr(trainable, "__module__", "")
-    with suppress(Exception):  # there is no source, which `inspect` says in several ways; or trials report it
-        # Of what a script has sent, `__main__` is the script's; here, it is the program of this process.
+    with suppress(Exception):  # no source, for which `inspect` has several exceptions; trials report other errors
+        # For a trainable of a script, `sys.modules["__main__"]` is not the script but the program of this process.
         source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
-        if (torch := sys.modules.get("torch")) is not None and _USES_OPTIMIZER.search(source):
+        if (torch := sys.modules.get("torch")) is not None and _OPTIMIZER_PATTERN.search(source):
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
-def _running_threads() -> list[str]:
-    """Return the names of the other threads: Python's, and those of libraries."""
+def _running_thread_names() -> list[str]:
+    """Return the names of the other threads: Python's and those of libraries."""
     if not (others := [name for name in other_thread_names() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")
-    of_libraries = [f"{plural(unnamed, 'thread', 'threads')} of libraries, without names"] * bool(unnamed)
-    return _python_threads() or sorted({f"a library's {name}" for name in others if name}) + of_libraries
+    unnamed_text = [plural(unnamed, "unnamed library thread", "unnamed library threads")] * bool(unnamed)
+    return _python_thread_names() or sorted({f"a library's {name}" for name in others if name}) + unnamed_text
 
 
-def _python_threads() -> list[str]:
+def _python_thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
