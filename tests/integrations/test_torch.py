@@ -170,8 +170,8 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]  #
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sampler": torch.utils.data.SequentialSampler(range(4))}, r"sampler=...\): expected none"),
-        ({"batch_sampler": [[0], [1]]}, r"batch_sampler=...\): expected none"),
+        ({"sampler": torch.utils.data.SequentialSampler(range(4))}, r"sampler=...\): expected no sampler"),
+        ({"batch_sampler": [[0], [1]]}, r"batch_sampler=...\): expected no batch_sampler"),
         ({"batch_size": None}, "batch_size=None.: expected an integer of 1 or more"),
         ({"batch_size": 0}, "expected an integer of 1 or more"),
         ({"batch_size": -2}, "expected an integer of 1 or more"),

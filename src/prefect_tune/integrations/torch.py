@@ -1,4 +1,4 @@
-"""Save the complete state of a PyTorch training in one file that loads without running code."""
+"""Save the complete state of a PyTorch training to one file, which loads without running code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ResumableLoader", "Stateful", "load_state", "random_state", "save_state", "set_random_state"]
 
-_FILE = "state.pt"
+_STATE_FILE = "state.pt"
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a scheduler, a scaler, a `ResumableLoader`."""
+    """An object such as a model, an optimizer, a scheduler, a scaler or a `ResumableLoader`."""
 
     def state_dict(self) -> Any: ...
 
@@ -33,69 +33,69 @@ class Stateful(Protocol):
 
 
 def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Any) -> None:
-    """Write the states of all parts, and of every random generator, into `directory`.
+    """Write the states of all parts and of every random generator to `directory`.
 
     ```python
     save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, best=0.4)
     ```
 
-    Generators: Python's, NumPy's global one, PyTorch's on the CPU and on each CUDA device.
+    The generators are Python's, NumPy's global generator, and PyTorch's on the CPU and on each CUDA device.
 
     Args:
-        extra: plain values; `load_state` returns them.
-        parts: everything that the next step depends on, under names of your own: objects that are `Stateful`, and plain
-            values, which `load_state` returns. Plain are numbers, text, None, tensors, NumPy's arrays and numbers, and
+        extra: plain values, which `load_state` returns.
+        parts: everything that the next step depends on, by names that you choose: `Stateful` objects and plain values.
+            Plain values, which `load_state` returns, are numbers, text, None, tensors, NumPy's arrays and numbers, and
             lists, tuples and dicts of these.
 
     Raises:
-        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain: `load_state` could not read it.
+        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain; `load_state` could not read it.
     """
     states = {name: part.state_dict() for name, part in parts.items() if _is_stateful(part)}
     values = {name: part for name, part in parts.items() if name not in states}
     saved = {"parts": states, "values": values, "extra": dict(extra or {})}
     if twice := values.keys() & saved["extra"].keys():
-        raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} among the parts and in extra")
+        raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} in both the parts and extra")
     for kind, by_name in saved.items():
-        saved[kind] = {name: _stored(value, str(name), name) for name, value in by_name.items()}
-    Path(directory).mkdir(parents=True, exist_ok=True)  # such as that of a rank
-    torch.save({**saved, "random": random_state()}, Path(directory, _FILE))
+        saved[kind] = {name: _encode_value(value, str(name), name) for name, value in by_name.items()}
+    Path(directory).mkdir(parents=True, exist_ok=True)  # for example of a rank
+    torch.save({**saved, "random": random_state()}, Path(directory, _STATE_FILE))
 
 
 def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
-    """Restore the state of each part and of every random generator; return the plain parts, and `extra`.
+    """Restore the state of each part and of every random generator; return the plain parts and `extra`.
 
     ```python
     best = load_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)["best"]
     ```
 
-    Plain parts may be left out. Lists, dicts, tensors and arrays that are passed are changed in place too; a number or
-    a text cannot be: assign what is returned.
+    Plain parts may be left out. Lists, dicts, tensors and arrays that you pass are also changed in place; numbers and
+    text cannot be: assign the returned values.
 
-    The file is read with `weights_only=True`, so an untrusted checkpoint runs no code. An optimizer's learning rate is
-    part of its state: if a scheduler changes the trial's configuration (PBT), set it again afterwards.
+    The file is read with `weights_only=True`, so an untrusted checkpoint cannot run code. An optimizer's learning rate
+    is part of its state: if a scheduler changes the trial's configuration (PBT), set the rate again afterwards.
 
     Raises:
-        InvalidInput: the parts are not those that were saved.
+        InvalidInput: the parts differ from the saved parts.
     """
-    saved = torch.load(Path(directory, _FILE), map_location="cpu", weights_only=True)
-    states, values, extra = (_restored(saved.get(kind, {})) for kind in ("parts", "values", "extra"))
+    saved = torch.load(Path(directory, _STATE_FILE), map_location="cpu", weights_only=True)
+    states, values, extra = (_decode_value(saved.get(kind, {})) for kind in ("parts", "values", "extra"))
     stateful = {name for name, part in parts.items() if _is_stateful(part)}
     if states.keys() != stateful or not parts.keys() - stateful <= values.keys():
         raise InvalidInput(
-            f"{directory}: expected the parts {sorted(parts)}, of them with a state {sorted(stateful)}; found "
+            f"{directory}: expected the parts {sorted(parts)}, of which {sorted(stateful)} have a state; found "
             f"{sorted(states)} with a state, and the values {sorted(values)}"
         )
     for name, part in parts.items():
         if name in stateful:
             part.load_state_dict(states[name])
         else:
-            _assign(name, part, values[name])
+            _assign_in_place(name, part, values[name])
     set_random_state(saved["random"])
     return {**extra, **values}
 
 
-_NUMPY = "prefect_tune.numpy"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NUMPY_KEY = "prefect_tune.numpy"
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _is_stateful(part: object) -> bool:
@@ -103,33 +103,33 @@ def _is_stateful(part: object) -> bool:
     return not isinstance(part, type) and all(map(callable, methods))
 
 
-def _stored(value: Any, place: str, part: str) -> Any:
-    """Return `value`, with arrays and numbers of NumPy as tensors of bytes, if it loads with `weights_only=True`.
+def _encode_value(value: Any, path: str, part: str) -> Any:
+    """Return `value` with NumPy's arrays and numbers as tensors of bytes, if it loads with `weights_only=True`.
 
     Args:
-        value: the part, or something in it.
-        place: of `value`, for the message.
+        value: the part, or a value in it.
+        path: the path to `value`, for the message.
         part: the name of the part.
 
     Raises:
-        InvalidInput: it does not.
+        InvalidInput: it does not load.
     """
-    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+    if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return value
     array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
-    if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: of another package
+    if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: defined by another package
         data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
         return {
-            _NUMPY: np.lib.format.dtype_to_descr(array.dtype),
+            _NUMPY_KEY: np.lib.format.dtype_to_descr(array.dtype),
             "shape": array.shape,
             "data": data,
             "is_array": array is value,
         }
     if type(value) in (list, tuple):
-        stored = [_stored(item, f"{place}[{number}]", part) for number, item in enumerate(value)]
-        return value if all(map(operator.is_, stored, value)) else type(value)(stored)
-    if type(value) in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
-        by_key = {key: _stored(item, f"{place}[{key!r}]", part) for key, item in value.items()}
+        items = [_encode_value(item, f"{path}[{number}]", part) for number, item in enumerate(value)]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if type(value) in (dict, OrderedDict) and all(type(key) in _PLAIN_TYPES for key in value):
+        by_key = {key: _encode_value(item, f"{path}[{key!r}]", part) for key, item in value.items()}
         return value if all(map(operator.is_, by_key.values(), value.values())) else by_key
     try:
         data = io.BytesIO()
@@ -139,32 +139,32 @@ def _stored(value: Any, place: str, part: str) -> Any:
         raise InvalidInput(
             f"save_state({part}=...): expected an object with state_dict() and load_state_dict(), or numbers, text, "
             "None, tensors, NumPy arrays, and lists, tuples and dicts of these; found a value of type "
-            f"{type(value).__module__}.{type(value).__qualname__} at {place}"
+            f"{type(value).__module__}.{type(value).__qualname__} at {path}"
         ) from error
     return value
 
 
-def _restored(value: Any) -> Any:
-    """Return what `_stored` was given."""
-    if type(value) is dict and _NUMPY in value:
-        array = np.frombuffer(value["data"].numpy().tobytes(), np.lib.format.descr_to_dtype(value[_NUMPY]))
+def _decode_value(value: Any) -> Any:
+    """Return the original value of a result of `_encode_value`."""
+    if type(value) is dict and _NUMPY_KEY in value:
+        array = np.frombuffer(value["data"].numpy().tobytes(), np.lib.format.descr_to_dtype(value[_NUMPY_KEY]))
         array = array.reshape(value["shape"]).copy()
         return array if value["is_array"] else array[()]
     if type(value) in (list, tuple):
-        return type(value)(map(_restored, value))
-    return {key: _restored(item) for key, item in value.items()} if type(value) is dict else value
+        return type(value)(map(_decode_value, value))
+    return {key: _decode_value(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def _assign(name: str, part: Any, value: Any) -> None:
-    """Give `part` the content of `value`, if it can change.
+def _assign_in_place(name: str, part: Any, value: Any) -> None:
+    """Copy the content of `value` into `part`, if `part` is mutable.
 
     Raises:
-        InvalidInput: a tensor or an array has another shape or type.
+        InvalidInput: a tensor or an array has a different shape or type.
     """
     if isinstance(part, torch.Tensor | np.ndarray):
         kind = torch.Tensor if isinstance(part, torch.Tensor) else np.ndarray
         if not isinstance(value, kind) or (part.shape, part.dtype) != (value.shape, value.dtype):
-            raise InvalidInput(f"load_state({name}=...): expected {_shape_text(part)}, found {_shape_text(value)}")
+            raise InvalidInput(f"load_state({name}=...): expected {_shape_of(part)}, found {_shape_of(value)}")
         with torch.no_grad():
             part[...] = value
     elif isinstance(part, list) and isinstance(value, list):
@@ -174,7 +174,7 @@ def _assign(name: str, part: Any, value: Any) -> None:
         part.update(value)
 
 
-def _shape_text(value: Any) -> str:
+def _shape_of(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)} and type {dtype}"
 
@@ -191,9 +191,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the global generators from what `random_state` returned.
+    """Restore the global generators from a result of `random_state`.
 
-    States of CUDA devices count only where there are as many devices.
+    The states of CUDA devices are restored only if the number of devices is the same.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -207,23 +207,23 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class ResumableLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` that resumes in the middle of an epoch, with the next batch.
 
-    It shuffles, unless `shuffle=False`: the order of epoch n depends only on `seed` and n. Each `for` over it yields
-    the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores it by itself, and
-    begins a new epoch each time (so does Fabric), also after a part of one (`limit_train_batches`, the sanity check).
+    It shuffles, unless `shuffle=False`: the order of epoch n depends only on `seed` and n. Each `for` loop over it
+    yields the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores the loader.
+    Lightning and Fabric start a new epoch each time, also after a partial one (`limit_train_batches`, sanity check).
 
-    The ranks of `torch.distributed` divide each `batch_size * world size` examples among them, and may be more or fewer
-    after a resume: the epoch goes on with the examples that no rank has had. Where the last examples of an epoch are
-    fewer than the ranks, some are in two batches. (Lightning: `Trainer(use_distributed_sampler=False)`.)
+    The ranks of `torch.distributed` divide each `batch_size * world size` examples among themselves. A resume may have
+    more or fewer ranks: the epoch continues with the examples that no rank has seen. If an epoch's last batch has fewer
+    examples than there are ranks, some examples repeat. (Lightning: `Trainer(use_distributed_sampler=False)`.)
 
     Args:
-        dataset: with a length, and examples by number.
-        batch_size: examples a batch, on each rank.
-        shuffle: whether each epoch has an order of its own; False: that of the dataset.
-        seed: of the order.
-        options: everything else that a `DataLoader` takes, but no sampler.
+        dataset: a dataset with a length and examples by number.
+        batch_size: the number of examples in a batch, on each rank.
+        shuffle: whether each epoch has its own order; False: the order of the dataset.
+        seed: the seed of the order.
+        options: all other options of a `DataLoader`, except samplers.
 
     Raises:
-        InvalidInput: an option that leaves the order or the place in it to another, or a value of the wrong kind.
+        InvalidInput: an option takes over the order or the position in it, or a value has the wrong type.
     """
 
     def __init__(
@@ -232,63 +232,62 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
             raise InvalidInput(
                 f"ResumableLoader: expected a dataset with a length and examples by number, found "
-                f"{type(dataset).__name__}; a loader over a stream has to keep its place itself, by state_dict and "
-                "load_state_dict (torchdata's StatefulDataLoader does)"
+                f"{type(dataset).__name__}; a loader over a stream must save its position itself, with state_dict and "
+                "load_state_dict (like torchdata's StatefulDataLoader)"
             )
         for name in ("sampler", "batch_sampler"):
             if options.pop(name, None) is not None:
                 raise InvalidInput(
-                    f"ResumableLoader({name}=...): expected none, since the loader has the order itself, by shuffle "
-                    "and seed; to train on other examples, or in another order, pass torch.utils.data.Subset(dataset, "
-                    "indexes)"
+                    f"ResumableLoader({name}=...): expected no {name}, since shuffle and seed define the order; to "
+                    "train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
                 )
         if options.get("in_order", True) is not True:
             raise InvalidInput(
-                "ResumableLoader(in_order=False): expected True, or its place would not say what was trained"
+                "ResumableLoader(in_order=False): expected True: else its position does not tell what was trained"
             )
-        for name, number, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if isinstance(number, bool) or not hasattr(number, "__index__") or not least <= number < 1 << 63:
-                raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {least} or more")
+        for name, number, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if isinstance(number, bool) or not hasattr(number, "__index__") or not minimum <= number < 1 << 63:
+                raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {minimum} or more")
         flags = {"shuffle": shuffle, "drop_last": options.pop("drop_last", False)}
         for name, flag in flags.items():
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
-        self._order = _Order(len(dataset), int(batch_size), int(seed), **flags)
-        # Its own generator: making an iterator draws a number, which a resumed training draws once more.
+        self._order = _BatchOrder(len(dataset), int(batch_size), int(seed), **flags)
+        # Its own generator: each new iterator draws a number, and a resumed training makes one more iterator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._order, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        self._order.leave_ended_epoch()
+        self._order.end_epoch_if_done()
         for batch in super().__iter__():
-            self._order.examples_done += self._order.examples_each
-            self._order.leave_ended_epoch()
+            self._order.examples_done += self._order.global_batch_size
+            self._order.end_epoch_if_done()
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled for a spawned process, which cannot receive a generator (PyTorch 2.13)."""
-        made = self.generator
-        return self.__dict__ | {"generator": None if made is None else made.get_state().numpy().tobytes()}
+        """Return the state for a spawned process, to which a generator cannot be pickled (PyTorch 2.13)."""
+        generator = self.generator
+        return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = state["generator"]
-        if made is not None:
+        random_bytes = state["generator"]
+        if random_bytes is not None:
             state["generator"] = torch.Generator()
-            state["generator"].set_state(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+            state["generator"].set_state(torch.frombuffer(bytearray(random_bytes), dtype=torch.uint8))
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the data, which is the same on all ranks."""
+        """Return the position in the data, which is the same on all ranks."""
         return {"epoch": self._order.epoch, "examples_done": self._order.examples_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue at that place."""
+        """Continue at the position in `state_dict`."""
         self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
         self._order.is_restored = True
 
 
-class _Order:
-    """Batches of indexes: those of this epoch that are not done, of this rank."""
+class _BatchOrder:
+    """The batches of indexes that this rank still has to train in this epoch."""
 
     def __init__(self, size: int, batch_size: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
         self._size, self._batch_size, self._seed, self._drop_last = size, batch_size, seed, drop_last
@@ -297,41 +296,41 @@ class _Order:
         self.is_restored = False
 
     @property
-    def sampler(self) -> _Order:
-        """What Lightning calls `set_epoch` of."""
+    def sampler(self) -> _BatchOrder:
+        """The object whose `set_epoch` Lightning calls."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next epoch if a part of this one is done, unless it has just been restored."""
-        del epoch  # the trainer's number, which counts what it has done in this process, or in all
+        """Begin the next epoch if a part of the current one is done, unless it has just been restored."""
+        del epoch  # the trainer's number may or may not count the epochs before a resume
         if self.examples_done and not self.is_restored:
             self.epoch, self.examples_done = self.epoch + 1, 0
         self.is_restored = False
 
     @property
-    def examples_each(self) -> int:
-        """The examples in a batch of all ranks."""
+    def global_batch_size(self) -> int:
+        """The number of examples in a batch of all ranks."""
         return self._batch_size * _rank_and_world_size()[1]
 
     def __len__(self) -> int:
-        return len(self._places(0))
+        return len(self._batch_starts(0))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = np.random.default_rng((self._seed, self.epoch))
         order = generator.permutation(self._size) if self._shuffle else np.arange(self._size)
         rank, world_size = _rank_and_world_size()
-        for place in self._places(self.examples_done):
-            batch = order[place : place + self._batch_size * world_size]
+        for start in self._batch_starts(self.examples_done):
+            batch = order[start : start + self._batch_size * world_size]
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
-    def leave_ended_epoch(self) -> None:
-        """Begin the next epoch if nothing is left of this one: other ranks may have read fewer examples at a time."""
-        if self.examples_done and not self._places(self.examples_done):
+    def end_epoch_if_done(self) -> None:
+        """Begin the next epoch if this one is done: a run with another world size may have left less than a batch."""
+        if self.examples_done and not self._batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 
-    def _places(self, begin: int) -> range:
-        """Return where the rest of an epoch's batches begin."""
-        return range(begin, self._size - (self.examples_each - 1 if self._drop_last else 0), self.examples_each)
+    def _batch_starts(self, begin: int) -> range:
+        """Return the starts of an epoch's batches from `begin` on."""
+        return range(begin, self._size - (self.global_batch_size - 1 if self._drop_last else 0), self.global_batch_size)
 
 
 def _rank_and_world_size() -> tuple[int, int]:
