@@ -52,7 +52,7 @@ class Category(StrEnum):
 
     @property
     def key(self) -> str:
-        """Its name in JSON and tables."""
+        """The name of the category in JSON and tables."""
         return self.name.lower()
 
 
@@ -82,7 +82,7 @@ class AttemptCost:
 
     @property
     def total_seconds(self) -> float:
-        """How long it held its slot."""
+        """The seconds for which it held its slot."""
         return sum(self.seconds.values())
 
 
@@ -93,7 +93,7 @@ class RunCost:
     began_at: datetime
     seconds: float
     slots: int | None
-    """None if unlimited: then the slots are those it used, and none is idle."""
+    """None if unlimited: then only the used slots count, and none is idle."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -155,7 +155,7 @@ def cost_of(experiment: Experiment, until: datetime) -> ExperimentCost:
     for attempt in attempts:
         seconds.update(attempt.seconds)
     run_costs = [RunCost(run.begin, (run.end - run.begin).total_seconds(), run.slots) for run in runs]
-    idle = sum(max(0.0, (run.slots or 0) * run.seconds - _held_seconds(run, attempts)) for run in run_costs)
+    idle = sum(max(0.0, (run.slots or 0) * run.seconds - _busy_seconds(run, attempts)) for run in run_costs)
     return ExperimentCost(run_costs, attempts, {key: seconds[key] for key in _HELD_CATEGORIES} | {Category.IDLE: idle})
 
 
@@ -179,7 +179,7 @@ def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
         for record in trial.records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # the run ended after this attempt
+                continue  # the run ended later anyway
             index = _run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.records[-1]:
@@ -217,8 +217,8 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
         following = next(iter(trial.records[index + 1 :]), None)
         is_running = trial.phase is Phase.RUNNING and following is None
         began, slot_at = parse_time(record.began_at or ""), parse_time(record.slot_at or "")
-        outlives = slot_at is not None and 0 < record.term < record.slot_term
-        if slot_at is not None and not outlives:
+        outlives_run = slot_at is not None and 0 < record.term < record.slot_term
+        if slot_at is not None and not outlives_run:
             first = slot_at
         elif slot_at is not None and record.use is not None:
             # The slot belongs to the last run, and the attempt measured all of its own time.
@@ -236,12 +236,12 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
         else:
             free_at = _slot_end(record, first, following, runs)
         free_at = max(first, free_at)
-        held_seconds, before = (free_at - first).total_seconds(), 0.0
-        if began is not None and slot_at is not None and not outlives:
+        held_seconds, seconds_before = (free_at - first).total_seconds(), 0.0
+        if began is not None and slot_at is not None and not outlives_run:
             gap = (began - first).total_seconds()
-            before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
-            is_bounded = gap != before
-        seconds = _seconds_by_category(record, before, held_seconds, is_running=is_running)
+            seconds_before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
+            is_bounded = gap != seconds_before
+        seconds = _seconds_by_category(record, seconds_before, held_seconds, is_running=is_running)
         yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, is_bounded)
 
 
@@ -264,30 +264,30 @@ def _slot_end(
 
 
 def _seconds_by_category(
-    record: AttemptRecord, before: float, held_seconds: float, *, is_running: bool
+    record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[Category, float]:
     """Return the seconds in a slot by category: measured ones, those before them, and the rest by its likely use."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
-    seconds[Category.START] += before
+    seconds[Category.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
     has_trained = record.seconds.start > 0  # from a commit entry; otherwise the end of its start is unknown
     if record.use is not None:
-        of_rest = Category.ENDING
+        rest_category = Category.ENDING
     elif not has_trained:
-        of_rest = Category.START
+        rest_category = Category.START
     else:
-        of_rest = Category.TRAINING if is_running else Category.LOST
+        rest_category = Category.TRAINING if is_running else Category.LOST
     if record.is_lost:
         seconds[Category.LOST] = max(0.0, record.seconds.training - record.saved_seconds)
         seconds[Category.TRAINING] -= seconds[Category.LOST]
     if rest >= 0:
-        return seconds | {of_rest: seconds[of_rest] + rest}
+        return seconds | {rest_category: seconds[rest_category] + rest}
     measured_seconds = sum(seconds.values())  # more than the slot had: clocks differ, or the slot was freed early
     return {category: value * held_seconds / measured_seconds for category, value in seconds.items()}
 
 
-def _held_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
+def _busy_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
     """Return the seconds for which attempts held the run's slots, summed over the slots."""
     end = _add_seconds(run.began_at, run.seconds)
     spans = ((attempt.began_at, _add_seconds(attempt.began_at, attempt.total_seconds)) for attempt in attempts)
@@ -310,9 +310,9 @@ def cost_sentence(cost: ExperimentCost) -> str:
     if not cost.attempts or not cost.slot_seconds:
         return ""
     shares = {category: seconds / cost.slot_seconds for category, seconds in cost.seconds.items()}
-    trained = format_share(shares.pop(Category.TRAINING))
+    training_share = format_share(shares.pop(Category.TRAINING))
     losses = sorted((loss for loss in shares.items() if loss[1] >= _MIN_LISTED_SHARE), key=lambda loss: -loss[1])
-    named = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
+    loss_list = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
     label = "the largest losses" if len(losses) > 1 else "the only loss"
     counts = {run.slots for run in cost.runs}
     (count,) = counts if len(counts) == 1 else (None,)
@@ -320,7 +320,7 @@ def cost_sentence(cost: ExperimentCost) -> str:
         slots = f"{format_seconds(cost.slot_seconds)} of all slots"
     else:
         slots = f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
-    return f"{trained} of {slots} was training" + (f"; {label}: {named}" if named else "")
+    return f"{training_share} of {slots} was training" + (f"; {label}: {loss_list}" if loss_list else "")
 
 
 def format_share(share: float) -> str:

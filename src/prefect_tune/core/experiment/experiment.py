@@ -174,7 +174,7 @@ class Experiment(Value):
 
 
 def nothing_yet(journal: JournalKey) -> Experiment:
-    """Return the experiment of an empty journal: a fresh start is a resume from here."""
+    """Return the experiment of an empty journal: a fresh start resumes from it."""
     return Experiment(key=journal)
 
 
@@ -201,8 +201,8 @@ def apply(
         if misplaced or not entry.events:
             names = ", ".join(misplaced) or "none"
             raise JournalCorrupt(f"{where}: expected events that a non-owner may write, found {names}")
-    opens = bool(entry.events) and isinstance(entry.events[0], Opened)
-    expected = (experiment.number + 1, experiment.digest, experiment.term + opens)
+    changes_owner = bool(entry.events) and isinstance(entry.events[0], Opened)
+    expected = (experiment.number + 1, experiment.digest, experiment.term + changes_owner)
     if (entry.number, entry.previous, entry.term) != expected:
         raise JournalCorrupt(
             f"{where}: expected number, predecessor and term {expected}, found "
@@ -324,7 +324,7 @@ def _apply_trial_event(experiment: Experiment, event: OneTrialsEvent, writer: Wr
     return _replace_trial(experiment, trial, **changes)
 
 
-def _make_policy_event(order: int, before: Trial, event: OneTrialsEvent, now: Trial) -> PastEvent | None:
+def _make_policy_event(order: int, before: Trial, event: OneTrialsEvent, changed: Trial) -> PastEvent | None:
     match event:
         case Decided(report=report, decision=decision):
             return PastEvent(order=order, what="decided", report=report, decision=decision)
@@ -332,13 +332,13 @@ def _make_policy_event(order: int, before: Trial, event: OneTrialsEvent, now: Tr
             return PastEvent(order=order, what="resumed")
         case Requeued() if before.phase in ENDED:
             return PastEvent(order=order, what="added")
-        case _ if now.phase in ENDED and before.phase not in ENDED:
+        case _ if changed.phase in ENDED and before.phase not in ENDED:
             return PastEvent(
                 order=order,
                 what="ended",
-                report=last_report(now) if now.step else None,
-                failed=now.phase is Phase.ERRORED,
-                stopped=now.phase is Phase.FINISHED and now.finish_kind is FinishKind.PRUNED,
+                report=last_report(changed) if changed.step else None,
+                failed=changed.phase is Phase.ERRORED,
+                stopped=changed.phase is Phase.FINISHED and changed.finish_kind is FinishKind.PRUNED,
             )
         case _:
             return None
@@ -386,7 +386,7 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
         trials = trials.with_trial(holder.model_copy(update={"clones": remaining}))
     for origin, clone in new - old:
         if (source := trials.get(origin)) is not None:
-            refs: Sequence[CheckpointRef | Clone] = (*_stored_refs(source), *source.clones)
+            refs: Sequence[CheckpointRef | Clone] = (*_refs_with_bytes(source), *source.clones)
         if source is None or (clone.step, clone.sequence) not in {(ref.step, ref.sequence) for ref in refs}:
             raise IllegalTransition(
                 f"trial {trial.trial!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
@@ -396,7 +396,7 @@ def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
     return trials
 
 
-def _stored_refs(trial: Trial) -> Sequence[CheckpointRef]:
+def _refs_with_bytes(trial: Trial) -> Sequence[CheckpointRef]:
     """Return the checkpoints whose bytes are kept, also quarantined ones: the owner may be cloning them."""
     return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
 
@@ -407,6 +407,6 @@ def _clones_of(trial: Trial | None) -> set[tuple[str, Clone]]:
         return set()
     return {
         (old.trial, Clone(step=old.step, sequence=old.sequence, trial=trial.trial, clone_sequence=ref.sequence))
-        for ref in _stored_refs(trial)
+        for ref in _refs_with_bytes(trial)
         if (old := ref.origin) is not None
     }

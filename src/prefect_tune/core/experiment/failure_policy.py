@@ -104,7 +104,7 @@ def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
     """
     from prefect_tune.core.experiment.trial_transitions import (
         Phase,
-    )  # the flows import this module, and need no journal
+    )  # late: flows import this module without the journal
 
     started = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in started if trial.phase is Phase.ERRORED]

@@ -91,7 +91,7 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
-    from prefect_tune.core.experiment.summary import best_saved  # the flows import this module, and need no journal
+    from prefect_tune.core.experiment.summary import best_saved  # late: flows import this module without the journal
 
     kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
     kept |= {ref.sequence for ref in checkpoints if ref.pinned}

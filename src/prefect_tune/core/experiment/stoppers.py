@@ -53,7 +53,7 @@ class Stopper(NamedOptions, ABC):
         """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
-        """Stop as soon as one of both would; the other may also be limits or a function."""
+        """Stop as soon as one of both stoppers does; the other may also be limits or a function."""
         return AnyOf((self, as_stopper(other)))
 
 
@@ -70,7 +70,7 @@ class Never(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Stopper):
-    """Stop as soon as one of several would."""
+    """Stop as soon as one of several stoppers does."""
 
     stoppers: tuple[Stopper, ...]
 
@@ -194,7 +194,7 @@ StopCriteria: TypeAlias = (
 
 
 def as_stopper(stop: StopCriteria) -> Stopper:
-    """Return the stopper for `stop`: `{metric: limit}` (stop at `>=`), a function, a stopper, a list of them, or None.
+    """Return the stopper for `stop`: `{metric: limit}` (stop at `>=`), a function, a stopper, a list of these, or None.
 
     Raises:
         InvalidInput: it is none of these, or a limit is not a number.
@@ -518,7 +518,7 @@ class _BestLosses(Tally):
             self.sorted_losses.remove(loss)
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import losses_in  # the flows import this module, and need no journal
+        from prefect_tune.core.experiment.summary import losses_in  # late: flows import this module without the journal
 
         losses = losses_in(report.metrics, self.objective) if report and not failed else None
         if losses is None:

@@ -78,7 +78,7 @@ class Status(StrEnum):
     ERRORED = "errored"
     """It failed, and its retries are spent."""
     RUNNING = "running"
-    """It trains."""
+    """It is training."""
     PAUSED = "paused"
     """The scheduler gave its slot to another trial, and may resume it."""
     PENDING = "pending"
@@ -246,7 +246,7 @@ class Trial(Value):
 
     def _repr_html_(self) -> str:
         """Return the trial for a notebook, with its history, its newest checkpoint and its whole error."""
-        from prefect_tune.core.experiment.summary import trial_html  # it imports this module
+        from prefect_tune.core.experiment.summary import trial_html  # late: it imports this module
 
         return trial_html(self)
 

@@ -66,7 +66,7 @@ class Rung:
         """Mark a paused trial as no longer paused; its loss stays."""
         del self.paused[bisect_left(self.paused, entry)]
 
-    def count_better(self, entry: RungEntry) -> int:
+    def count_better_trials(self, entry: RungEntry) -> int:
         """Return the number of better trials at the rung."""
         return bisect_left(self.reached, entry[:2])
 
@@ -85,7 +85,7 @@ class Rung:
 
     def promotable_trial(self, reduction_factor: float) -> TrialId | None:
         """Return the best paused trial if it can be promoted, else None."""
-        if self.paused and self.count_better(self.paused[0]) < self.promotion_quota(reduction_factor):
+        if self.paused and self.count_better_trials(self.paused[0]) < self.promotion_quota(reduction_factor):
             return self.paused[0][2]
         return None
 
@@ -232,7 +232,7 @@ class PromotionSchedule(Climbing):
         self._exhausted = False
 
     def resume_next(self) -> TrialId | None:
-        if (promotable := self._find_promotable()) or self._has_finalist or self._running or not self._exhausted:
+        if (promotable := self._find_promotable_trial()) or self._has_finalist or self._running or not self._exhausted:
             return promotable
         return next((rung.paused[0][2] for rung in self._rungs_descending if rung.paused), None)
 
@@ -264,7 +264,7 @@ class PromotionSchedule(Climbing):
         progress.paused = (rung, entry)
         rung.mark_paused(entry)
         self._running.discard(trial)
-        if self._find_promotable() == trial:
+        if self._find_promotable_trial() == trial:
             self.resumed(trial)
             return Continue()
         return Pause(reason=self._rank_reason(rung, entry))
@@ -279,7 +279,7 @@ class PromotionSchedule(Climbing):
             rung.mark_resumed(entry)
             progress.paused = None
 
-    def _find_promotable(self) -> TrialId | None:
+    def _find_promotable_trial(self) -> TrialId | None:
         trials = (rung.promotable_trial(self._brackets.reduction_factor) for rung in self._rungs_descending)
         return next((trial for trial in trials if trial), None)
 
@@ -289,7 +289,7 @@ class PromotionSchedule(Climbing):
             "rank-promoted",
             **metric_arguments(entry[0], self._objective),
             step=rung.step,
-            rank=rung.count_better(entry) + 1,
+            rank=rung.count_better_trials(entry) + 1,
             ranked=len(rung.reached),
             quota=rung.promotion_quota(self._brackets.reduction_factor),
         )

@@ -110,7 +110,7 @@ class Schedule(ABC):
     """
 
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of the same step before `decide` is called, for others to clone."""
+    """Whether a trial commits a checkpoint of the same step before `decide` is called, so others can clone it."""
 
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:

@@ -46,7 +46,7 @@ from prefect_tune.core.values import TrialId
 # The explore step of PBT: copy a configuration and perturb or resample some of its values.
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
-"""The values that may change, nested as in the configuration."""
+"""The values that may change, nested like the configuration."""
 Config: TypeAlias = Mapping[str, object]
 
 _MAX_QUANTILE = math.nextafter(1, 0)
@@ -200,10 +200,10 @@ class PBT(Scheduler):
 
     `perturbation_interval` steps after its last comparison, and not before `burn_in_period`, a trial commits a
     checkpoint and is compared with the last results of the other trials that have not ended. If it is among the worst
-    `quantile_fraction`, it exploit_count one of the best `quantile_fraction`: it takes over the checkpoint, the
-    configuration, and the step of the last comparison. The values named in `hyperparam_mutations` change: they are
+    `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over that trial's checkpoint,
+    configuration, and step of the last comparison. The values named in `hyperparam_mutations` change: they are
     resampled with `resample_probability`, and otherwise multiplied by one of the `perturbation_factors`. The trial's
-    last result counts until its next one, like in Ray, but no other trial exploit_count it meanwhile.
+    last result counts until its next one, like in Ray, but no other trial exploits it meanwhile.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
@@ -217,7 +217,7 @@ class PBT(Scheduler):
     Args:
         perturbation_interval: the number of steps between two comparisons of a trial.
         hyperparam_mutations: the parameters that change, and their possible values.
-        quantile_fraction: the share of the population that exploit_count, and the share that it exploit_count.
+        quantile_fraction: the share of the population that exploits, and the share that it exploits.
         resample_probability: how often a value is resampled instead of multiplied.
         perturbation_factors: the factors of which one is drawn for each multiplied value.
         burn_in_period: the step before which no trial is compared.

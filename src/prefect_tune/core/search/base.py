@@ -109,8 +109,8 @@ class Proposals(ABC):
 class Repeated(Search):
     """Proposes each configuration of `search` in `times` consecutive trials, which `search` counts as one trial.
 
-    When all of them have ended, `search` gets the mean of each metric that all trials reported, without failed trials.
-    It gets no reports of running trials.
+    When all of them have ended, `search` gets the mean of each metric that every trial without a failure reported. It
+    gets no reports of running trials.
     """
 
     search: Search

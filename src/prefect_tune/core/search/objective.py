@@ -45,7 +45,7 @@ class Objective(Value):
         """Return the first metric, negated for `max`, so that smaller is better.
 
         Raises:
-            BadMetric: it was not reported, or is not a finite number; the message begins with `where`.
+            BadMetric: the metric was not reported, or is not a finite number; the message begins with `where`.
         """
         return self.losses(metrics, where)[0]
 

@@ -140,7 +140,7 @@ class _SpaceResolver:
                 return node
 
     @property
-    def computing_parameter(self) -> str:
+    def current_parameter(self) -> str:
         """The name of the parameter whose function is running."""
         return self._computing[-1]
 
@@ -195,7 +195,7 @@ class _LazyConfig(Mapping[str, object]):
     def __getitem__(self, key: str) -> object:
         if key not in self._node:
             raise InvalidInput(
-                f"sample_from at {self._resolver.computing_parameter}: there is no {below(self._name, key)}, only "
+                f"sample_from at {self._resolver.current_parameter}: there is no {below(self._name, key)}, only "
                 f"{sorted(self._node)}; for a parameter that only some options have, use config.get(...)"
             )
         node, name = self._resolver.choose_option(self._node[key], below(self._name, key))
