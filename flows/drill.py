@@ -1,4 +1,4 @@
-"""The drill as a flow and a task: prove that a training of one's own resumes exactly, on a schedule or in CI."""
+"""The drill as a flow and a task: prove that your training resumes exactly, on a schedule or in CI."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ def drill(
     processes_per_trial: Whole = 1,
     keep: bool = False,
 ) -> DrillReport:
-    """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.
+    """Train a trainable undisturbed, then again with kills and resumes, and compare the two runs bit for bit.
 
-    Compared are all metrics of all steps, which steps have a checkpoint, and all files of all checkpoints:
-    `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, others by byte. If that
-    does not show whether the training itself is deterministic, a second undisturbed run does; and the states of
-    generators, optimizers, schedules, scalers and counters at the resume show what was probably not restored. The runs
-    train on this machine, one after another, with one thread for linear algebra, since sums are rounded in an order
-    that depends on the number of threads; each attempt with a copy of the working directory.
+    The drill compares all metrics of all steps, the steps that have a checkpoint, and all files of all checkpoints:
+    `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, other files by byte. If
+    this does not show whether the training itself is deterministic, the drill trains undisturbed a second time. The
+    states of generators, optimizers, schedules, scalers and counters at the resume show what was probably not
+    restored. The runs train on this machine, one after another, each attempt in a copy of the working directory, with
+    one thread for linear algebra: the number of threads changes the order in which sums are rounded.
 
     Args:
         trainable: the code to train: `package.module:Name`.
-        config: its configuration.
+        config: the configuration of the trainable.
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times the second run is killed by SIGKILL, after steps that `seed` draws: the trial, the
-            process of the search, that process in the middle of an upload, and of several ranks another one, in turn.
+        kills: how many times SIGKILL ends a process of the second run, after steps that `seed` draws. The victims take
+            turns: the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
         at: kill after these steps instead.
-        seed: of the draws.
+        seed: seed of the draws.
         save_every: the steps between two saves of a class; a function saves when it reports a checkpoint. Default: a
             quarter of `steps`.
         hours_between_failures: the mean time between failures, for the advice on how often to save.
-        processes_per_trial: how many processes train together, as in `pt.durable_trainable`.
-        keep: whether the runs' experiments stay on the target.
+        processes_per_trial: how many processes train together; see `pt.durable_trainable`.
+        keep: whether to keep the runs' experiments on the target.
 
     Returns:
         DrillReport: the verdict, what was compared, and what saves and kills cost.
 
     Raises:
-        NotExact: the runs differ; its `report` is the report. Its message names the first difference and its cause.
+        NotExact: the runs differ. The message names the first difference and its cause; `report` has the report.
         InvalidInput: an argument is invalid; nothing was trained.
         StoreUnavailable, StoreRefused: the target cannot be used.
-        TuneError: a run failed otherwise; the message has its last output.
+        TuneError: a run failed for another reason; the message has its last output.
     """
     plan = drill_plan(
         trainable,
@@ -85,11 +85,11 @@ def drill(
     require_importable(trainable)
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
-    with temporary_folder() if target is None else nullcontext(target) as place:
+    with temporary_folder() if target is None else nullcontext(target) as location:
         api, log = environment_with_api(), get_run_logger().info
-        report = run_in_processes(plan, resolve_target(place), api, keep=keep, on_activity=log)
+        report = run_in_processes(plan, resolve_target(location), api, keep=keep, on_activity=log)
     if keep:
-        get_run_logger().info("kept on %s", place)
+        get_run_logger().info("kept on %s", location)
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:
@@ -100,4 +100,4 @@ def drill(
 run_drill = public_task(
     name="run-drill", task_run_name="drill {trainable}", cache_policy=NO_CACHE, persist_result=False
 )(drill.fn)
-"""`drill` as a task with the same arguments: `run_drill.map([...], target=unmapped(...))` in a flow of one's own."""
+"""`drill` as a task with the same arguments: `run_drill.map([...], target=unmapped(...))` in your own flow."""

@@ -38,25 +38,25 @@ class TrialResult:
     status: Status
     """For example completed, interrupted or errored."""
     reason: str
-    """Why it has this status."""
+    """Why the trial has this status."""
     step: int
-    """Steps trained, each counted once."""
+    """Number of trained steps; repeated steps count once."""
     metrics: Mapping[str, Any]
-    """Of the last report."""
+    """The metrics of the last report."""
     checkpoint: Checkpoint | None
-    """The newest committed one; None if none was committed."""
+    """The newest committed checkpoint; None if none was committed."""
     attempts: int
     """Number of attempts, over all runs."""
     wasted_steps: int
-    """Steps that are known to have been trained again."""
+    """Known number of steps that were trained again."""
     wasted_at_least: bool
-    """Whether they may be more: a run vanished, and its last reports with it."""
+    """Whether `wasted_steps` is a lower bound: a run was lost together with its last reports."""
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
         facts: dict[str, Cell] = {
             "trained": f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}",
-            "trained again": wasted_words(self.wasted_steps, at_least=self.wasted_at_least),
+            "recomputed": wasted_words(self.wasted_steps, at_least=self.wasted_at_least),
             "reason": shorten(first_line(self.reason), 300),
             "checkpoint": Verbatim(str(self.checkpoint)) if self.checkpoint else "none",
         }
@@ -87,34 +87,34 @@ def durable_trainable(
 ) -> TrialResult:
     """Train `trainable` until it is done, across failures of the process, the machine or the network.
 
-    Every checkpoint is persisted on `target` before it is committed. Started again with the same
-    experiment name, by whatever means, the flow resumes from the newest committed checkpoint; a trial
-    that has finished is returned at once.
+    Every checkpoint is persisted on `target` before it is committed. A later run with the same
+    experiment name, however it is started, resumes from the newest committed checkpoint; if the trial
+    has finished, the flow returns its result at once.
 
     Args:
         trainable: the code to train: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
         config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`; in code also a dataclass:
-            it gets a dict of its fields.
+            the trainable gets a dict of its fields.
         target: where checkpoints and state are stored: an absolute path or URI, such as `s3://bucket/runs`, the
             `type/name` of a saved block, such as `s3-target/prod`, or the block; in a script also a relative path. Put
             credentials into blocks, which hide them.
-        experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run,
-            so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
-            and each other one has a name of its own that begins with it.
+        experiment: name of the experiment on the target. Reusing a name resumes the training. Default: the id of the
+            flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow run,
+            and each further call a name that begins with this id.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
             metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints to keep. Default: all.
-        failures: the two retry budgets. Default: none for the trainable's own failures, 10 for the machine's.
+        failures: the two retry budgets. Default: 0 for failures of the trainable, 10 for failures of the machine.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
-        isolation: `process` trains in a child process; `thread` in this one, for debuggers.
-        processes_per_trial: how many processes train together, each with the whole trainable and a rank, as
-            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each
-            attempt as many as there are GPUs, or processors where there are none, at least 1 and at most 8.
-        metrics_from: the metrics of a step of several processes: those of `rank 0`, or the `mean` over all ranks of
-            each number that every rank reports.
-        grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
+        isolation: `process` trains in a child process; `thread` in this process, for debuggers.
+        processes_per_trial: how many processes train together, each with the whole trainable and a rank in the
+            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: in each attempt
+            as many processes as there are GPUs, or CPUs without GPUs, at least 1 and at most 8.
+        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
+            all ranks of each number that every rank reports.
+        grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
         silence_timeout_seconds: seconds without a report after which the trial is considered hung and is restarted.
             Default: never.
 
@@ -123,24 +123,24 @@ def durable_trainable(
 
     Raises:
         InvalidInput: an argument is invalid, or does not fit the experiment; nothing was started.
-        TrialFailed: a retry budget is spent. Fix the cause and run the flow again: it resumes.
-        Superseded: another run has taken the experiment over.
+        TrialFailed: a retry budget is used up. Fix the cause and run the flow again: it resumes.
+        Superseded: another run has taken over the experiment.
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations restarted this run repeatedly, without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
-        StoreRefused: the target refuses requests, for example because of the credentials: from the start, or for too
+        StoreRefused: the target refuses requests, for example because of wrong credentials: at the start, or for too
             long. Run the flow again: it resumes.
     """
-    given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
-    given.pop("config")
+    parameters = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
+    parameters.pop("config")
     from prefect_tune.ownership import name_by_call
     from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
 
-    plan = SearchPlan(**given)
-    found = trained(name_by_call(plan, config) if experiment is None else plan, config)
-    if isinstance(found, TrialFailed):
-        return failed_by(found, TrialResult)
-    spec, trial = found
+    plan = SearchPlan(**parameters)
+    outcome = trained(name_by_call(plan, config) if experiment is None else plan, config)
+    if isinstance(outcome, TrialFailed):
+        return failed_by(outcome, TrialResult)
+    spec, trial = outcome
     return TrialResult(
         experiment=spec.trial.experiment,
         trial=trial.trial,

@@ -51,57 +51,57 @@ def maintain(
 ) -> MaintenanceReport:
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
 
-    The flow may run at any time, beside running experiments and beside itself: it takes no experiment over, and deletes
-    nothing that is referenced or that a save in progress may reference. A run that is interrupted anywhere is
-    completed by the next one. The flow fails if it found damage, and only after all other work is done; the report, an
-    artifact of the run, holds all of it. An object that cannot be read does not stop the rest, and is in the report of
-    each run.
+    The flow may run at any time, even while experiments or another maintenance run: it takes over no experiment, and
+    deletes nothing that is referenced or that a save in progress may reference. The next run completes an interrupted
+    run. If the flow finds damage, it first completes all other work, and then fails; the report, an artifact of the
+    run, lists all damage. If an object cannot be read, the flow reports it and continues.
 
     Args:
         target: the target to maintain: an absolute path or URI, such as `s3://bucket/runs`, the `type/name` of a saved
             block, or the block; in a script also a relative path.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
-        verify: which checkpoints are read and checked, byte by byte: a `"sample"`, another one each day;
+        verify: which checkpoints to read and verify, byte by byte: a `"sample"`, a different one each day;
             `"all"`; or `"none"`.
-        share: the part of the checkpoints in a sample, such as `"1/7"`: with a run on each day, every checkpoint is
-            read once in each period of 7 days.
-        max_verify_bytes: bytes of each experiment after which no further checkpoint is read. Default: no limit.
-        quarantine: whether damaged checkpoints are quarantined, so that no trial resumes from them. Release them by
+        share: the share of the checkpoints in a sample, such as `"1/7"`: with a run each day, every checkpoint is read
+            once in 7 days.
+        max_verify_bytes: after so many bytes of an experiment, read no further checkpoint. Default: no limit.
+        quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
-        collect: whether retired checkpoints and the leftovers of interrupted saves are deleted.
+        collect: whether to delete retired checkpoints and the remains of interrupted saves.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are pinned and
-            cloned ones, each trial's newest, the best checkpoint, and all of the best trial. Default: keep all.
-        time_budget_seconds: seconds after which no further work begins; each day begins with another experiment.
+            cloned checkpoints, each trial's newest, the best checkpoint, and all checkpoints of the best trial.
+            Default: keep all.
+        time_budget_seconds: seconds after which no further work begins; each day begins with a different experiment.
             Default: no limit.
-        dry_run: check, and report what would be done, without changing the target.
+        dry_run: check and report only; do not change the target.
 
     Returns:
-        MaintenanceReport: what was read, what is damaged, what was deleted, what was skipped and why.
+        MaintenanceReport: what was read, damaged, deleted, and skipped with the reason.
 
     Raises:
-        DamageFound: a checkpoint or a journal is damaged; its `report` is the report.
-        InvalidInput: an argument is invalid, or there is no such experiment; nothing was begun.
+        DamageFound: a checkpoint or a journal is damaged; `report` has the report.
+        InvalidInput: an argument is invalid, or an experiment does not exist; nothing was begun.
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
     outlive_log_reader()
     if verify != "sample" and share != _DAILY_SHARE:
-        raise InvalidInput(f"share={share!r}: it is the part of a sample, and verify={verify!r}; nothing was begun")
+        raise InvalidInput(f"share={share!r}: it needs verify='sample', found {verify!r}; nothing was begun")
     if verify == "none" and max_verify_bytes is not None:
         raise InvalidInput(f"max_verify_bytes={max_verify_bytes}: verify='none' reads nothing; nothing was begun")
     now = datetime.now(UTC)
-    daily = EVERYTHING if verify == "all" else share_of(share, now.date())
-    until = None if time_budget_seconds is None else now + timedelta(seconds=time_budget_seconds)
+    sampled_share = EVERYTHING if verify == "all" else share_of(share, now.date())
+    deadline = None if time_budget_seconds is None else now + timedelta(seconds=time_budget_seconds)
     options = MaintenanceOptions(
         target=resolve_existing(target),
-        share=None if verify == "none" else daily,
+        share=None if verify == "none" else sampled_share,
         max_bytes=max_verify_bytes,
         quarantine=quarantine and not dry_run,
         collect=collect,
         retention=retention,
-        until=until,
+        until=deadline,
         dry_run=dry_run,
     )
-    report = maintain_experiments(options, _chosen(options.target, experiments), now.date())
+    report = maintain_experiments(options, _match_experiments(options.target, experiments), now.date())
     get_run_logger().info("%s", report.summary)
     show_report(report)
     if report.damaged:
@@ -109,17 +109,17 @@ def maintain(
     return report
 
 
-def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of the experiments that match, also of deleted ones that have left objects.
+def _match_experiments(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
+    """Return the names of matching experiments, including deleted experiments with remaining objects.
 
-    A pattern without a match is an error.
+    Raises `InvalidInput` if a pattern matches none.
     """
 
-    def look(store: ObjectStore) -> Sequence[str]:
-        paths = [each.path for each in store.list("")]
+    def list_names(store: ObjectStore) -> Sequence[str]:
+        paths = [listed.path for listed in store.list("")]
         return sorted({*names_among(paths), *names_with_dead_objects(paths)})
 
-    names = on_target(target, look, timedelta(minutes=10))
+    names = on_target(target, list_names, timedelta(minutes=10))
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""Resume a search by its name: its settings are read from its journal."""
+"""Resume a search by its name, with the settings in its journal."""
 
 from __future__ import annotations
 
@@ -70,99 +70,99 @@ def resume(
     trusted_packages: list[str] | None = None,
     on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
-    """Resume the search `experiment` with the settings in its journal; parameters given here replace them.
+    """Resume the search `experiment` with the settings in its journal; parameters given here replace these settings.
 
-    It does what `tune` with the same experiment name does, and needs no code: for a form, a schedule or a
-    command line. It never creates an experiment: a missing one is an error.
+    Like `tune` with the same experiment name, but without code: for a form, a schedule or a command line.
+    It never creates an experiment: a missing experiment is an error.
 
     Args:
-        experiment: its name on the target.
+        experiment: name of the experiment on the target.
         target: where the experiment is stored. An absolute path or URI, such as `s3://bucket/runs`, the `type/name` of
             a saved block, such as `s3-target/prod`, or the block; in a script also a relative path.
         num_samples: new total number of samples, not smaller than before: the search continues where it ended. With a
-            grid it is how often each point is tried in all, as in `tune`. Default: the number in the journal.
-        samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.
-        stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old one continue.
+            grid, how often each point is tried in total; see `tune`. Default: the number in the journal.
+        samples_per_run: instead of `num_samples`: how many samples this run adds; see `tune`.
+        stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old criterion continue.
         rerun_errored: retry errored trials, with their configurations; `only` trains no others.
-        time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
+        time_budget_seconds: seconds after which all trials save and the run ends; another run continues the search.
             Default: none.
         fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. The target
-            copies its checkpoints; `experiment` may be running. If the fork exists, as in a retry, it is resumed.
-        at: with `fork`: number of the journal entry to fork at; the fork has the trials' progress up to it.
-            Default: the last one.
+            copies the checkpoints; `experiment` may be running. An existing fork, as after a retry, is resumed.
+        at: with `fork`: number of the journal entry to fork at; the fork has the trials' progress up to this entry.
+            Default: the last entry.
         strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
-            from its newest remaining checkpoint, or from nothing, and the log says so.
+            from its newest remaining checkpoint, or from the beginning, and the log says so.
         space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials
             still count as data.
         search: another search algorithm from now on; required if the journal's was an object without a JSON form.
         scheduler: another scheduler from now on, such as `{"ASHA": {"max_t": 81}}`; required in the same case.
-        warm_start: experiments whose finished trials the search learns from, as in `tune`.
-        allow_missing_metric: whether reports may lack the metric from now on, as in `tune`.
+        warm_start: experiments whose finished trials the search learns from; see `tune`.
+        allow_missing_metric: whether reports may lack the metric from now on; see `tune`.
         max_concurrent_trials: how many trials train at once from now on.
-        resources_per_trial: resources of each trial from now on, as in `tune`: `{"cpu": 2, "gpu": 1}`.
-        resources_total: resources of this machine, as in `tune`; not stored in the journal.
-        processes_per_trial: how many processes train a trial together from now on, as in `tune`.
-        nodes_per_trial: how many nodes train a trial together from now on, as in `tune`.
-        min_nodes: with how many nodes an attempt begins from now on, as in `tune`.
-        metrics_from: the metrics of a step of several processes from now on, as in `tune`.
+        resources_per_trial: resources of each trial from now on, such as `{"cpu": 2, "gpu": 1}`; see `tune`.
+        resources_total: resources of this machine; not stored in the journal; see `tune`.
+        processes_per_trial: how many processes train a trial together from now on; see `tune`.
+        nodes_per_trial: how many nodes train a trial together from now on; see `tune`.
+        min_nodes: with how many nodes an attempt begins from now on; see `tune`.
+        metrics_from: which metrics a step of several processes reports from now on; see `tune`.
         trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
             if the journal's name is not trusted: see `trusted_packages`.
-        callbacks: callbacks from now on. The journal cannot hold callback objects: if they are not passed here, the
-            search continues without them, and warns.
+        callbacks: callbacks from now on. The journal cannot store callback objects: if they are not passed here, the
+            search continues without them, and logs a warning.
         sync: periods and timeouts in seconds, and artifacts, from now on.
-        trial_job_variables: job variables of trials that run as deployments from now on, as in `tune`.
+        trial_job_variables: job variables of trials that run as deployments from now on; see `tune`.
         trusted_packages: packages whose classes and functions the journal may name, such as `my_project`. Default:
-            those in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. Anything else has to be passed here, unless the target
-            is a folder that only this user can write to, or has a `signing_key` that has signed the journal.
+            the packages in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. All other code must be passed here, unless the
+            target is a folder that only this user can write to, or has a `signing_key` that signed the journal.
         on_code_change: whether to `warn` or to `refuse` if the source of the trainable has changed.
 
     Returns:
-        Results: as `tune` does.
+        Results: see `tune`.
 
     Raises:
         ResumeFailed: the experiment does not exist, or cannot be read. Nothing was started.
-        InvalidInput: its journal lacks a setting; the message says what to pass.
-        UnsafePayload: its journal names something that is not trusted; the message says what to pass.
+        InvalidInput: the journal lacks a setting; the message says what to pass.
+        UnsafePayload: the journal names untrusted code; the message says what to pass.
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
-            step; its `results` are the Results. The flow run ends Failed.
+            step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
             again to continue.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
-    where = resolve_target(target)
-    options = {name: parameters[name] for name, each in OPTIONS.items() if each.at_resume}
-    given = {name: value for name, value in options.items() if value is not None}
-    SearchOptions(**{"trainable": print, **given, "target": where, "experiment": experiment})  # before it is opened
+    resolved = resolve_target(target)
+    options = {name: parameters[name] for name, option in OPTIONS.items() if option.at_resume}
+    passed = {name: value for name, value in options.items() if value is not None}
+    SearchOptions(**{"trainable": print, **passed, "target": resolved, "experiment": experiment})  # validate first
     if fork is None and (at is not None or strict_fork):
-        raise InvalidInput("at: a resume starts at the last entry; to start at another one, name the fork: fork='name'")
-    plan_of = partial(_plan_of, where, options, trusted_here(trusted_packages))
+        raise InvalidInput("at: a resume starts at the last entry; to start at another entry, pass fork='name'")
+    make_plan = partial(_make_plan, resolved, options, trusted_here(trusted_packages))
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
-        if (source := fork_source(where, request)) is not None:
-            plan_of(source)  # it raises before the fork exists
-        experiment = fork_experiment(where, request).name
-    known = read_known(where, experiment)
-    if not known.number:
-        raise ResumeFailed(f"nothing was started: {no_experiment_at(where, experiment)}")
-    require_search(known, where.uri)
-    plan = plan_of(known)
-    if callbacks is None and "callbacks" in only_in_code(known.settings):
-        get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
-    return searched(plan, known)
+        if (source := fork_source(resolved, request)) is not None:
+            make_plan(source)  # raise before the fork exists
+        experiment = fork_experiment(resolved, request).name
+    state = read_known(resolved, experiment)
+    if not state.number:
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(resolved, experiment)}")
+    require_search(state, resolved.uri)
+    plan = make_plan(state)
+    if callbacks is None and "callbacks" in only_in_code(state.settings):
+        get_run_logger().warning("the journal cannot store callback objects: the search runs without them")
+    return searched(plan, state)
 
 
-def _plan_of(
+def _make_plan(
     target: StorageTarget, options: Mapping[str, Any], trusted: Sequence[str], state: Experiment
 ) -> SearchPlan:
-    """Return the plan that continues `state` with these options. Raises what `resume` raises for them."""
-    run = {name: value for name, value in options.items() if not OPTIONS[name].stored}
-    changed = {name: value for name, value in options.items() if name not in run and value is not None}
+    """Return the plan that continues `state` with these options. Raises like `resume`."""
+    run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
+    changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted(target, state, changed.keys(), trusted)
-    if options["search"] is None and not chosen_before(state):  # a form has extended it since this run began
+    if options["search"] is None and not chosen_before(state):  # a form may have increased the number since
         require_no_fewer(options["num_samples"], state)
-    here = {"target": target, "experiment": state.name, "resume": "must"}
-    return from_settings(state.settings, {**run, **here}, changed)
+    fixed = {"target": target, "experiment": state.name, "resume": "must"}
+    return from_settings(state.settings, {**run_options, **fixed}, changed)

@@ -1,4 +1,4 @@
-"""Flow that trains one attempt of a trial: a search starts it with `trials="deployment"`."""
+"""The flow that trains one attempt of a trial; a search with `trials="deployment"` starts it."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ __all__ = ["train_trial"]
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
 def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
-    """Train one attempt of a trial. The journal records how it ends; the states of its runs only show it.
+    """Train one attempt of a trial. The journal records how it ends; the state of the flow run is for display only.
 
-    With `nodes_per_trial`, one run for each node trains the attempt; that of node 0 posts to the outbox.
+    With `nodes_per_trial`, each node has its own flow run; only the run of node 0 posts to the outbox.
 
     Args:
         parameters: the specification, from `spec_as_parameters`.
         orders: the request for this attempt, from `request_as_parameters`.
-        attempt: its number, by which it finds its answers on the target.
-        node: the number of the node that this run is, from 0.
+        attempt: the number of the attempt, part of the paths of its answers on the target.
+        node: the number of this run's node, from 0.
     """
     spec, request = parameters, request_from(orders)
     train = partial(interruptible, grace=spec.grace, request_period=spec.sync.request_period)
     with own_context(), TrialProcessPool(slots=0) as pool:
-        pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
+        pool.prepare(spec.trainable, get_run_logger(), request.environment)  # the import overlaps opening the journal
         link = StoreLink(spec.target, spec.trial, attempt, pool=pool)
         if node:
             log, tasks = get_run_logger(), TasksOfAttempt(spec)
             return state_of_node(train(lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log)))
-        ended = train(partial(_train, spec, request, link))
-    # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
-    return State(type=ended.type, message=f"{ended.name}: {ended.message}")
+        end_state = train(partial(_train_attempt, spec, request, link))
+    # The state's name is part of Prefect's event: keep a standard name, which automations can match.
+    return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")
 
 
-def _train(spec: TrialSpec, request: AttemptRequest, link: StoreLink, stop: threading.Event) -> State[Any]:
+def _train_attempt(spec: TrialSpec, request: AttemptRequest, link: StoreLink, stop: threading.Event) -> State[Any]:
     with ending_waits(stop):
         return attempt_task(spec.tags)(spec, request, link.stopped_by(stop))

@@ -1,6 +1,6 @@
-"""Suspend a flow run with a form, and resume it with a person's choice of how to continue, which is carried out once.
+"""Suspend a flow run with a form, and resume it with the user's choice of how to continue, which is applied once.
 
-A search has one `ResumeQuestion`, and a training another. The journal holds each answer.
+A search has one `ResumeQuestion`, a training another. The journal stores each answer.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from prefect_tune.tasks.experiments import open_experiment
 from prefect_tune.tasks.maintenance import damage_of_checkpoint
 from prefect_tune.terminal.formatting import format_counts, format_trial
 
-# What a person may choose, the check of an answer, and its effect on the stop criterion.
+# The choices of the user, the validation of an answer, and its effect on the stop criterion.
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 
 class ResumeChoice(Value):
-    """The chosen way to resume. A number of 0 leaves that limit unchanged."""
+    """The chosen way to resume. A number of 0 leaves its limit unchanged."""
 
     way: Way = "continue"
     samples: int = Field(default=0, ge=0)
@@ -71,106 +71,106 @@ class ResumeChoice(Value):
     steps: int = Field(default=0, ge=0)
     """The new total of steps of each trial."""
     hours: float = Field(default=0, ge=0, le=1e6, allow_inf_nan=False)
-    """For a search: hours until this run saves and ends. For a single training: its total training hours."""
+    """For a search: hours until this run saves and ends. For a training: its total training hours."""
     checkpoint: int = Field(default=0, ge=0)
     """The step of the checkpoint to resume from."""
 
 
 class ResumeLimits(Value):
-    """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
+    """The current limits and checkpoints of a suspended run; 0 means no limit."""
 
     samples: int = 0
     stop_trials: int = 0
-    """The trials after which the stop criterion proposes no more."""
+    """The number of trials after which the stop criterion allows no more."""
     steps: int = 0
     hours: float = 0
     checkpoints: tuple[int, ...] = ()
-    """The steps of the checkpoints that a training can go back to."""
+    """The steps of the checkpoints from which a training can resume."""
     stop_is_code: bool = False
-    """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
+    """Whether the stop criterion is a function or a stopper class of the user, which no number can change."""
     scheduler_steps: int = 0
     """The step at which the scheduler ends every trial."""
 
 
-_NUMBERS = {"samples", "steps", "hours"}
+_NUMBER_FIELDS = {"samples", "steps", "hours"}
 
 
 def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
-    """Return the choice that a form's `answer` makes.
+    """Return the choice in the `answer` to a form.
 
     Raises:
-        InvalidInput: the choice is impossible, or does not use a number that was typed. The message is shown to the
-            person who answered.
+        InvalidInput: the choice is impossible, or ignores a number that the user entered. The form shows the message
+            to the user.
     """
     try:
         choice = ResumeChoice.model_validate(answer)
-    except ValidationError as invalid:
-        raise argument_error(invalid) from invalid
-    asked, present = choice.model_dump(include=_NUMBERS), limits.model_dump(include=_NUMBERS)
-    changed = [name for name, value in asked.items() if value not in {0, present[name]}]
+    except ValidationError as error:
+        raise argument_error(error) from error
+    requested, current = choice.model_dump(include=_NUMBER_FIELDS), limits.model_dump(include=_NUMBER_FIELDS)
+    changed = [name for name, value in requested.items() if value not in {0, current[name]}]
     if changed and choice.way != "extend":
-        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in changed)
-        raise InvalidInput(f"{choice.way}: changes no numbers, and the form has {numbers}; choose extend to use them")
-    newest = max(limits.checkpoints, default=0)
-    if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest}:
+        numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in changed)
+        raise InvalidInput(f"{choice.way}: changes no numbers, but the form has {numbers}; choose extend to use them")
+    newest_step = max(limits.checkpoints, default=0)
+    if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest_step}:
         raise InvalidInput(
-            f"{choice.way}: uses the newest checkpoint, of step {newest}, and the form has step {choice.checkpoint}; "
-            "choose other checkpoint to go back to it"
+            f"{choice.way}: uses the newest checkpoint, of step {newest_step}; the form has step {choice.checkpoint}; "
+            "choose other checkpoint to resume from that step"
         )
     if choice.way == "extend":
-        _require_more(choice, limits, asked, present)
+        _require_larger_limits(choice, limits, requested, current)
     if choice.way == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
         steps = ", ".join(map(str, limits.checkpoints)) or "none"
         raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({steps}), found {choice.checkpoint}")
     return choice
 
 
-def _require_more(
-    choice: ResumeChoice, limits: ResumeLimits, asked: Mapping[str, float], present: Mapping[str, float]
+def _require_larger_limits(
+    choice: ResumeChoice, limits: ResumeLimits, requested: Mapping[str, float], current: Mapping[str, float]
 ) -> None:
-    if less := [name for name, value in asked.items() if 0 < value < present[name]]:
-        numbers = ", ".join(f"{name} {asked[name]:g} (it has {present[name]:g})" for name in less)
+    if smaller := [name for name, value in requested.items() if 0 < value < current[name]]:
+        numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in smaller)
         raise InvalidInput(f"extend: less than before: {numbers}")
-    if not any(value > present[name] for name, value in asked.items()):
-        raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
+    if not any(value > current[name] for name, value in requested.items()):
+        raise InvalidInput("extend: no number is larger than before; enter more samples, steps or hours, or continue")
     if choice.samples and not limits.samples:
-        raise InvalidInput("samples: the search of this run has no number of samples that a form can change")
+        raise InvalidInput("samples: a form cannot change the number of samples of this search")
     if 0 < limits.stop_trials < choice.samples:
         raise InvalidInput(
-            f"samples: the stop criterion TrialBudget ends the search after {limits.stop_trials} trials, and the form "
+            f"samples: the stop criterion TrialBudget ends the search after {limits.stop_trials} trials, but the form "
             f"has {choice.samples}; a run of the deployment resume can pass another stop"
         )
     if limits.stop_is_code and choice.steps:
-        raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
+        raise InvalidInput("steps: the stop criterion of this run is code, so a number cannot change it")
     if limits.scheduler_steps and choice.steps > max(limits.scheduler_steps, limits.steps):
         raise InvalidInput(
-            f"steps: the scheduler ends each trial at step {limits.scheduler_steps}, and the form has {choice.steps}; "
+            f"steps: the scheduler ends each trial at step {limits.scheduler_steps}, but the form has {choice.steps}; "
             "a run of the deployment resume can pass a scheduler with a larger max_t"
         )
 
 
 def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return a stop criterion in its JSON form, with these limits in place of its own; 0 keeps a limit."""
+    """Return the JSON form of a stop criterion with these limits instead of its own; 0 keeps a limit."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
     parts = stop if isinstance(stop, list | tuple) else [stop]
-    rest = (
+    kept = (
         {name: limit for name, limit in part.items() if name not in replaced} if isinstance(part, Mapping) else part
         for part in parts
     )
-    return [*(part for part in rest if part), *limits]
+    return [*(part for part in kept if part), *limits]
 
 
 # Suspend a flow run with an input form, and read its answer.
 
-_PREFIX = "prefect-tune-"
+_PAUSE_KEY_PREFIX = "prefect-tune-"
 InputForm = type[RunInput]
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A form with which a flow run was suspended."""
+    """The form of a suspended flow run, and its answer."""
 
     key: str
     """Identifies this form."""
@@ -178,70 +178,70 @@ class Shown:
     """The answer, by field; None if the run has not been resumed."""
 
 
-def can_be_suspended() -> bool:
-    """Whether this flow run can be suspended: it is of a deployment, whose worker starts it again, and no subflow."""
+def can_suspend_flow_run() -> bool:
+    """Whether this flow run can be suspended: it is no subflow, and belongs to a deployment, so that *Resume* works."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return deployment_of_run() is not None and run is not None and run.parent_task_run_id is None
 
 
 def leave_with(form: InputForm) -> NoReturn:
-    """Set the flow run to Suspended with `form`, and end this process's part in it.
+    """Set the flow run to Suspended with `form`, and end the run in this process.
 
     Raises:
-        Pause: the run is Suspended: the process is to end, and *Resume* starts the run again.
-        Abort: the run was resumed in another process, or has ended, meanwhile.
+        Pause: the run is Suspended: this process must end; *Resume* starts the run again.
+        Abort: meanwhile the run was resumed in another process, or has ended.
     """
-    state: State[Any] = Suspended(pause_key=f"{_PREFIX}{uuid4().hex[:12]}")
+    state: State[Any] = Suspended(pause_key=f"{_PAUSE_KEY_PREFIX}{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
-        set_with_form(client, _run_id(), state, form)
+        set_with_form(client, _current_run_id(), state, form)
     raise Pause(state=state)
 
 
 def last_form() -> Shown | None:
-    """Return the form with which this flow run was last suspended, and its answer; None if it never was.
+    """Return the last form of this flow run, and its answer; None if the run was never suspended.
 
-    The form is found by the run's states, all of which Prefect lists; of inputs it lists only the oldest 200.
+    Look up the form by the run's states: Prefect lists all of a run's states, but only the oldest 200 of its inputs.
     """
-    if not can_be_suspended():
+    if not can_suspend_flow_run():
         return None
-    run = _run_id()
+    run_id = _current_run_id()
     with get_client(sync_client=True) as client:
-        states = in_order(client.read_flow_run_states(run))
-        ours = [
-            number
-            for number, each in enumerate(states)
-            if each.is_paused() and str(each.state_details.pause_key).startswith(_PREFIX)
+        states = in_order(client.read_flow_run_states(run_id))
+        suspensions = [
+            index
+            for index, state in enumerate(states)
+            if state.is_paused() and str(state.state_details.pause_key).startswith(_PAUSE_KEY_PREFIX)
         ]
-        if not ours:
+        if not suspensions:
             return None
-        details = states[ours[-1]].state_details
+        details = states[suspensions[-1]].state_details
         key = (details.run_input_keyset or {})["response"]
-        stored = client.filter_flow_run_input(run, key_prefix=key, limit=1, exclude_keys=set())
+        stored = client.filter_flow_run_input(run_id, key_prefix=key, limit=1, exclude_keys=set())
     answer = stored[0].decoded_value if stored else None
     if isinstance(answer, Mapping):
         return Shown(str(details.pause_key), answer)
     # Prefect stores no input for an untouched form.
-    return Shown(str(details.pause_key), {} if is_resumed(states[ours[-1] :]) else None)
+    return Shown(str(details.pause_key), {} if is_resumed(states[suspensions[-1] :]) else None)
 
 
-def _run_id() -> UUID:
+def _current_run_id() -> UUID:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("only a flow run can be suspended")
+        raise RuntimeError("expected a flow run: only a flow run can be suspended")
     return context.flow_run.id
 
 
-_MOST_STEPS = 20
+_MAX_SHOWN_STEPS = 20
 
 
-class _Search(RunInput):
+class _SearchForm(RunInput):
     """How to continue the search."""
 
     way: Literal["continue", "extend", "stop here"] = Field(
         default="continue",
         title="How to continue",
-        description="continue: with the same settings. extend: with the larger numbers below. stop here: save nothing "
+        description="continue: with the same settings. extend: with the larger numbers below. stop here: train no "
         "more, publish the results, and end; unfinished trials can be resumed later.",
     )
     samples: int = Field(default=0, title="Total samples", description="To extend: more than now.")
@@ -249,49 +249,51 @@ class _Search(RunInput):
         default=0, title="Steps of each trial", description="To extend: finished trials continue too. 0: unchanged."
     )
     hours: float = Field(
-        default=0, title="Hours for this run", description="To extend: after these, all trials save. 0: unchanged."
+        default=0, title="Hours for this run", description="To extend: then all trials save. 0: unchanged."
     )
 
 
-class _Training(RunInput):
+class _TrainingForm(RunInput):
     """How to continue the training."""
 
     way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
         default="continue",
         title="How to continue",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
-        "go back to the step below; later checkpoints are kept. stop here: the training ends.",
+        "from the step below; later checkpoints are kept. stop here: the training ends.",
     )
     steps: int = Field(default=0, title="Total steps", description="To extend: more than before. 0: unchanged.")
     hours: float = Field(
         default=0, title="Total hours of training", description="To extend: more than before. 0: unchanged."
     )
     checkpoint: int = Field(
-        default=0, title="Step of the checkpoint", description="To go back: one of the steps listed above."
+        default=0, title="Step of the checkpoint", description="For other checkpoint: one of the steps listed above."
     )
 
 
 def form_of_training(limits: ResumeLimits, page: str) -> InputForm:
-    """Return the form of a suspended training; its fields show the current numbers."""
-    newest = max(limits.checkpoints, default=0)
-    return _filled(_Training, page, steps=limits.steps, hours=limits.hours, checkpoint=newest)
+    """Return the form of a suspended training; the fields default to the current numbers."""
+    newest_step = max(limits.checkpoints, default=0)
+    return _fill_form(_TrainingForm, page, steps=limits.steps, hours=limits.hours, checkpoint=newest_step)
 
 
-def _filled(form: InputForm, page: str, **defaults: float) -> InputForm:
+def _fill_form(form: InputForm, page: str, **defaults: float) -> InputForm:
     """Return the form with these defaults. Prefect's `with_initial_data` drops the fields' titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
-            info.annotation,
-            Field(default=defaults.get(name, info.default), title=info.title, description=info.description),
+            field.annotation,
+            Field(default=defaults.get(name, field.default), title=field.title, description=field.description),
         )
-        for name, info in form.model_fields.items()
+        for name, field in form.model_fields.items()
     }
-    filled = cast("InputForm", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
-    return filled.with_initial_data(description=page)
+    form_class = cast(
+        "InputForm", create_model(form.__name__.strip("_").removesuffix("Form"), __base__=RunInput, **fields)
+    )
+    return form_class.with_initial_data(description=page)
 
 
-def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, why: str = "") -> str:
-    """Return the text above the form that asks how to continue: the state of the experiment."""
+def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, retry_reason: str = "") -> str:
+    """Return the text above the resume form: the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
     if len(trials) != 1 or trials[0].of_search:
         facts.append(f"trials: {len(trials)} ({format_counts(counted(state))})")
@@ -301,25 +303,25 @@ def page_of(state: Experiment, uri: str, objective: Objective | None, code: str,
         facts.append(f"{best_trial} at step {best.step}")
     if len(trials) == 1:
         (trial,) = trials
-        facts.append(f"step {trial.step}, attempt {trial.attempt}, steps redone: {trial.wasted_count}")
-        steps = [str(each.step) for each in reversed(trial.checkpoints)]
-        more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
-        facts.append(f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}")
+        facts.append(f"step {trial.step}, attempt {trial.attempt}, recomputed steps: {trial.wasted_count}")
+        steps = [str(checkpoint.step) for checkpoint in reversed(trial.checkpoints)]
+        older = f", and {len(steps) - _MAX_SHOWN_STEPS} older ones" if len(steps) > _MAX_SHOWN_STEPS else ""
+        facts.append(f"checkpoints, newest first: {', '.join(steps[:_MAX_SHOWN_STEPS]) or 'none'}{older}")
     else:
-        saved = sum(bool(each.checkpoints) for each in trials)
-        count = sum(len(each.checkpoints) for each in trials)
+        saved = sum(bool(checkpoint.checkpoints) for checkpoint in trials)
+        count = sum(len(checkpoint.checkpoints) for checkpoint in trials)
         facts.append(f"checkpoints: {count}, of {plural(saved, 'trial', 'trials')}")
-    refused = [f"⚠️ **Please answer again**: {escaped(why)}", ""] if why else []
-    lines = [*refused, f"**{state.name}** at `{uri}` is saved.", ""]
+    notice = [f"⚠️ **Please answer again**: {escaped(retry_reason)}", ""] if retry_reason else []
+    lines = [*notice, f"**{state.name}** at `{uri}` is saved.", ""]
     return "\n".join([*lines, *(f"- {fact}" for fact in [*facts, escaped(code)])])
 
 
-# Read the form answers of a suspended run, and apply them to a stop criterion.
+# Read the answers of a suspended run, and apply them to a stop criterion.
 
 
 @dataclass(frozen=True, slots=True)
 class NewAnswer:
-    """A form's answer that the journal does not hold yet."""
+    """The answer to a form, which is not in the journal yet."""
 
     choice: ResumeChoice
     """How to continue."""
@@ -327,276 +329,276 @@ class NewAnswer:
     """The event to journal."""
 
 
-def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
-    """Return the choices that this flow run was resumed with so far, oldest first."""
-    mine = (each for each in known.answers if each.flow_run == flow_run.id)
-    return [ResumeChoice.model_validate(each.answer) for each in mine]
+def chosen_before(state: Experiment) -> Sequence[ResumeChoice]:
+    """Return the choices with which this flow run was resumed so far, oldest first."""
+    answers = (answer for answer in state.answers if answer.flow_run == flow_run.id)
+    return [ResumeChoice.model_validate(answer.answer) for answer in answers]
 
 
-def new_answer(
-    shown: Shown, known: Experiment, limits: ResumeLimits, form: Callable[[str], InputForm]
+def check_new_answer(
+    shown: Shown, state: Experiment, limits: ResumeLimits, make_form: Callable[[str], InputForm]
 ) -> NewAnswer | None:
-    """Return the answer that this flow run was resumed with; None if there is none, or the journal holds it already.
+    """Return the answer with which this flow run was resumed; None if there is none, or it is in the journal.
 
     Args:
-        shown: the last form that the run was suspended with; answers to earlier forms are in the journal.
-        known: the experiment, before it is opened.
-        limits: the values that the form offers to change.
-        form: makes the form, from the reason why it is shown again.
+        shown: the last form of the run; answers to earlier forms are in the journal.
+        state: the experiment, before this run owns it.
+        limits: the values that the form can change.
+        make_form: makes the form, given the reason to show it again.
 
     Raises:
-        Pause: the answer is invalid: the run suspends again with the same form, which shows the reason.
+        Pause: the answer is invalid: the run is suspended again with the same form, which shows the reason.
     """
-    if shown.answer is None or is_answered(known, shown.key):
+    if shown.answer is None or is_answered(state, shown.key):
         return None
     try:
         choice = choice_of(shown.answer, limits)
-    except InvalidInput as bad:
-        leave_with(form(str(bad)))
+    except InvalidInput as error:
+        leave_with(make_form(str(error)))
     return NewAnswer(choice, Answered(key=shown.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id))
 
 
 def is_answered(state: Experiment, key: str) -> bool:
-    """Whether the journal holds the answer to a form: of two starts of one run, only the first applies it."""
+    """Whether the answer to a form is in the journal: if a run starts twice, only the first start applies it."""
     return any(answer.key == key for answer in state.answers)
 
 
-def limits_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
-    """Return the present limits, and the checkpoints, that the form of how to continue offers to change."""
+def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
+    """Return the current limits and the checkpoints that the resume form can change."""
     stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
-    said = stop_to_json(stop) if stop is not None else {}
+    stop_json = stop_to_json(stop) if stop is not None else {}
     return ResumeLimits(
         samples=samples,
         stop_trials=min((part.trials for part in of_experiment(stopper) if isinstance(part, TrialBudget)), default=0),
         steps=stopper.step_count or 0,
-        hours=min((each.time.total_seconds() / 3600 for each in parts if isinstance(each, MaxTime)), default=0.0),
+        hours=min((part.time.total_seconds() / 3600 for part in parts if isinstance(part, MaxTime)), default=0.0),
         checkpoints=tuple(checkpoints),
-        stop_is_code=said is None or isinstance(said, str),
+        stop_is_code=stop_json is None or isinstance(stop_json, str),
     )
 
 
-def stop_after(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion of a trial, extended by the choice; unchanged for any choice but "extend"."""
+def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
+    """Return the stop criterion of a trial, extended if the choice is "extend"."""
     if choice.way != "extend":
         return stop
-    limits = limits_of(stop)
+    limits = current_limits(stop)
     steps = choice.steps if choice.steps > limits.steps else 0
     hours = choice.hours if choice.hours > limits.hours else 0
     return stop_extended(stop_to_json(stop), steps, hours) if steps or hours else stop
 
 
-# The turns of a flow run, from one suspension to the next.
+# The work of a flow run from one suspension to the next.
 
 STOPPED_HERE = make_reason("stopped-on-resume")
 
 
 @dataclass
 class Turn:
-    """The work of one start of a flow run, until it is suspended or none is left."""
+    """The work of one start of a flow run, until it is suspended or done."""
 
     plan: SearchPlan
-    """The flow run's parameters, extended by the persons' choices so far."""
+    """The flow run's parameters, extended by the user's choices so far."""
     known: Experiment | None = None
-    """Its journal, if it has been read."""
+    """The state of the experiment, if it has been read."""
     answer: NewAnswer | None = None
-    """A person's choice of how to continue, which is not carried out yet."""
+    """The user's choice of how to continue, which is not applied yet."""
     stops: bool = False
-    """Whether no trial of a search is to start any more."""
+    """Whether the search must start no more trials."""
     found: Experiment | None = None
-    """The experiment as this run found it, before it changed anything."""
+    """The experiment before this run changed it."""
     journal_writer: JournalWriter | None = None
-    """What writes its journal, and holds its last state; None until the run owns it."""
+    """Writes the journal and has the latest state; None until the run owns the experiment."""
 
     def begin_writing(self, journal_writer: JournalWriter) -> JournalWriter:
-        """Keep the writer of the journal, whose state is still that which was found, and return it."""
+        """Store the journal writer and the state before its first entry, and return the writer."""
         self.found, self.journal_writer = journal_writer.experiment, journal_writer
         return journal_writer
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeQuestion:
-    """The question of how a suspended run continues, of a search or of a single training."""
+    """How to ask the user how a suspended search or training continues, and how to apply the answer."""
 
     limits: Callable[[SearchPlan, Experiment], ResumeLimits]
-    """Returns the values that the form offers to change."""
+    """Returns the values that the form can change."""
     extended: Callable[[SearchPlan, ResumeChoice], SearchPlan]
-    """Returns the plan, extended by a choice."""
+    """Extends the plan by a choice."""
     form: Callable[[SearchPlan, Experiment, str], InputForm]
-    """Makes the form, with the reason why it is shown again; empty if it is not."""
-    why_not: Callable[[StorageTarget, Experiment, ResumeChoice], str] = lambda _target, _state, _choice: ""
-    """Returns why a choice cannot be carried out; empty if it can."""
+    """Makes the form, given the reason to show it again; the reason is empty the first time."""
+    refusal: Callable[[StorageTarget, Experiment, ResumeChoice], str | None] = lambda _target, _state, _choice: None
+    """Returns why a choice is impossible; None if it is possible."""
 
 
 def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Turn:
-    """Return the first turn of a flow run, which may be new, retried or resumed, from one without answers.
+    """Return `turn` with the answers of this flow run applied; the run may be new, retried or resumed.
 
     Args:
-        turn: the plan, and what is known of the experiment.
-        question: what the run is asked if it is suspended.
-        shown: the form with which it was suspended last.
+        turn: the plan, and the experiment if it has been read.
+        question: the question that the form asks.
+        shown: the last form of the run.
 
     Raises:
-        Pause: the person's answer is invalid: the run is suspended again with the form.
-        ResumeFailed: the experiment cannot be read, or is gone. No new one was started.
+        Pause: the user's answer is invalid: the run is suspended again with the form.
+        ResumeFailed: the experiment cannot be read, or is gone. No new experiment was started.
     """
     if shown is None:
         return turn
     plan, target = turn.plan, turn.plan.target
-    known = turn.known or with_retries(lambda: read_known(target, plan.experiment))
-    if not known.number:
-        none = no_experiment_at(target, plan.experiment)
-        again = "Nothing was started: run the flow anew to train from step 0"
-        raise ResumeFailed(f"this run was suspended, and now {none}. Was it deleted, or is the target another? {again}")
-    state, chosen = known, list(chosen_before(known))
-    for choice in chosen:
+    state = turn.known or with_retries(lambda: read_known(target, plan.experiment))
+    if not state.number:
+        missing = no_experiment_at(target, plan.experiment)
+        advice = "Nothing was started: start a new flow run to train from step 0"
+        raise ResumeFailed(f"this run was suspended, and now {missing}: deleted, or another target? {advice}")
+    choices = list(chosen_before(state))
+    for choice in choices:
         plan = question.extended(plan, choice)
     form = partial(question.form, plan, state)
-    answer = new_answer(shown, state, question.limits(plan, state), form)
+    answer = check_new_answer(shown, state, question.limits(plan, state), form)
     if answer is not None:
-        if why := question.why_not(target, state, answer.choice):
-            leave_with(form(why))
-        chosen.append(answer.choice)
+        if refusal := question.refusal(target, state, answer.choice):
+            leave_with(form(refusal))
+        choices.append(answer.choice)
         plan = question.extended(plan, answer.choice)
-    return Turn(plan, known, answer, stops=bool(chosen) and chosen[-1].way == "stop here")
+    return Turn(plan, state, answer, stops=bool(choices) and choices[-1].way == "stop here")
 
 
 def ask_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
-    """Raise `Pause` if the flow run was suspended: it then waits with the form, if it can be resumed."""
+    """Raise `Pause` if the flow run was suspended; suspend it with the form if *Resume* can start it again."""
     if not is_suspended():
         return
-    if not can_be_suspended():
-        raise Pause(state=suspended_state())  # its state stays
+    if not can_suspend_flow_run():
+        raise Pause(state=suspended_state())  # keep the run's state
     leave_with(question.form(plan, state, ""))
 
 
 # ---------------------------------------------------------------------------------------------------- how it ends
 
 
-def take_over(turn: Turn, known: Experiment, slots: int) -> Experiment:
-    """Make this run, which trains `slots` trials at a time, the owner of its experiment, and return the state.
+def take_over(turn: Turn, experiment: Experiment, slots: int) -> Experiment:
+    """Make this run the owner of its experiment, and return the state. The run trains `slots` trials at a time.
 
-    `known` is the journal as it was just read.
+    `experiment` is the state that was just read.
 
-    Raises what `owner_after` and `open_experiment` raise.
+    Raises like `owner_after` and `open_experiment`.
     """
     plan = turn.plan
-    owner = owner_after(known, plan.failure_policy.max_restarts)
-    owner, read = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(known)
-    return open_experiment(plan.target, known.key, owner, new_write_id(), read)
+    owner = owner_after(experiment, plan.failure_policy.max_restarts)
+    owner, loaded = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(experiment)
+    return open_experiment(plan.target, experiment.key, owner, new_write_id(), loaded)
 
 
 @contextmanager
 def as_one_owner(turn: Turn) -> Iterator[None]:
-    """End this process without a state if another process of the same flow run has taken over the experiment.
+    """Set no state of the flow run if another process of the same run has taken over the experiment.
 
-    A state from this process would overwrite the state of the other. On SIGTERM or Ctrl-C, log as the last line what
-    can be resumed.
+    A state from this process would overwrite the state from the other process. On SIGTERM or Ctrl-C, log last what can
+    be resumed.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is the same flow run.
-        KeyboardInterrupt: with that line as its message, which Python prints last of all.
+        KeyboardInterrupt: with the same text as its message, which Python prints last.
     """
     try:
         yield
-    except Superseded as lost:
+    except Superseded as error:
         owner = None
-        if can_be_suspended():
+        if can_suspend_flow_run():
             with suppress(TuneError):
                 owner = read_journal(turn.plan.target, turn.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:
             raise
-        get_run_logger().warning("%s", lost)
-        raise Abort(str(lost)) from lost
-    except (TerminationSignal, KeyboardInterrupt) as signal:
+        get_run_logger().warning("%s", error)
+        raise Abort(str(error)) from error
+    except (TerminationSignal, KeyboardInterrupt) as interrupt:
         state = turn.journal_writer.experiment if turn.journal_writer else None
-        said = resumable(state) if state and state.trials else "the run had not begun: run it again"
-        is_interrupt = isinstance(signal, KeyboardInterrupt)
+        message = resumable(state) if state and state.trials else "the run had not started: run it again"
+        is_interrupt = isinstance(interrupt, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
-            get_run_logger().warning("%s", said)
+            get_run_logger().warning("%s", message)
             send_log()
-        if is_interrupt:  # the last line of a script that calls in its main thread, and the message of the state
-            raise KeyboardInterrupt(said) from None
+        if is_interrupt:  # the last line of a script, and the message of the run's state
+            raise KeyboardInterrupt(message) from None
         raise
 
 
 def resumable(state: Experiment) -> str:
-    """Return a sentence: what can be resumed of an experiment, and how."""
+    """Return a sentence that says which trials of an experiment can be resumed, and how."""
     trials = list(state.trials.values())
-    open_ones = [each for each in trials if each.phase not in ENDED]
-    saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
-    again = "press Retry, or run it" if deployment_of_run() is not None else "run it"  # only such a run has *Retry*
-    again = f"{again} again under the same experiment name, to resume"
-    if not open_ones:
-        return f"experiment {state.name!r}: all {plural(len(trials), 'trial has', 'trials have')} ended; {again}"
+    unfinished = [trial for trial in trials if trial.phase not in ENDED]
+    steps = [newest.step if (newest := newest_checkpoint(trial)) else 0 for trial in unfinished]
+    advice = "press Retry, or run it" if deployment_of_run() is not None else "run it"  # only deployments have *Retry*
+    advice = f"{advice} again under the same experiment name, to resume"
+    if not unfinished:
+        return f"experiment {state.name!r}: all {plural(len(trials), 'trial has', 'trials have')} ended; {advice}"
     if len(trials) == 1:
-        return f"experiment {state.name!r}: resumable at step {saved[0]}; {again}"
-    steps = sorted(filter(None, saved))
-    where = f", at steps {steps[0]} to {steps[-1]}" if len(set(steps)) > 1 else f", at step {steps[0]}" if steps else ""
-    rest = f"; {plural(saved.count(0), 'begins', 'begin')} again, without a checkpoint" if 0 in saved else ""
-    resume = f"{len(steps)} of {plural(len(trials), 'trial', 'trials')} resumable{where}{rest}"
-    return f"experiment {state.name!r}: {resume}; {again}"
+        return f"experiment {state.name!r}: resumable at step {steps[0]}; {advice}"
+    saved, fresh = sorted(filter(None, steps)), steps.count(0)
+    where = f", at steps {saved[0]} to {saved[-1]}" if len(set(saved)) > 1 else f", at step {saved[0]}" if saved else ""
+    rest = f"; {plural(fresh, 'begins', 'begin')} again, without a checkpoint" if fresh else ""
+    summary = f"{len(saved)} of {plural(len(trials), 'trial', 'trials')} resumable{where}{rest}"
+    return f"experiment {state.name!r}: {summary}; {advice}"
 
 
-def first_search_turn(plan: SearchPlan, known: Experiment | None) -> Turn:
-    """Return the first turn of a search's flow run, with the samples that it adds. Raises what `first_turn` raises."""
-    shown = last_form()
-    if shown is None and plan.samples_per_run is None:
-        return Turn(plan if known is None else plan_checks.with_default_samples(plan, known), known)
-    known = known or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = plan_checks.with_added_samples(plan, known, lambda: call_path(plan.experiment).key)
-    return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
+def first_search_turn(plan: SearchPlan, experiment: Experiment | None) -> Turn:
+    """Return the first turn of a search's flow run, with the samples that the run adds. Raises like `first_turn`."""
+    form = last_form()
+    if form is None and plan.samples_per_run is None:
+        return Turn(plan if experiment is None else plan_checks.with_default_samples(plan, experiment), experiment)
+    experiment = experiment or with_retries(lambda: read_known(plan.target, plan.experiment))
+    plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: call_path(plan.experiment).key)
+    return first_turn(Turn(plan, experiment), SEARCH_QUESTION, form)
 
 
 def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
-    limits = limits_of(plan.stop, samples=_samples(plan))
+    limits = current_limits(plan.stop, samples=_count_samples(plan))
     return limits.model_copy(update={"hours": 0.0, "scheduler_steps": getattr(plan.scheduler, "max_t", 0)})
 
 
-def _samples(plan: SearchPlan) -> int:
-    """Return the total of samples; 0 if the search has no fixed number of them, or none that can be changed."""
+def _count_samples(plan: SearchPlan) -> int:
+    """Return the total number of samples; 0 if the search has no fixed number, or a form cannot change it."""
     if plan.search is None:
         return plan.num_samples or DEFAULT_SAMPLES
     if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
-        return 0  # as `with_samples` has it
+        return 0  # see `with_samples`
     total = plan.num_samples or getattr(plan.search, "num_samples", None)
     return total if isinstance(total, int) and total > 0 else 0
 
 
-def _search_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
+def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
     if choice.way != "extend":
         return plan
     return plan.extended(
-        num_samples=choice.samples if choice.samples > _samples(plan) else plan.num_samples,
-        stop=stop_after(plan.stop, choice.model_copy(update={"hours": 0.0})),
+        num_samples=choice.samples if choice.samples > _count_samples(plan) else plan.num_samples,
+        stop=extend_stop_by_choice(plan.stop, choice.model_copy(update={"hours": 0.0})),
         time_budget_seconds=3600 * choice.hours if choice.hours else plan.time_budget_seconds,
     )
 
 
-def _search_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
-    page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), why)
+def _make_search_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
+    page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), retry_reason)
     limits = _search_limits(plan_checks.with_default_samples(plan, state), state)
-    return _filled(_Search, page, samples=limits.samples, steps=limits.steps)
+    return _fill_form(_SearchForm, page, samples=limits.samples, steps=limits.steps)
 
 
-SEARCH_QUESTION = ResumeQuestion(_search_limits, _search_extended, _search_form)
-"""How to continue a search."""
+SEARCH_QUESTION = ResumeQuestion(_search_limits, _extend_search, _make_search_form)
+"""How a suspended search continues."""
 
 
-def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str:
-    """Return why the training cannot resume from the chosen checkpoint; empty if it can, or none was chosen."""
+def _checkpoint_refusal(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
+    """Return why the training cannot resume from the chosen checkpoint; None if it can, or none was chosen."""
     if choice.way != "other checkpoint":
-        return ""
+        return None
     (trial,) = state.trials.values()
-    ref = _checkpoint_at(trial, choice.checkpoint)
+    ref = _find_checkpoint(trial, choice.checkpoint)
     damage = damage_of_checkpoint(target, state.trial_key(trial.trial).checkpoint_key(ref))
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
 def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]:
-    """Return the answer's events, and those that carry it out: one entry, so that a retry after a kill does it.
+    """Return the event of the answer and the events that apply it: one entry, so that a kill cannot separate them.
 
-    Nothing if another start of this run has carried out the answer.
+    Return none if another start of this run has applied the answer.
     """
     if turn.answer is None or is_answered(state, turn.answer.event.key):
         return ()
@@ -606,61 +608,61 @@ def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]
     name = trial.trial
     if choice.way == "stop here" and trial.phase not in ENDED:
         events.append(Finished(trial=name, reason=STOPPED_HERE, kind=FinishKind.STOPPED))
-    elif choice.way == "other checkpoint":  # an earlier one becomes the newest by a clone; later ones stay
+    elif choice.way == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
         step = choice.checkpoint
-        copy = clone_for(trial, _checkpoint_at(trial, step), name)
+        clone = clone_for(trial, _find_checkpoint(trial, step), name)
         events.append(Requeued(trial=name, reason=make_reason("goes-back", step=step)))
-        events.append(Cloned(trial=name, checkpoint=copy, source=name, reason=make_reason("went-back", step=step)))
+        events.append(Cloned(trial=name, checkpoint=clone, source=name, reason=make_reason("went-back", step=step)))
     return events
 
 
-def _checkpoint_at(trial: Trial, step: int) -> CheckpointRef:
-    """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired since the choice."""
-    found = [each for each in trial.checkpoints if each.step == step]
-    if not found:
+def _find_checkpoint(trial: Trial, step: int) -> CheckpointRef:
+    """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired after the choice."""
+    refs = [ref for ref in trial.checkpoints if ref.step == step]
+    if not refs:
         raise CheckpointNotFound(
-            f"trial {trial.trial!r}: the checkpoint of step {step} is gone; press Retry to choose again"
+            f"trial {trial.trial!r}: the checkpoint of step {step} was deleted; press Retry to choose again"
         )
-    return found[-1]
+    return refs[-1]
 
 
 def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
-    steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
-    return limits_of(plan.stop, checkpoints=sorted(set(steps)))
+    steps = [checkpoint.step for trial in state.trials.values() for checkpoint in trial.checkpoints]
+    return current_limits(plan.stop, checkpoints=sorted(set(steps)))
 
 
-def _training_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
-    changed = (
-        code_changed(plan.target, state.trial_key(name), each, plan.trainable) for name, each in state.trials.items()
+def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
+    warnings = (
+        code_changed(plan.target, state.trial_key(name), trial, plan.trainable) for name, trial in state.trials.items()
     )
-    warning = next(filter(None, changed), None)
-    code = f"⚠️ {warning}" if warning else "code: unchanged since the newest checkpoint, as far as can be told"
-    page = page_of(state, plan.target.uri, None, code, why)
+    warning = next(filter(None, warnings), None)
+    code = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
+    page = page_of(state, plan.target.uri, None, code, retry_reason)
     return form_of_training(_training_limits(plan, state), page)
 
 
 def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
     """Return a warning if the trainable's source has changed since the newest checkpoint.
 
-    Empty if it has not, or if one of the two is unknown.
+    Empty if the source is unchanged, or if one of the two digests is unknown.
     """
-    key, now = newest_key(folder, trial), code_of(trainable)
-    if key is None or not now:
+    key, digest = newest_key(folder, trial), code_of(trainable)
+    if key is None or not digest:
         return ""
     try:
         with target.open(timeout=timedelta(seconds=30)) as store:
-            before = read_manifest(store, key).about.fingerprint.get("code", "")
-    except TuneError:  # it cannot be read now
+            saved = read_manifest(store, key).about.fingerprint.get("code", "")
+    except TuneError:  # the target cannot be read now
         return ""
-    if not before or before == now:
+    if not saved or saved == digest:
         return ""
-    return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"
+    return f"the source of the trainable has changed since the checkpoint of step {key.step} ({saved} -> {digest})"
 
 
 TRAINING_QUESTION = ResumeQuestion(
     _training_limits,
-    lambda plan, choice: plan.extended(stop=stop_after(plan.stop, choice)),
-    _training_form,
-    _why_not_back,
+    lambda plan, choice: plan.extended(stop=extend_stop_by_choice(plan.stop, choice)),
+    _make_training_form,
+    _checkpoint_refusal,
 )
-"""How to continue a single training."""
+"""How a suspended training continues."""

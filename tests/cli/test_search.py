@@ -239,7 +239,7 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
     [
         (["frist"], "there is no experiment 'frist' at {target}; did you mean 'first'?"),
         (["first", "--num-samples", 3], "num_samples: experiment 'first' has 10 already, and this run passes 3"),
-        (["first", "--at", 2], "at: a resume starts at the last entry; to start at another one, name the fork"),
+        (["first", "--at", 2], "at: a resume starts at the last entry; to start at another entry, pass fork="),
         (["first"], "the journal of experiment 'first' does not store 'trainable', 'sync'"),
     ],
 )

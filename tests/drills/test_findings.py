@@ -82,7 +82,7 @@ def test_the_first_difference_is_named_and_up_to_where_the_runs_are_equal() -> N
     assert str(found.differences[0]).startswith("step 3: `optimizer.pt`, `state.3.exp_avg`, 1 of 4,096 values, ")
     assert equal == "  equal up to step 2; 4 metric values and 3 checkpoint files of 4 steps compared"
     assert second == "  step 4: metric `loss`: 2, expected 1"
-    assert "nothing that the drill can see was left out" in hint
+    assert "the drill sees no state that was not restored" in hint
 
 
 def test_a_metric_that_differs_by_itself_does_not_matter() -> None:
@@ -130,7 +130,7 @@ def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> 
     ("undisturbed", "kill", "said"),
     [
         (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "the training saved no checkpoint"),
-        (run(), Kill("trial", 1, 0, 1.0), "killed after these steps: 1; the first checkpoint is of step 2. Kill after"),
+        (run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill after"),
     ],
 )
 def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, said: str) -> None:

@@ -136,9 +136,9 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
         ({"hours": float("inf")}, "hours: "),
         ({"way": "extend", "hours": 1e12}, "hours: "),
         ({"colour": "red"}, "colour: "),
-        ({"way": "extend"}, "nothing is larger"),
-        ({"way": "extend", "samples": 10, "steps": 100}, "nothing is larger"),
-        ({"way": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(it has 10\)"),
+        ({"way": "extend"}, "no number is larger"),
+        ({"way": "extend", "samples": 10, "steps": 100}, "no number is larger"),
+        ({"way": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(now 10\)"),
         ({"way": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
     ],
 )
@@ -169,16 +169,16 @@ def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: Way, fie
 def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
     there = ResumeLimits(steps=20, scheduler_steps=27)
     assert choice_of({"way": "extend", "steps": 27}, there).steps == 27
-    with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, and the form has 28"):
+    with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, but the form has 28"):
         choice_of({"way": "extend", "steps": 28}, there)
 
 
 def test_samples_that_would_change_nothing_are_refused() -> None:
     there = ResumeLimits(samples=10, stop_trials=15)
     assert choice_of({"way": "extend", "samples": 15}, there).samples == 15
-    with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, and the form has 16"):
+    with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, but the form has 16"):
         choice_of({"way": "extend", "samples": 16}, there)
-    with pytest.raises(InvalidInput, match="no number of samples that a form can change"):
+    with pytest.raises(InvalidInput, match="a form cannot change the number of samples"):
         choice_of({"way": "extend", "samples": 16}, ResumeLimits())
 
 

@@ -1,4 +1,4 @@
-"""What one run of a drill has left: its journal and checkpoints on the target, its records on this machine."""
+"""The evidence of a drill's run: its journal and checkpoints on the target, and its records on this machine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from prefect_tune.drills.values import MISSING, UNEXPECTED, FileDifference, comp
 from prefect_tune.stores.local.staging import fetch_committed
 
 METRICS = ""
-"""The file of a difference that is in the metrics."""
+"""The `file` of a difference in the metrics."""
 CHECKPOINTS = "."
-"""The file of a difference that is in which steps have a checkpoint."""
+"""The `file` of a difference in the steps that have a checkpoint."""
 GENERATORS = ".."
-"""The file of a difference that is in the state of a random generator."""
+"""The `file` of a difference in the state of a random generator."""
 Place: TypeAlias = tuple[str, str]
-"""A file, and the key of a value in it."""
-_UNITS = (1.0, 1e3, 1e6, 1e9)
-"""Of a time of day: seconds, ms, µs, ns."""
+"""A file, and the key of a value in the file."""
+_TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
+"""The units of a time of day: seconds, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 History = Mapping[int, object]
 """The values at a place by step."""
@@ -43,23 +43,23 @@ History = Mapping[int, object]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The state of the training after a step, or after the checkpoint of that step was loaded."""
+    """The state of the training after a step, or after the load of the checkpoint of that step."""
 
     step: int
     attempt: int
     is_restored: bool
     at: float
-    """The time of day, in seconds."""
+    """The time of day at the end of the step, in seconds."""
     seconds: float
-    """The time of the step."""
+    """The duration of the step."""
     waited: float
-    """The time between the step before and this one, in which the training waited: mostly for its save."""
+    """Seconds between the previous step and this step: the training waited, mostly for its save."""
     states: Mapping[str, str]
     """A value or a digest, by kind and name; see `probe.states`."""
 
     @property
     def resumed_from(self) -> int:
-        """The step after which an attempt resumed, of its first record."""
+        """The step from which an attempt resumed, if this is its first record."""
         return self.step if self.is_restored else self.step - 1
 
 
@@ -75,17 +75,17 @@ class MeasuredSave:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A kill, and what followed it."""
+    """A kill, and the resume after it."""
 
     victim: Victim
     step: int
-    """The last step that was trained before it."""
+    """The last step that was trained before the kill."""
     resumed_from: int
-    """The step after which training resumed."""
+    """The step from which training resumed."""
     seconds: float
-    """From the kill to the end of the next step."""
+    """The time from the kill to the end of the next step."""
     kept_bytes: int = 0
-    """Of an upload that was killed: the bytes that had arrived, and were not sent again."""
+    """Bytes of a killed upload that had arrived and were not sent again."""
 
     @property
     def steps_again(self) -> int:
@@ -95,46 +95,46 @@ class Kill:
 
 @dataclass(frozen=True)
 class DrillRun:
-    """One run of a drill, when it has ended."""
+    """A completed run of a drill."""
 
     metrics: Mapping[int, Mapping[str, object]]
     """The last report of each step."""
     manifests: Mapping[int, Manifest]
-    """Of the newest checkpoint of each step that has one."""
+    """The manifest of the newest checkpoint of each step that has one."""
     saves: Sequence[MeasuredSave]
     records: Sequence[Record]
     kills: Sequence[Kill]
 
     @property
     def restarts(self) -> Sequence[Record]:
-        """The first record of each attempt after the first one."""
+        """The first record of each attempt after the first attempt."""
         attempts = [1, *(record.attempt for record in self.records)]
         return [record for record, before in zip(self.records, attempts, strict=False) if record.attempt != before]
 
     @property
     def undisturbed_steps(self) -> int:
-        """How many steps the first attempt trained that no later one trained again."""
+        """How many steps of the first attempt no later attempt trained again."""
         return min((record.resumed_from for record in self.restarts), default=max(self.metrics, default=0))
 
 
 def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
-    """Return what the run has left.
+    """Read the evidence of a run.
 
     Raises:
         StoreUnavailable, StoreRefused: the target failed.
     """
     events = [event for entry in history(store, trial.of_experiment) for event in entry.events]
-    commits = [each for each in events if isinstance(each, Committed)]
-    keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
+    commits = [event for event in events if isinstance(event, Committed)]
+    keys = {event.checkpoint.step: trial.checkpoint_key(event.checkpoint) for event in commits}
     records = list(read_records(plan.records))
     return DrillRun(
-        {each.report.step: each.report.metrics for each in events if isinstance(each, Reported)},
+        {event.report.step: event.report.metrics for event in events if isinstance(event, Reported)},
         {step: read_manifest(store, key) for step, key in keys.items()},
         [
             MeasuredSave(
-                each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0
+                event.checkpoint.step, event.checkpoint.size_bytes, event.sent_bytes or 0, event.upload_seconds or 0.0
             )
-            for each in commits
+            for event in commits
         ],
         records,
         list(kills_in(plan, records)),
@@ -142,30 +142,30 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records; the last line of a process that was killed may be cut."""
+    """Yield the records; the last line of a killed process may be incomplete."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return
     for line in lines:
         try:
-            found: dict[str, Any] = json.loads(line)
+            fields: dict[str, Any] = json.loads(line)
         except ValueError:
             continue
-        found["is_restored"] = found.pop("restored")
-        yield Record(**found)
+        fields["is_restored"] = fields.pop("restored")
+        yield Record(**fields)
 
 
 def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
-    """Yield the kills that were made, each with what followed it."""
-    trained = [each for each in records if not each.is_restored]
-    for victim, at in plan.kills_made():
-        killed = next((each.attempt for each in reversed(trained) if each.at <= at), 1)
-        # After the death of another rank, rank 0 may train on until it is ended.
-        place = next((place for place, each in enumerate(trained) if each.at > at and each.attempt > killed), None)
-        if place is not None:
-            after, step = trained[place], trained[place - 1].step if place else 0
-            yield Kill(victim, step, after.step - 1, after.at - at)
+    """Yield the kills of a run, and how it resumed after each."""
+    trained = [record for record in records if not record.is_restored]
+    for victim, killed_at in plan.kills_made():
+        attempt = next((record.attempt for record in reversed(trained) if record.at <= killed_at), 1)
+        # After a kill of another rank, rank 0 may continue training until it is ended.
+        index = next((i for i, later in enumerate(trained) if later.at > killed_at and later.attempt > attempt), None)
+        if index is not None:
+            next_record, step = trained[index], trained[index - 1].step if index else 0
+            yield Kill(victim, step, next_record.step - 1, next_record.at - killed_at)
 
 
 # ---------------------------------------------------------------------------------------------- compare two runs
@@ -173,14 +173,14 @@ def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that differs between two runs after the same step."""
+    """A difference between two runs after the same step."""
 
     step: int
     what: FileDifference
 
     @property
     def place(self) -> Place:
-        """The file and the key: the same thing at every step."""
+        """The file and the key, which identify the value at every step."""
         return self.what.file, self.what.path or self.what.key
 
     @property
@@ -198,77 +198,77 @@ class Difference:
         return f"step {self.step}: {texts.get(self.what.file, self.what)}"
 
 
-def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
+def compare(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
     differences: list[Difference] = []
-    for step in expected.metrics.keys() | found.metrics.keys():
-        if step not in found.metrics:
+    for step in expected.metrics.keys() | actual.metrics.keys():
+        if step not in actual.metrics:
             differences.append(Difference(step, FileDifference(METRICS, "", "the step was not reported")))
         elif step not in expected.metrics:
-            what = FileDifference(METRICS, "", "the undisturbed run ended before this step")
-            differences.append(Difference(step, what))
+            detail = FileDifference(METRICS, "", "the undisturbed run ended before this step")
+            differences.append(Difference(step, detail))
         else:
-            unlike = compare_values(expected.metrics[step], found.metrics[step], METRICS)
-            differences += [Difference(step, what) for what in unlike]
-    for step in expected.manifests.keys() | found.manifests.keys():
-        if step not in found.manifests:
+            details = compare_values(expected.metrics[step], actual.metrics[step], METRICS)
+            differences += [Difference(step, detail) for detail in details]
+    for step in expected.manifests.keys() | actual.manifests.keys():
+        if step not in actual.manifests:
             differences.append(Difference(step, FileDifference(CHECKPOINTS, "", "no checkpoint, expected one")))
         elif step not in expected.manifests:
             differences.append(Difference(step, FileDifference(CHECKPOINTS, "", "a checkpoint, expected none")))
         else:
-            unlike = list(_of_manifests(store, expected.manifests[step], found.manifests[step]))
-            differences += [Difference(step, what) for what in unlike]
+            details = list(_compare_manifests(store, expected.manifests[step], actual.manifests[step]))
+            differences += [Difference(step, detail) for detail in details]
     return first_of_places(differences)
 
 
 def first_of_places(differences: Sequence[Difference]) -> Sequence[Difference]:
     """Return the first difference at each place, by step."""
     first: dict[tuple[str, str], Difference] = {}
-    for each in sorted(differences, key=lambda each: (each.step, each.what.file != METRICS)):
-        first.setdefault(each.place, each)
+    for difference in sorted(differences, key=lambda difference: (difference.step, difference.what.file != METRICS)):
+        first.setdefault(difference.place, difference)
     return list(first.values())
 
 
 def changes_of(store: ObjectStore, run: DrillRun) -> Mapping[Place, Mapping[int, object]]:
-    """Return the places in the checkpoints of a run that change from one to the next, with the scalars there by step.
+    """Return the places that change from one checkpoint of a run to the next, with their scalars by step.
 
-    What only one of two checkpoints has, such as the last entry of a log, is not changed.
+    A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
     """
     changes: dict[Place, dict[int, object]] = {}
     for before, after in pairwise(sorted(run.manifests)):
-        for what in _of_manifests(store, run.manifests[before], run.manifests[after]):
-            if what.what not in {MISSING, UNEXPECTED}:
-                history = changes.setdefault(Difference(after, what).place, {})
-                history[before], history[after] = what.scalars
+        for detail in _compare_manifests(store, run.manifests[before], run.manifests[after]):
+            if detail.what not in {MISSING, UNEXPECTED}:
+                history = changes.setdefault(Difference(after, detail).place, {})
+                history[before], history[after] = detail.scalars
     return changes
 
 
-def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> Iterator[FileDifference]:
+def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest) -> Iterator[FileDifference]:
     contents = (
         {(file.path, tuple((chunk.length, chunk.digest) for chunk in file.chunks)) for file in manifest.files}
-        for manifest in (expected, found)
+        for manifest in (expected, actual)
     )
-    unlike = {file for file, _ in set.symmetric_difference(*contents)}
-    if not unlike:
+    file_names = {file for file, _ in set.symmetric_difference(*contents)}
+    if not file_names:
         return
     with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-") as folder:
-        places = Path(folder, "expected"), Path(folder, "found")
-        for manifest, place in zip((expected, found), places, strict=True):
-            fetch_committed(store, manifest, place)
-        for file in sorted(unlike):
-            there = [(place / file).is_file() for place in places]
-            if all(there):
-                yield from compare_files(places[0] / file, places[1] / file, file)
+        folders = Path(folder, "expected"), Path(folder, "found")
+        for manifest, folder_path in zip((expected, actual), folders, strict=True):
+            fetch_committed(store, manifest, folder_path)
+        for file in sorted(file_names):
+            exists = [(folder_path / file).is_file() for folder_path in folders]
+            if all(exists):
+                yield from compare_files(folders[0] / file, folders[1] / file, file)
             else:
-                yield FileDifference(file, "", MISSING if there[0] else UNEXPECTED)
+                yield FileDifference(file, "", MISSING if exists[0] else UNEXPECTED)
 
 
 # --------------------------------------------------------------------------------- what differs without a kill
 #
-# Some of it says nothing of the training: a measured time, the time of a save, an identifier of a run. Such a value is
-# left out if values that training changes are the same in spite of it. Weights are never left out: an array, an element
-# of a list or a file that cannot be read is a result. A number in a checkpoint may be a weight, too, so it is left out
-# only if it is a time of day, or if no metric can depend on it: each that differs is a measured time.
+# Some differences say nothing about the training: a measured time, the time of a save, an identifier of a run. Such a
+# value is ignored if values that training changes are equal despite it. Weights are never ignored: an array, an element
+# of a list or an unreadable file is a result. A number in a checkpoint may be a weight, too, so it is ignored only if
+# it is a time of day, or if no metric can depend on it: all metrics that differ are measured times.
 
 
 def result_places(
@@ -277,15 +277,15 @@ def result_places(
     undisturbed: DrillRun,
     generators: Collection[object],
 ) -> Collection[Place]:
-    """Return the places in checkpoints that hold results: training changes them, and they do not follow from the step.
+    """Return the places of results in checkpoints: training changes them, and they do not follow from the step.
 
     Args:
-        changes: the places in the checkpoints of the undisturbed run that change; empty if it has one checkpoint.
-        unstable: what differs without a kill.
-        undisturbed: the run.
-        generators: the generators without a seed from which it draws.
+        changes: the places in the undisturbed run's checkpoints that change; empty if it has one checkpoint.
+        unstable: the differences without a kill.
+        undisturbed: the undisturbed run.
+        generators: the generators without a seed from which the run draws.
     """
-    in_files = {each.place: each for each in unstable if each.what.file != METRICS}
+    in_files = {diff.place: diff for diff in unstable if diff.what.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
     metrics_are_the_same = (
         not generators
@@ -293,23 +293,23 @@ def result_places(
         and not unexplained_metrics(undisturbed, unstable)
     )
     return {
-        place
-        for place in candidates
+        location
+        for location in candidates
         if not (
-            _may_be_left_out(in_files[place], undisturbed, metrics_are_the_same=metrics_are_the_same)
-            if place in in_files
-            else follows_from_step(changes[place])
+            _can_be_ignored(in_files[location], undisturbed, metrics_are_the_same=metrics_are_the_same)
+            if location in in_files
+            else follows_from_step(changes[location])
         )
     }
 
 
-def _may_be_left_out(difference: Difference, run: DrillRun, *, metrics_are_the_same: bool) -> bool:
-    values = difference.what.scalars
-    if None in values:
+def _can_be_ignored(difference: Difference, run: DrillRun, *, metrics_are_the_same: bool) -> bool:
+    scalars = difference.what.scalars
+    if None in scalars:
         return False
-    if all(isinstance(value, str | date | TimeOfDay | UUID) for value in values):
+    if all(isinstance(value, str | date | TimeOfDay | UUID) for value in scalars):
         return True
-    if all(_is_time_of_day(value, run) for value in values):
+    if all(_is_time_of_day(value, run) for value in scalars):
         return True
     return metrics_are_the_same and not is_in_list(difference.what.path)
 
@@ -319,13 +319,13 @@ def _is_time_of_day(value: object, run: DrillRun) -> bool:
     if not times or not isinstance(value, int | float):
         return False
     begin, end = min(times) - _CLOCK_MARGIN_SECONDS, time.time()
-    return any(begin <= value / unit <= end for unit in _UNITS)
+    return any(begin <= value / unit <= end for unit in _TIME_UNITS)
 
 
 def follows_from_step(values: History) -> bool:
-    """Whether these are whole numbers that grow, or numbers that grow by as much, or by the same factor, at each step.
+    """Whether the values are growing whole numbers, or numbers that grow by a constant amount or factor per step.
 
-    Counts of steps and most rates of a schedule do.
+    Counts of steps and most rates of a schedule are such values.
     """
     numbers = {step: value for step, value in values.items() if isinstance(value, int | float)}
     if len(numbers) < max(2, len(values)) or any(isinstance(value, bool) for value in numbers.values()):
@@ -352,22 +352,22 @@ def metric_histories(run: DrillRun) -> Mapping[Place, History]:
 
 
 def result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[Place]:
-    """Return the metrics that training changes, do not follow from the step, and do not differ without a kill."""
-    differ = {each.place for each in unstable}
+    """Return the metrics that training changes, that do not follow from the step or differ without a kill."""
+    differing = {difference.place for difference in unstable}
     return {
-        place
-        for place, history in metric_histories(run).items()
-        if place not in differ and _has_changes(history) and not follows_from_step(history)
+        location
+        for location, history in metric_histories(run).items()
+        if location not in differing and _has_changes(history) and not follows_from_step(history)
     }
 
 
 def unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the metrics that differ without a kill, that training changes, and that are not measured times."""
+    """Return the metrics that differ without a kill and that training changes, except measured times."""
     histories = metric_histories(run)
     return [
-        each
-        for each in unstable
-        if _has_changes(history := histories.get(each.place, {})) and not _is_measured_time(history, run)
+        difference
+        for difference in unstable
+        if _has_changes(history := histories.get(difference.place, {})) and not _is_measured_time(history, run)
     ]
 
 
@@ -376,22 +376,22 @@ def _has_changes(history: History) -> bool:
 
 
 def _is_measured_time(history: History, run: DrillRun) -> bool:
-    """Whether these are times of day, times of steps, or times since some moment, as the drill has measured them."""
+    """Whether the values match the drill's measurements: times of day, durations of steps, or elapsed times."""
     records = {record.step: record for record in reversed(run.records) if not record.is_restored}
-    measured = [(value, records[step]) for step, value in sorted(history.items()) if step in records]
-    if len(measured) < len(history) or not all(isinstance(value, int | float) for value, _ in measured):
+    pairs = [(value, records[step]) for step, value in sorted(history.items()) if step in records]
+    if len(pairs) < len(history) or not all(isinstance(value, int | float) for value, _ in pairs):
         return False
-    numbers = [(float(value), record) for value, record in measured]  # type: ignore[arg-type]  # as checked above
+    numbers = [(float(value), record) for value, record in pairs]  # type: ignore[arg-type]  # as checked above
     if all(_is_time_of_day(value, run) for value, _ in numbers):
         return True
     if all(0 <= value <= record.seconds + record.waited + _TIMER_MARGIN_SECONDS for value, record in numbers):
         return True
     growths = [(later[0] - value, later[1].at - record.at) for (value, record), later in pairwise(numbers)]
-    return len(growths) > 1 and all(0.5 * passed <= growth <= 1.5 * passed for growth, passed in growths)
+    return len(growths) > 1 and all(0.5 * elapsed <= growth <= 1.5 * elapsed for growth, elapsed in growths)
 
 
 def unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
-    """Return the generators from which the run draws, and whose states differ in another run before its first kill."""
+    """Return the generators from which the run draws, whose states differ in another run before its first kill."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}
     drawn = {name for name in names if len({at_step.get(name) for at_step in states.values()}) > 1}
@@ -404,5 +404,5 @@ def unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Seq
                         differ[name] = min(record.step, differ.get(name, record.step))
     return [
         Difference(step, FileDifference(GENERATORS, name.partition(" ")[2], "another state"))
-        for name, step in sorted(differ.items(), key=lambda found: found[1])
+        for name, step in sorted(differ.items(), key=lambda item: item[1])
     ]

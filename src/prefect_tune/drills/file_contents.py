@@ -1,11 +1,11 @@
-"""What differs between two files of a checkpoint: their values, where the format is known, else their bytes.
+"""Compare two files of a checkpoint: by their values if the format is known, else by their bytes.
 
-No pickle is run: `torch.load` reads with `weights_only=True`, NumPy without pickles, and any other pickle is read with
-stand-ins for its classes and functions. So equal values are equal though their bytes differ: the bytes of a pickle
-depend on which of its objects are one object, and that changes when it is loaded.
+No pickle is executed: `torch.load` reads with `weights_only=True`, NumPy without pickles, and any other pickle is read
+with stand-ins for its classes and functions. So equal values compare equal even if their bytes differ: the bytes of a
+pickle depend on which of its objects are identical, and loading the pickle changes that.
 
-Never: two files called the same though some bytes of theirs were not compared, but for times in headers, and what
-follows from the values: sizes, checksums, offsets.
+Never: report two files as equal with bytes that were not compared, except times in headers and bytes that follow from
+the values: sizes, checksums, offsets.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ from prefect_tune.drills.values import (
     token_of,
 )
 
-_NO_SPACE = re.compile(r"[^ \t\n\r]")
+_NON_SPACE = re.compile(r"[^ \t\n\r]")
 _MAX_PICKLED_BYTES = 1 << 28
 _NPY, _PARQUET = b"\x93NUMPY", b"PAR1"
 _TORCH_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 _JSON_SUFFIXES = {".json", ".jsonl", ".ndjson"}
 _TORCH_PICKLE, _TORCH_CHECKSUM = "data.pkl", ".data/serialization_id"
-_OF_TORCH = {_TORCH_PICKLE, "version", "byteorder", ".format_version", ".storage_alignment", _TORCH_CHECKSUM}
-"""Members of an archive of `torch.save` that hold what its tensors do not, or what follows from the other members."""
-_SKOPS = "schema.json"
-"""The member of a file of skops that says what each other member is."""
+_TORCH_FILES = {_TORCH_PICKLE, "version", "byteorder", ".format_version", ".storage_alignment", _TORCH_CHECKSUM}
+"""Members of a `torch.save` archive without tensors, or whose content follows from the other members."""
+_SKOPS_SCHEMA = "schema.json"
+"""The member of a skops file that describes all other members."""
 
 
-def compare_files(expected: Path, found: Path, name: str) -> Sequence[FileDifference]:
-    """Return what differs in file `name`; empty if both hold the same values, though their bytes may differ.
+def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDifference]:
+    """Return the differences in file `name`; empty if both files have the same values, even if their bytes differ.
 
     Args:
         expected: the file of the undisturbed run.
-        found: the file of the other run.
-        name: its path in the checkpoint, which also tells the format where its content does not.
+        actual: the file of the other run.
+        name: the path in the checkpoint, which also determines the format if the content does not.
     """
-    if filecmp.cmp(expected, found, shallow=False):
+    if filecmp.cmp(expected, actual, shallow=False):
         return []
-    with suppress(Exception):  # a damaged file, or one of another kind than its name says: bytes tell the rest
-        files = [_Content(name, _bytes_of(path), path) for path in (expected, found)]
-        differences = compare_values(_read(files[0]), _read(files[1]), name)
-        # The writer of Parquet stores no times: what no column and no metadata explains is not known to be the same.
+    with suppress(Exception):  # a damaged file, or not the format of its name: compare bytes
+        files = [_Content(name, _map_bytes(path), path) for path in (expected, actual)]
+        differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
+        # Parquet stores no times: bytes that differ without a column or metadata that differs count as a difference.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
-    sizes = [path.stat().st_size for path in (expected, found)]
+    sizes = [path.stat().st_size for path in (expected, actual)]
     size = f"{sizes[0]:,} bytes" if sizes[0] == sizes[1] else f"{sizes[1]:,}, expected {sizes[0]:,} bytes"
     return [FileDifference(name, "", f"bytes differ ({size})", is_of_bytes=True)]
 
@@ -85,27 +85,27 @@ def compare_files(expected: Path, found: Path, name: str) -> Sequence[FileDiffer
 
 @dataclass(frozen=True)
 class _Content:
-    """A file, or a member of one."""
+    """A file, or a member of an archive."""
 
     name: str
     data: memoryview
     path: Path | None = None
-    """None of a member."""
+    """None for a member of an archive."""
 
     def open(self) -> Any:
         """Return a stream of its bytes."""
         return io.BytesIO(self.data) if self.path is None else self.path.open("rb")
 
 
-def _bytes_of(path: Path) -> memoryview:
-    """Return the bytes of a file, which are read when they are compared."""
+def _map_bytes(path: Path) -> memoryview:
+    """Map the bytes of a file into memory, so that they are read on comparison."""
     if not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _read(file: _Content) -> Any:
+def _read_values(file: _Content) -> Any:
     """Return the values of a file.
 
     Raises:
@@ -121,12 +121,12 @@ def _read(file: _Content) -> Any:
         with suppress(ValueError):
             return _read_json(file)
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
-        with suppress(Exception):  # it needs a pickle
+        with suppress(Exception):  # a pickle is needed
             return _read_torch(file)
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
     if head.startswith((b"\x80", b"\x78")):
-        with suppress(Exception):  # a text may begin so
+        with suppress(Exception):  # a text may begin with these bytes
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
@@ -135,18 +135,18 @@ def _read(file: _Content) -> Any:
 
 
 def _read_member(file: _Content) -> Any:
-    """Return the values of a file that was packed in another one; its bytes if they cannot be read."""
+    """Return the values of a member of an archive; its bytes if the values cannot be read."""
     try:
-        return _read(file)
+        return _read_values(file)
     except Exception:  # noqa: BLE001 - as above
         return bytes(file.data)
 
 
-def _one_or_all(values: Sequence[object]) -> object:
-    """Return the value of a file that holds one, or several one after another.
+def _single_or_sequence(values: Sequence[object]) -> object:
+    """Return the value of a file, or a node of several consecutive values.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: there is no value.
     """
     if not values:
         raise ValueError("no value")
@@ -155,54 +155,54 @@ def _one_or_all(values: Sequence[object]) -> object:
 
 
 def _read_json(file: _Content) -> object:
-    """Return the value of a document, or of several one after another: JSON Lines."""
+    """Return the value of a JSON document, or of consecutive documents: JSON Lines."""
     text = str(file.data, "utf-8")
-    decoder, documents, at = json.JSONDecoder(object_pairs_hook=Pairs), list[object](), 0
-    while begin := _NO_SPACE.search(text, at):
-        document, at = decoder.raw_decode(text, begin.start())
+    decoder, documents, position = json.JSONDecoder(object_pairs_hook=Pairs), list[object](), 0
+    while begin := _NON_SPACE.search(text, position):
+        document, position = decoder.raw_decode(text, begin.start())
         documents.append(document)
-    return _one_or_all(documents)
+    return _single_or_sequence(documents)
 
 
 def _read_npy(file: _Content) -> object:
-    """Return the arrays of a file, of which `numpy.load` returns the first."""
+    """Return all arrays of a file; `numpy.load` returns only the first."""
     numpy, arrays = import_module("numpy"), list[Any]()
     layouts = numpy.lib.format
     headers = {(1, 0): layouts.read_array_header_1_0, (2, 0): layouts.read_array_header_2_0}
     with file.open() as stream:
         while stream.tell() < len(file.data):
             shape, is_fortran, dtype = headers[layouts.read_magic(stream)](stream)
-            begin, size = stream.tell(), math.prod(shape) * dtype.itemsize
-            if size > len(file.data) - begin:
+            start, size = stream.tell(), math.prod(shape) * dtype.itemsize
+            if size > len(file.data) - start:
                 raise EOFError
-            flat = numpy.frombuffer(file.data[begin : begin + size], dtype) if size else numpy.zeros(0, dtype)
+            flat = numpy.frombuffer(file.data[start : start + size], dtype) if size else numpy.zeros(0, dtype)
             arrays.append(flat.reshape(shape, order="F" if is_fortran else "C"))
-            stream.seek(begin + size)
-    return _one_or_all(arrays)
+            stream.seek(start + size)
+    return _single_or_sequence(arrays)
 
 
 def _read_safetensors(file: _Content) -> Node:
-    """Return the tensors by their bytes and types, and the metadata, in no order: its writer has none."""
+    """Return the bytes and types of the tensors, and the metadata, unordered: the writer keeps no order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
     header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=Pairs))
     parts: dict[str, Any] = {"[metadata]": dict(sorted(header.pop("__metadata__", ())))}
-    data, at = file.data[8 + length :], 0
-    for name, about in sorted(header.items(), key=lambda pair: dict(pair[1])["data_offsets"]):
-        tensor = dict(about)
-        begin, end = tensor["data_offsets"]
-        if begin != at:
-            raise ValueError("bytes that are in no tensor")
-        at, shape, dtype = end, tuple(tensor["shape"]), tensor["dtype"]
-        raw = numpy.frombuffer(data[begin:end], numpy.uint8) if end > begin else numpy.zeros(0, numpy.uint8)
+    data, position = file.data[8 + length :], 0
+    for name, description in sorted(header.items(), key=lambda pair: dict(pair[1])["data_offsets"]):
+        tensor = dict(description)
+        start, end = tensor["data_offsets"]
+        if start != position:
+            raise ValueError("bytes outside of tensors")
+        position, shape, dtype = end, tuple(tensor["shape"]), tensor["dtype"]
+        raw = numpy.frombuffer(data[start:end], numpy.uint8) if end > start else numpy.zeros(0, numpy.uint8)
         if dtype in _DTYPES:
             parts[token_of(name)] = raw.view(_DTYPES[dtype]).reshape(shape)
-        else:  # NumPy has no such type; bfloat16 is the first half of a float32
+        else:  # a type that NumPy lacks; bfloat16 is the first half of a float32
             numbers = (raw.view("u2").astype("u4") << 16).view("f4") if dtype == "BF16" else None
             width = len(raw) // count if (count := math.prod(shape)) and len(raw) % count == 0 else 1
             parts[token_of(name)] = Array(f"{dtype} {shape}", f"{len(raw):,} bytes", rows_of(raw, width), numbers)
-    if at != len(data):
-        raise ValueError("bytes that are in no tensor")
+    if position != len(data):
+        raise ValueError("bytes outside of tensors")
     return Node("safetensors", parts)
 
 
@@ -224,15 +224,15 @@ def _read_parquet(file: _Content) -> Node:
 
 
 def _read_torch(file: _Content) -> object:
-    """Return what was saved; tensors are read when they are compared: a checkpoint may be larger than the memory."""
-    torch, loaded = import_module("torch"), list[object]()
+    """Return the saved object. Tensors are read on comparison: a checkpoint may be larger than the memory."""
+    torch, objects = import_module("torch"), list[object]()
     if bytes(file.data[:4]) == b"PK\x03\x04":
-        source, mapped = (file.open(), None) if file.path is None else (file.path, True)
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        source, is_mapped = (file.open(), None) if file.path is None else (file.path, True)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     stream = io.BytesIO(file.data)
-    while stream.tell() < len(file.data):  # the old format, of which a file may hold several
-        loaded.append(torch.load(stream, map_location="cpu", weights_only=True))
-    return _one_or_all(loaded)
+    while stream.tell() < len(file.data):  # the old format: a file may contain several objects
+        objects.append(torch.load(stream, map_location="cpu", weights_only=True))
+    return _single_or_sequence(objects)
 
 
 def _read_compressed(file: _Content, decompress: Callable[[bytes], bytes]) -> object:
@@ -240,39 +240,39 @@ def _read_compressed(file: _Content, decompress: Callable[[bytes], bytes]) -> ob
 
 
 def _read_zip(file: _Content) -> Any:
-    """Return the values of `torch.save` or skops by their paths, and those of other members by the members' names."""
+    """Return the values of `torch.save` or skops by their paths, and of other members by the members' names."""
     with file.open() as stream, zipfile.ZipFile(stream) as archive:
         _require_no_gaps(archive, file.data)
         names = archive.namelist()
         comments = [archive.comment, *(member.comment for member in archive.infolist())]
         members = [
-            (name, _member_data(archive, member, file.data))
+            (name, _read_member_data(archive, member, file.data))
             for name, member in zip(names, archive.infolist(), strict=True)
         ]
-    content, own = None, set[str]()
+    content, used = None, set[str]()
     top = next((name.removesuffix(_TORCH_PICKLE) for name in names if name.endswith(f"/{_TORCH_PICKLE}")), None)
     if top is not None and find_spec("torch"):
-        own = {f"{top}{_TORCH_CHECKSUM}"}
-        with suppress(Exception):  # it needs a pickle: its members tell which tensors differ, not their names
+        used = {f"{top}{_TORCH_CHECKSUM}"}
+        with suppress(Exception):  # a pickle is needed: compare members, without names of tensors
             content = _read_torch(file)
-            own = {name for name in names if name.removeprefix(top) in _OF_TORCH or name.startswith(f"{top}data/")}
-    elif _SKOPS in names:
-        own = {_SKOPS}
-        schema = json.loads(bytes(dict(members)[_SKOPS]), object_pairs_hook=Pairs)
-        content = _without_ids(schema, dict(members), own)
+            used = {name for name in names if name.removeprefix(top) in _TORCH_FILES or name.startswith(f"{top}data/")}
+    elif _SKOPS_SCHEMA in names:
+        used = {_SKOPS_SCHEMA}
+        schema = json.loads(bytes(dict(members)[_SKOPS_SCHEMA]), object_pairs_hook=Pairs)
+        content = _strip_ids(schema, dict(members), used)
     is_npz = all(name.endswith(".npy") for name in names)
-    read = [
+    values = [
         (name.removesuffix(".npy") if is_npz else name.removeprefix(top or ""), _read_member(_Content(name, data)))
         for name, data in members
-        if name not in own
+        if name not in used
     ]
-    rest = by_token(read) | ({"[comments]": comments} if any(comments) else {})
+    others = by_token(values) | ({"[comments]": comments} if any(comments) else {})
     if content is None:
-        return Node("archive", rest, is_ordered=True)
-    if not rest:
+        return Node("archive", others, is_ordered=True)
+    if not others:
         return content
     node = node_of(content) or Node("value", {"[value]": content})
-    return Node(node.kind, {**node.parts, "[archive]": Node("archive", rest, is_ordered=True)}, node.is_ordered)
+    return Node(node.kind, {**node.parts, "[archive]": Node("archive", others, is_ordered=True)}, node.is_ordered)
 
 
 def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
@@ -281,54 +281,54 @@ def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
     for member in archive.infolist():
         if member.header_offset != end:
             raise ValueError("bytes between members")
-        end = _begin_of(member, data) + member.compress_size
-        if member.flag_bits & 8:  # sizes and the checksum follow, of zip64 in 8 bytes each
-            sign = 4 if bytes(data[end : end + 4]) == b"PK\x07\x08" else 0
+        end = _member_start(member, data) + member.compress_size
+        if member.flag_bits & 8:  # sizes and the checksum follow; in zip64 the sizes have 8 bytes
+            magic = 4 if bytes(data[end : end + 4]) == b"PK\x07\x08" else 0
             sizes = struct.pack("<LL", member.compress_size & 0xFFFFFFFF, member.file_size & 0xFFFFFFFF)
-            end += sign + (12 if bytes(data[end + sign + 4 : end + sign + 12]) == sizes else 20)
+            end += magic + (12 if bytes(data[end + magic + 4 : end + magic + 12]) == sizes else 20)
     last = len(data) - 22 - len(archive.comment)
     if archive.start_dir != end or bytes(data[last : last + 4]) != b"PK\x05\x06":
         raise ValueError("bytes around the directory")
 
 
-def _begin_of(member: zipfile.ZipInfo, data: memoryview) -> int:
-    at = member.header_offset
-    name_size, extra_size = struct.unpack("<HH", data[at + 26 : at + 30])
-    return int(at + 30 + name_size + extra_size)
+def _member_start(member: zipfile.ZipInfo, data: memoryview) -> int:
+    offset = member.header_offset
+    name_size, extra_size = struct.unpack("<HH", data[offset + 26 : offset + 30])
+    return int(offset + 30 + name_size + extra_size)
 
 
-def _member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: memoryview) -> memoryview:
+def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: memoryview) -> memoryview:
     if member.compress_type != zipfile.ZIP_STORED:
         return memoryview(archive.read(member))
-    begin = _begin_of(member, data)
-    return data[begin : begin + member.file_size]
+    start = _member_start(member, data)
+    return data[start : start + member.file_size]
 
 
-def _without_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
-    """Return a node of skops with the values of its file, and without ids: they differ between processes.
+def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
+    """Return a skops node with the values of its file, but without ids, which differ between processes.
 
-    skops names its files by the ids of the objects, too, and writes sets in the order of their hashes.
+    skops also names its files by the ids of the objects, and writes sets in the order of their hashes.
     """
     if isinstance(node, list) and not isinstance(node, Pairs):
-        return [_without_ids(inner, members, used) for inner in node]
+        return [_strip_ids(inner, members, used) for inner in node]
     if not isinstance(node, Pairs):
         return node
-    plain, is_set = Pairs(), ("__loader__", "SetNode") in node
+    stripped, is_set = Pairs(), ("__loader__", "SetNode") in node
     for key, value in node:
         if key == "file" and isinstance(value, str) and value in members:
             used.add(value)
-            plain.append((key, _read_member(_Content(value, members[value]))))
+            stripped.append((key, _read_member(_Content(value, members[value]))))
         elif key != "__id__" or not isinstance(value, int):
-            inner = _without_ids(value, members, used)
-            plain.append((key, sorted(inner, key=repr) if is_set and key == "content" else inner))
-    return plain
+            inner = _strip_ids(value, members, used)
+            stripped.append((key, sorted(inner, key=repr) if is_set and key == "content" else inner))
+    return stripped
 
 
 _READERS: Mapping[bytes, Callable[[_Content], Any]] = {
     b"PK\x03\x04": _read_zip,
     _NPY: _read_npy,
     _PARQUET: _read_parquet,
-    b"\x1f\x8b": lambda file: _read_compressed(file, gzip.decompress),  # its header has a time
+    b"\x1f\x8b": lambda file: _read_compressed(file, gzip.decompress),  # ignore the time in the header
     b"BZh": lambda file: _read_compressed(file, bz2.decompress),
     b"\xfd7zXZ": lambda file: _read_compressed(file, lzma.decompress),
 }
@@ -338,21 +338,21 @@ _READERS: Mapping[bytes, Callable[[_Content], Any]] = {
 
 
 class _StandIn(Described):
-    """A class or function that a pickle names, without its code: what the pickle passes to it is kept."""
+    """Replaces a class or function that a pickle names: it runs no code, and stores the arguments and state."""
 
     path: str
     file: io.BytesIO
-    """Of the pickle, from which it is read."""
+    """The file of the pickle."""
     arguments: list[Any]
     attributes: dict[Any, object]
     items: list[object]
     pairs: Pairs
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        made = super().__new__(cls)
-        made.arguments = [*arguments, *([options] if options else [])]
-        made.attributes, made.items, made.pairs = {}, [], Pairs()
-        return made
+        instance = super().__new__(cls)
+        instance.arguments = [*arguments, *([options] if options else [])]
+        instance.attributes, instance.items, instance.pairs = {}, [], Pairs()
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -360,7 +360,7 @@ class _StandIn(Described):
         else:
             self.arguments.append(state)
         if self.path == "joblib.numpy_pickle.NumpyArrayWrapper":
-            self.attributes["values"] = _values_after_header(self.file, state)
+            self.attributes["values"] = _read_joblib_array(self.file, state)
 
     def append(self, item: object) -> None:
         self.items.append(item)
@@ -373,9 +373,9 @@ class _StandIn(Described):
 
     def as_node(self) -> Node:
         attributes = by_token(self.attributes.items())
-        own = {f"#{index}": part for index, part in enumerate(self.arguments)}
-        inner = {name: part for name, part in (("[items]", self.items), ("[keys]", self.pairs)) if part}
-        return Node(self.path, attributes | own | inner)
+        positional = {f"#{index}": part for index, part in enumerate(self.arguments)}
+        contained = {name: part for name, part in (("[items]", self.items), ("[keys]", self.pairs)) if part}
+        return Node(self.path, attributes | positional | contained)
 
     def __repr__(self) -> str:
         return f"<{self.path} {self.arguments} {self.attributes} {self.items} {self.pairs}>"
@@ -388,13 +388,13 @@ _PLAIN_CLASSES: Mapping[tuple[str, str], object] = {
     **{("datetime", kind.__name__): kind for kind in (dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone)},
     ("uuid", "UUID"): uuid.UUID,
 }
-"""Classes that only hold a value: no code of the pickle's author runs when they are made."""
-_OF_NUMPY = {"_reconstruct", "_frombuffer", "scalar", "ndarray", "dtype"}
-"""What the pickles of NumPy's arrays and numbers call."""
+"""Classes of plain values: creating an instance runs no code of the pickle's author."""
+_NUMPY_CALLS = {"_reconstruct", "_frombuffer", "scalar", "ndarray", "dtype"}
+"""The functions and classes that pickles of NumPy's arrays and numbers call."""
 
 
-class _StandIns(pickle.Unpickler):
-    """Reads a pickle, and imports nothing but NumPy."""
+class _StandInUnpickler(pickle.Unpickler):
+    """Reads a pickle with stand-ins, and imports only NumPy."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -404,8 +404,8 @@ class _StandIns(pickle.Unpickler):
         if (plain := _PLAIN_CLASSES.get((module, name))) is not None:
             return plain
         if (module, name) == ("_codecs", "encode"):
-            return _encode  # of bytes, in old protocols
-        if name in _OF_NUMPY and module in {
+            return _encode_latin1  # old protocols encode bytes this way
+        if name in _NUMPY_CALLS and module in {
             "numpy",
             *(f"numpy.{core}.{of}" for core in ("core", "_core") for of in ("multiarray", "numeric")),
         }:
@@ -420,24 +420,24 @@ class _StandIns(pickle.Unpickler):
         return "persistent", reference
 
 
-def _encode(text: str, encoding: str) -> bytes:
+def _encode_latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"unexpected encoding {encoding!r}")
     return text.encode("latin1")
 
 
-def _values_after_header(file: io.BytesIO, header: Mapping[str, Any]) -> object:
-    """Return the values of an array of joblib, which are in the file after the object that describes them."""
+def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
+    """Return the values of a joblib array, which follow the object that describes the array."""
     numpy, dtype = import_module("numpy"), header["dtype"]
     if dtype.hasobject:
-        return _StandIns(file).load()
+        return _StandInUnpickler(file).load()
     if header.get("numpy_array_alignment_bytes") is not None:
         file.read(file.read(1)[0])
     return numpy.frombuffer(file.read(math.prod(header["shape"]) * dtype.itemsize), dtype)
 
 
 def _read_pickles(file: _Content) -> object:
-    """Return the values of the pickles in a file, one after another, or in a stream of zlib, as joblib writes it."""
+    """Return the values of the consecutive pickles in a file, or in a zlib stream, as written by joblib."""
     data = bytes(file.data)
     if data.startswith(b"\x78"):
         unpacking = zlib.decompressobj()
@@ -446,5 +446,5 @@ def _read_pickles(file: _Content) -> object:
             raise OverflowError
     stream, pickles = io.BytesIO(data), list[object]()
     while stream.tell() < len(data):
-        pickles.append(_StandIns(stream).load())
-    return _one_or_all(pickles)
+        pickles.append(_StandInUnpickler(stream).load())
+    return _single_or_sequence(pickles)

@@ -1,4 +1,4 @@
-"""The result of a drill: its verdict, what differs, what was probably forgotten, and what saves and kills cost."""
+"""The result of a drill: its verdict, the differences, unrestored states, and the costs of saves and kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefect_tune.drills.evidence import (
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.values import MISSING, UNEXPECTED, scalars_in
 
-_NOUNS = {
+_KIND_NOUNS = {
     "global": "a global random generator",
     "rng": "the state of a random generator",
     "schedule": "the learning-rate schedule",  # it sets the rate of the optimizer
@@ -38,27 +38,27 @@ _NOUNS = {
     "state": "an attribute",
     "metric": "a variable that holds a metric",
 }
-_GLOBAL = {
+_GLOBAL_GENERATORS = {
     "random": ("Python's generator", "random.getstate()"),
     "numpy.random": ("NumPy's global generator", "numpy.random.get_state()"),
     "torch": ("torch's generator of the CPU", "torch.get_rng_state()"),
 }
-_ORDER = list(_NOUNS)
-_MOST = 6
+_KIND_ORDER = list(_KIND_NOUNS)
+_MAX_UNRESTORED = 6
 _ADVICE = {
     "data": "save the order and the position, or use ResumableLoader",
     "metric": "save and load it if the next step reads it",
 }
-_FILLED = frozenset({"optimizer", "schedule", "scaler"})
-"""Kinds whose states have more entries once they are used, as the moments of an optimizer."""
+_FILLED_ON_USE = frozenset({"optimizer", "schedule", "scaler"})
+"""Kinds whose states get entries on first use, such as the moments of an optimizer."""
 _ABSENT = "absent"
-LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
-"""Kinds whose states matter later if they do not yet; an attribute may be anything."""
+_LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
+"""Kinds whose states have an effect later, if not yet; an attribute may have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """Something that was not restored."""
+    """A state that was not restored."""
 
     kind: str
     """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `data`, `model`, `counter`, `value`, `state` or `metric`."""
@@ -69,19 +69,19 @@ class Forgotten:
     found: str
     expected: str
     is_local: bool = False
-    """Whether it is of a function: then both values are of the next step."""
+    """Whether it is a local variable of a function: then both values are from the next step."""
 
     def __str__(self) -> str:
-        """Say what was not restored, and what to save."""
+        """Describe the state, and what to save."""
         if self.kind == "global":
             of_gpu = f"torch's generator of {self.name.removeprefix('torch.')}", "torch.cuda.get_rng_state_all()"
-            generator, call = _GLOBAL.get(self.name, of_gpu)
+            generator, call = _GLOBAL_GENERATORS.get(self.name, of_gpu)
             return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
         later = " one step later" if self.is_local else ""
         values = f" ({self.found}, expected {self.expected}{later})"
         if _is_digest(self.found) or _is_digest(self.expected):
             values = f" ({_ABSENT})" if self.found == _ABSENT else ""
-        noun = "a local variable" if self.is_local and self.kind == "state" else _NOUNS[self.kind]
+        noun = "a local variable" if self.is_local and self.kind == "state" else _KIND_NOUNS[self.kind]
         return f"{noun}, `{self.name}`{values}, after step {self.step}: {_ADVICE.get(self.kind, 'save and load it')}"
 
 
@@ -96,91 +96,91 @@ def forgotten_in(
     saved: Collection[str] = (),
     differs_at: int | None = None,
 ) -> Sequence[Forgotten]:
-    """Return what was not restored at the first resume that shows it, the likeliest first.
+    """Return the states that were not restored at the first resume that shows any, the likeliest first.
 
-    Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
-    undisturbed run. A state that training does not change, or that differs without a kill up to then, is no evidence;
-    nor is a resume after the runs have differed, at step `differs_at`. Of a function all that follows from a sum
-    differs after that step, whatever the cause: it is named only if no generator, count or rate differs, a variable
-    that holds a metric only if nothing but it and what is `saved` in the checkpoints differs, and what is saved only if
-    nothing else does.
+    Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
+    undisturbed run. A state that training does not change, or that differs without a kill up to that step, is no
+    evidence; nor is a resume after step `differs_at`, where the runs began to differ. After a step of a function, all
+    values that follow from a sum differ, whatever the cause. So name such a value only if no generator, count or rate
+    differs, a metric in a variable only if nothing else differs but states `saved` in the checkpoints, and a saved
+    state only if nothing else differs.
     """
-    known = {each.step: each for each in undisturbed.records}
-    seen = {pair for each in undisturbed.records for pair in each.states.items()}
-    values = Counter(name for name, _ in seen)
+    references = {record.step: record for record in undisturbed.records}
+    pairs = {pair for record in undisturbed.records for pair in record.states.items()}
+    values = Counter(name for name, _ in pairs)
     changing = {name for name, count in values.items() if count > 1}
-    without_kills = [*(each for each in killed.records if each.attempt == 1), *(again.records if again else ())]
+    without_kills = [*(record for record in killed.records if record.attempt == 1), *(again.records if again else ())]
     for record in killed.restarts:
-        reference = known.get(record.step)
+        reference = references.get(record.step)
         if reference is None or (differs_at is not None and record.resumed_from >= differs_at):
             continue
         evidence = changing - {
             name
-            for each in without_kills
-            for name, found in each.states.items()
-            if each.step <= record.step and each.step in known and known[each.step].states.get(name) != found
+            for other in without_kills
+            for name, state in other.states.items()
+            if other.step <= record.step and (same := references.get(other.step)) and same.states.get(name) != state
         }
-        if found := list(_unlike(record, reference, evidence)):
-            likely = found if record.is_restored else _likely(found, killed.metrics.get(record.step, {}), saved)
-            optimizers = {_owner(name) for name in reference.states if name.startswith("optimizer ")}
-            roots = _roots(likely, has_one_optimizer=len(optimizers) == 1)
-            return sorted(roots, key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[:_MOST]
+        if states := list(_iter_differing_states(record, reference, evidence)):
+            if not record.is_restored:
+                states = _likely_causes(states, killed.metrics.get(record.step, {}), saved)
+            optimizers = {_owner_name(name) for name in reference.states if name.startswith("optimizer ")}
+            roots = _select_one_per_object(states, has_one_optimizer=len(optimizers) == 1)
+            return sorted(roots, key=lambda root: (not _is_cause(root), _KIND_ORDER.index(root.kind)))[:_MAX_UNRESTORED]
     return []
 
 
-def _likely(found: Sequence[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> Sequence[Forgotten]:
-    """Return what of the differences one step after a resume may be their cause."""
+def _likely_causes(states: list[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> list[Forgotten]:
+    """Return the states that may cause all differences one step after a resume."""
     results = {repr(value) for _, value in scalars_in(metrics) if isinstance(value, float)}
-    unsaved = [each for each in found if each.name.partition(".")[0] not in saved]
-    plain = [each for each in unsaved if each.found not in results]
-    held = [replace(each, kind="metric") for each in unsaved if each.kind in {"value", "state"}]
-    return (
-        [each for each in found if _is_cause(each) and each.found not in results] or plain or held or unsaved or found
-    )
+    unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
+    plain = [state for state in unsaved if state.found not in results]
+    metrics_held = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
+    causes = [state for state in states if _is_cause(state) and state.found not in results]
+    return causes or plain or metrics_held or unsaved or states
 
 
-def _is_cause(found: Forgotten) -> bool:
-    """Whether it is no result of another difference one step later: sums are, generators and counts are not."""
-    return found.kind in {"global", "rng"} or not (_is_digest(found.found) or found.kind == "value")
+def _is_cause(state: Forgotten) -> bool:
+    """Whether the state is no result of other differences: one step later sums are, generators and counts are not."""
+    return state.kind in {"global", "rng"} or not (_is_digest(state.found) or state.kind == "value")
 
 
-def _unlike(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
-    owners = {_owner(name) for name in record.states}
+def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
+    owners = {_owner_name(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
-        found = record.states.get(name)
-        if found is None and kind in _FILLED and _owner(name) in owners:
-            found = _ABSENT  # such as the moments of a new optimizer
-        if found in {None, expected} or name not in evidence:
+        actual = record.states.get(name)
+        if actual is None and kind in _FILLED_ON_USE and _owner_name(name) in owners:
+            actual = _ABSENT  # such as the moments of a new optimizer
+        if actual in {None, expected} or name not in evidence:
             continue
-        if "<" not in {found[:1], expected[:1]}:
-            yield Forgotten(kind, path, record.resumed_from, found, expected, is_local=not record.is_restored)
+        if "<" not in {actual[:1], expected[:1]}:
+            yield Forgotten(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
 
 
-def _owner(name: str) -> str:
-    """Return the kind and the attribute or variable of a state, without its path in it."""
+def _owner_name(name: str) -> str:
+    """Return the kind and the attribute or variable of a state, without the path below it."""
     return name.partition(".")[0]
 
 
-def _roots(found: Sequence[Forgotten], *, has_one_optimizer: bool) -> Sequence[Forgotten]:
-    """Return one of each object: a counter in it if there is one, since that says the most.
+def _select_one_per_object(states: Sequence[Forgotten], *, has_one_optimizer: bool) -> Sequence[Forgotten]:
+    """Return one state of each object, preferably a counter, which is the most readable one.
 
-    The rate of the one optimizer follows from its schedule.
+    Omit the learning rate of a single optimizer with a schedule: the schedule determines it.
     """
     first: dict[tuple[str, str], Forgotten] = {}
-    is_scheduled = has_one_optimizer and any(each.kind == "schedule" for each in found)
-    own = [each for each in found if not (is_scheduled and each.kind == "optimizer" and each.name.endswith(".lr"))]
-    for each in sorted(own, key=lambda one: _is_digest(one.found)):
-        owner = each.name if each.kind in {"global", "rng"} else each.name.partition(".")[0]
-        first.setdefault((each.kind, owner), each)
+    if has_one_optimizer and any(state.kind == "schedule" for state in states):
+        states = [state for state in states if not (state.kind == "optimizer" and state.name.endswith(".lr"))]
+    for state in sorted(states, key=lambda state: _is_digest(state.found)):
+        owner = state.name if state.kind in {"global", "rng"} else state.name.partition(".")[0]
+        first.setdefault((state.kind, owner), state)
     return list(first.values())
 
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
-_SHOWN, _SHOWN_LEFT_OUT = 8, 8
-_SET_SEEDS = "set seeds, and the library's deterministic mode"
-_NAME_ALIKE = "give the files of a checkpoint the same names in each run"
-_WHO = {
+_MAX_SHOWN, _MAX_SHOWN_IGNORED = 8, 8
+_SEED_ADVICE = "set seeds, and the library's deterministic mode"
+_FILE_NAME_ADVICE = "give the files of a checkpoint the same names in each run"
+_VICTIMS = {
     "trial": "the trial",
     "rank": "another rank",
     "search": "the search",
@@ -189,31 +189,31 @@ _WHO = {
 
 
 class Runs(NamedTuple):
-    """The runs of a drill, and what differs between them."""
+    """The runs of a drill, and their differences."""
 
     undisturbed: DrillRun
     killed: DrillRun
     again: DrillRun | None
-    """The second undisturbed one; None if there was no need of it."""
+    """The second undisturbed run; None if it was not needed."""
     differences: Sequence[Difference]
-    """Between the first two."""
+    """The differences between the first two runs."""
     unstable: Sequence[Difference]
-    """Without a kill: between the undisturbed ones, and before the first kill."""
+    """Differences without a kill: between the undisturbed runs, and before the first kill."""
     changing: Collection[tuple[str, str]]
-    """The places in checkpoints that hold results of training: no counts of steps, and nothing that may be left out."""
+    """The places in checkpoints with results of training: no counts of steps, and no values that can be ignored."""
     generators: Sequence[Difference] = ()
     """The generators without a seed from which the training draws."""
 
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """What a save of the undisturbed run costs; medians."""
+    """The costs of a save of the undisturbed run; medians."""
 
     saves: int
     seconds: float
-    """Of an upload."""
+    """The time of an upload."""
     blocked_seconds: float
-    """In which training waited: to write the files, and for the upload."""
+    """The time that training waited: to write the files, and for the upload."""
     size_bytes: int
     sent_bytes: int
     """The bytes that were not on the target yet."""
@@ -225,40 +225,40 @@ class Advice:
 
     hours_between_failures: float
     seconds: float
-    """Of training between two saves; Daly (2006)."""
+    """Seconds of training between two saves; Daly (2006)."""
     steps: int
-    """The same in steps of this training."""
+    """The same interval in steps of this training."""
     lost_share: float
-    """Of the time, to saves, failures and restarts."""
+    """The share of the time lost to saves, failures and restarts."""
 
 
 @dataclass(frozen=True)
 class DrillReport:
-    """What a drill found."""
+    """The report of a drill."""
 
     name: str
-    """The beginning of the names of its experiments."""
+    """The common prefix of the names of its experiments."""
     trainable: str
-    """Its import path."""
+    """The import path of the trainable."""
     verdict: Verdict
     """`exact`; `not exact`; or `not deterministic`, if two runs differ without a kill."""
     steps: int
     compared_metrics: int
-    """Values of metrics."""
+    """The number of compared metric values."""
     compared_files: int
-    """Files of checkpoints."""
+    """The number of compared checkpoint files."""
     kills: Sequence[Kill]
-    """The kills that were made, each with what followed it."""
+    """The kills of the run, and how it resumed."""
     missed_kills: int
-    """Kills that were planned and not made, since no step began after theirs, or no upload that could be cut."""
+    """The number of planned kills that did not happen: no step or upload began after their step."""
     differences: Sequence[Difference]
-    """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
+    """The first difference of each metric, file, tensor or key, by step, without the differences in `unstable`."""
     unstable: Sequence[Difference]
-    """What differs without a kill too: what training changes first."""
+    """The differences that occur without a kill too: values that training changes first."""
     shows_nothing: bool
-    """Whether what is the same in all runs may be so in any training, such as counts of steps."""
+    """Whether the equal values would be equal in any training, such as counts of steps."""
     forgotten: Sequence[Forgotten]
-    """What was probably not restored."""
+    """The states that were probably not restored."""
     save: SaveCosts | None
     """None if nothing was saved."""
     advice: Advice | None
@@ -266,93 +266,93 @@ class DrillReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the run that was killed has the metrics and checkpoints of the undisturbed one."""
+        """Whether the killed run has the metrics and checkpoints of the undisturbed run."""
         return self.verdict == "exact"
 
     def fields(self) -> dict[str, object]:
         """Return the report as JSON values."""
         fields: dict[str, Any] = {**asdict(self), "is_exact": self.is_exact}
-        for difference in (*fields["differences"], *fields["unstable"]):
-            del difference["what"]["path"], difference["what"]["scalars"]  # for comparisons
+        for diff in (*fields["differences"], *fields["unstable"]):
+            del diff["what"]["path"], diff["what"]["scalars"]  # only for comparisons
         return fields
 
     def lines(self) -> Iterator[str]:
         """Yield the report as text."""
-        yield self._headline()
+        yield self._format_headline()
         if self.verdict == "not exact":
             first = self.differences[0]
-            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
-            yield from _listed("", _summed(self.differences)[1:], _SHOWN)
-        without_kills = _summed(self.unstable)
-        if self.verdict == "not deterministic":  # the headline has the first
-            yield from _listed("differs without a kill too: ", without_kills[1:], _SHOWN_LEFT_OUT)
+            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._format_compared()}"
+            yield from _format_list("", _summarize(self.differences)[1:], _MAX_SHOWN)
+        without_kills = _summarize(self.unstable)
+        if self.verdict == "not deterministic":  # the headline has the first difference
+            yield from _format_list("differs without a kill too: ", without_kills[1:], _MAX_SHOWN_IGNORED)
             if self.shows_nothing:
-                yield f"  the rest is the same, but shows little of the training: {self._compared()}"
+                yield f"  the rest is equal, but shows little of the training: {self._format_compared()}"
         else:
-            yield from _listed("differs without a kill too, and is left out: ", without_kills, _SHOWN_LEFT_OUT)
-        yield from self._causes()
-        yield from self._costs()
+            yield from _format_list("differs without a kill too, and is ignored: ", without_kills, _MAX_SHOWN_IGNORED)
+        yield from self._format_causes()
+        yield from self._format_costs()
 
     def summary(self) -> str:
-        """Return the verdict, and what was probably not restored: the message of `NotExact`."""
-        return "\n".join((self._headline(), *self._causes()))
+        """Return the verdict and the states that were probably not restored: the message of `NotExact`."""
+        return "\n".join((self._format_headline(), *self._format_causes()))
 
-    def _causes(self) -> Iterator[str]:
+    def _format_causes(self) -> Iterator[str]:
         no_effect = f"no effect in {self.steps} steps, but not restored"
-        found = no_effect if self.is_exact else "probably not restored"
-        for each in self.forgotten:
-            yield f"  {found}: {each}"
+        prefix = no_effect if self.is_exact else "probably not restored"
+        for state in self.forgotten:
+            yield f"  {prefix}: {state}"
         if self.verdict == "not exact" and not self.forgotten:
-            yield self._hint()
+            yield self._format_hint()
 
-    def _hint(self) -> str:
-        if all(each.place == (CHECKPOINTS, "") for each in self.differences):
-            return "  all that is in both runs is equal: save a checkpoint at the same steps after a resume, too"
-        if all(each.what.is_of_bytes for each in self.differences):
+    def _format_hint(self) -> str:
+        if all(diff.place == (CHECKPOINTS, "") for diff in self.differences):
+            return "  everything in both runs is equal: save a checkpoint at the same steps after a resume, too"
+        if all(diff.what.is_of_bytes for diff in self.differences):
             return (
                 "  all metrics are equal, and only bytes of files that the drill cannot read differ; the values in "
                 "them may be equal: to compare them, save arrays, JSON or skops, or use PartialFitTrainable"
             )
         return (
-            "  nothing that the drill can see was left out: look for an iterator over the data, a generator of a "
-            "library of its own, or files that the training reads"
+            "  the drill sees no state that was not restored: look for an iterator over the data, a library's own "
+            "generator, or files that the training reads"
         )
 
-    def _headline(self) -> str:
+    def _format_headline(self) -> str:
         if self.verdict == "exact":
             times = plural(len(self.kills), "time", "times")
-            return f"exact: the run that was killed {times} is the same; {self._compared()}"
+            return f"exact: the run that was killed {times} is the same; {self._format_compared()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
             is_named = first.what.what in {MISSING, UNEXPECTED}
             return (
-                f"not deterministic: two runs differ without a kill, at {first}. A resume cannot be shown to be exact "
-                "before they are the same: "
-                f"{_NAME_ALIKE if is_named else _SET_SEEDS}"
+                f"not deterministic: two runs differ without a kill, at {first}. To show that a resume is exact, first "
+                "make both runs equal: "
+                f"{_FILE_NAME_ADVICE if is_named else _SEED_ADVICE}"
             )
-        return f"not exact: first difference at {_summed(self.differences)[0]}"
+        return f"not exact: first difference at {_summarize(self.differences)[0]}"
 
-    def _compared(self) -> str:
+    def _format_compared(self) -> str:
         metrics = plural(self.compared_metrics, "metric value", "metric values")
         files = plural(self.compared_files, "checkpoint file", "checkpoint files")
         return f"{metrics} and {files} of {self.steps} steps compared"
 
-    def _costs(self) -> Iterator[str]:
-        for each in self.kills:
-            again = f"trained {plural(each.steps_again, 'step', 'steps')} again"
-            kept = f", {shown_size(each.kept_bytes)} of the upload kept" if each.victim == "upload" else ""
+    def _format_costs(self) -> Iterator[str]:
+        for kill in self.kills:
+            repeated = f"trained {plural(kill.steps_again, 'step', 'steps')} again"
+            kept_text = f", {shown_size(kill.kept_bytes)} of the upload kept" if kill.victim == "upload" else ""
             yield (
-                f"  kill of {_WHO[each.victim]} after step {each.step}: resumed from step {each.resumed_from}, "
-                f"{again}, next step done after {each.seconds:.1f} s{kept}"
+                f"  kill of {_VICTIMS[kill.victim]} after step {kill.step}: resumed from step {kill.resumed_from}, "
+                f"{repeated}, next step done after {kill.seconds:.1f} s{kept_text}"
             )
         if self.missed_kills:
-            missed = plural(self.missed_kills, "kill was", "kills were")
-            yield f"  {missed} not made: no step or upload began after their step"
+            missed_text = plural(self.missed_kills, "kill was", "kills were")
+            yield f"  {missed_text} not made: no step or upload began after their step"
         if self.save is not None:
-            found = self.save
+            save = self.save
             yield (
-                f"  a save: {shown_size(found.size_bytes)}, {shown_size(found.sent_bytes)} of it sent, in "
-                f"{found.seconds:.2f} s; training waits {found.blocked_seconds:.2f} s"
+                f"  a save: {shown_size(save.size_bytes)}, {shown_size(save.sent_bytes)} of it sent, in "
+                f"{save.seconds:.2f} s; training waits {save.blocked_seconds:.2f} s"
             )
         if self.advice is not None:
             advice = self.advice
@@ -362,21 +362,21 @@ class DrillReport:
             )
 
 
-def _listed(before: str, differences: Sequence[str], shown: int) -> Iterator[str]:
-    for each in differences[:shown]:
-        yield f"  {before}{each}"
-    if len(differences) > shown:
-        yield f"  … and {len(differences) - shown} more"
+def _format_list(prefix: str, differences: Sequence[str], max_count: int) -> Iterator[str]:
+    for diff in differences[:max_count]:
+        yield f"  {prefix}{diff}"
+    if len(differences) > max_count:
+        yield f"  … and {len(differences) - max_count} more"
 
 
-def _summed(differences: Sequence[Difference]) -> Sequence[str]:
-    """Return the differences as text, those within one list as one."""
+def _summarize(differences: Sequence[Difference]) -> Sequence[str]:
+    """Return the differences as texts, with one text for all differences within one list."""
     lists: dict[tuple[str, str], list[Difference]] = {}
-    for each in differences:
-        lists.setdefault((each.what.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", each.what.key)), []).append(each)
+    for diff in differences:
+        lists.setdefault((diff.what.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.what.key)), []).append(diff)
     return [
-        f"{found[0]}" if len(found) == 1 else f"{found[0]}; the first of {len(found):,} values of `{name or file}`"
-        for (file, name), found in lists.items()
+        f"{diffs[0]}" if len(diffs) == 1 else f"{diffs[0]}; the first of {len(diffs):,} values of `{name or file}`"
+        for (file, name), diffs in lists.items()
     ]
 
 
@@ -384,35 +384,35 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     """Return the report of the runs of a drill.
 
     Raises:
-        TuneError: all that could be compared after the first resume differs without a kill.
+        TuneError: everything comparable after the first resume differs without a kill.
     """
     undisturbed, killed, again, differences, unstable, changing, _ = runs
-    places = {each.place for each in unstable}
+    ignored = {diff.place for diff in unstable}
     resumed_at = killed.undisturbed_steps
     if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
-        places -= {(CHECKPOINTS, "")}  # none was saved after a resume
-    left = [each for each in differences if each.place not in places]
-    saved = {part for each in differences for part in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
-    differs_at = left[0].step if left else None
+        ignored -= {(CHECKPOINTS, "")}  # none was saved after a resume
+    remaining = [diff for diff in differences if diff.place not in ignored]
+    saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.what.file}.{diff.what.key}")}
+    differs_at = remaining[0].step if remaining else None
     forgotten = forgotten_in(undisturbed, killed, again, saved, differs_at)
-    # What two undisturbed runs do not share matters if it is in a checkpoint and training changes it.
-    results = [each.step for each in unstable if each.place in changing]
-    verdict: Verdict = "not exact" if left else "exact"
-    if results and (not left or min(results) <= left[0].step):
+    # Differences between two undisturbed runs matter if they are in a checkpoint and training changes the values.
+    results = [diff.step for diff in unstable if diff.place in changing]
+    verdict: Verdict = "not exact" if remaining else "exact"
+    if results and (not remaining or min(results) <= remaining[0].step):
         verdict = "not deterministic"
-    compared = {place: values for place, values in metric_histories(undisturbed).items() if place not in places}
+    compared = {key: values for key, values in metric_histories(undisturbed).items() if key not in ignored}
     both = undisturbed.manifests.keys() & killed.manifests.keys()
     if verdict == "exact" and not compared and max(both, default=0) <= resumed_at:
         raise TuneError(
             "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint follows it; "
             "train more --steps, or save more often (--save-every)"
         )
-    unstable = sorted(unstable, key=lambda each: (each.place not in changing, each.step))
-    doubts = _doubts(runs) if verdict == "exact" else ()
+    unstable = sorted(unstable, key=lambda diff: (diff.place not in changing, diff.step))
+    doubts = _find_doubts(runs) if verdict == "exact" else ()
     if doubts:
         verdict, unstable = "not deterministic", doubts
-    save = _save_costs(undisturbed)
-    sent, sent_again = ({each.step: each.sent_bytes for each in run.saves} for run in (undisturbed, killed))
+    save_costs = _measure_saves(undisturbed)
+    sent, sent_again = ({save.step: save.sent_bytes for save in run.saves} for run in (undisturbed, killed))
     kept = {step: max(0, size - sent_again.get(step, 0)) for step, size in sent.items()}
     return DrillReport(
         name=name,
@@ -421,26 +421,26 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
         steps=plan.steps,
         compared_metrics=sum(map(len, compared.values())),
         compared_files=sum(len(undisturbed.manifests[step].files) for step in both),
-        # The undisturbed run has sent all that was new; the upload after the resume did not send again what was there.
+        # The undisturbed run sent all new bytes; the upload after the resume sent only bytes missing on the target.
         kills=[
-            replace(each, kept_bytes=kept.get(each.step, 0) if each.victim == "upload" else 0) for each in killed.kills
+            replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
         missed_kills=len(plan.kills) - len(killed.kills),
-        differences=left,
+        differences=remaining,
         unstable=unstable,
         shows_nothing=bool(doubts),
-        forgotten=[each for each in forgotten if left or each.kind in LASTING],
-        save=save,
-        advice=_advice(plan, undisturbed, killed, save),
+        forgotten=[state for state in forgotten if remaining or state.kind in _LASTING_KINDS],
+        save=save_costs,
+        advice=_make_advice(plan, undisturbed, killed, save_costs),
     )
 
 
-def _doubts(runs: Runs) -> Sequence[Difference]:
-    """Return what differs without a kill, the first reason first, if what is the same may be so in any training.
+def _find_doubts(runs: Runs) -> Sequence[Difference]:
+    """Return the differences without a kill, the best evidence first, if the equal values would be equal anyway.
 
-    A count of steps and a rate that follows from them are the same whatever was drawn, so they show nothing if metrics
-    differ. Then the checkpoints have to show that the training is deterministic; if it draws from a generator without
-    a seed, metrics that differ and are not measured times show that it is not.
+    A count of steps, or a rate that follows from it, is the same in any run, so it proves nothing if metrics differ.
+    Then the checkpoints must show that the training is deterministic. If it draws from a generator without a seed,
+    different metrics, except measured times, show that it is not deterministic.
 
     Raises:
         TuneError: nothing differs, and nothing changes either.
@@ -448,54 +448,54 @@ def _doubts(runs: Runs) -> Sequence[Difference]:
     undisturbed, killed, _, _, unstable, changing, generators = runs
     metrics, unexplained = result_metrics(undisturbed, unstable), unexplained_metrics(undisturbed, unstable)
     both = sorted(undisturbed.manifests.keys() & killed.manifests.keys())
-    files = set(changing) - {each.place for each in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
+    files = set(changing) - {diff.place for diff in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
     if generators and (unexplained or not (metrics or files)):
         return [*generators, *unstable]
     if unexplained and not files:
-        return [*unexplained, *(each for each in unstable if each not in unexplained)]
+        return [*unexplained, *(diff for diff in unstable if diff not in unexplained)]
     if unstable:
         return () if metrics or files else unstable
     contents = {tuple((file.path, file.chunks) for file in undisturbed.manifests[step].files) for step in both}
     if len(contents) < 2 and all(
-        len(set(map(repr, each.values()))) < 2 for each in metric_histories(undisturbed).values()
+        len(set(map(repr, history.values()))) < 2 for history in metric_histories(undisturbed).values()
     ):
         raise TuneError(
-            "nothing to compare: no metric and no checkpoint changes from step to step, so that all trainings are the "
-            "same; report a metric that training changes, or save what it changes"
+            "nothing to compare: no metric and no checkpoint changes from step to step, so all runs are equal; "
+            "report a metric that training changes, or save a value that it changes"
         )
     return ()
 
 
-def _save_costs(run: DrillRun) -> SaveCosts | None:
+def _measure_saves(run: DrillRun) -> SaveCosts | None:
     if not run.saves:
         return None
-    saved = {each.step for each in run.saves}
-    waited = [each.waited for each in run.records if each.step - 1 in saved] or [0.0]
+    saved = {save.step for save in run.saves}
+    waited = [record.waited for record in run.records if record.step - 1 in saved] or [0.0]
     return SaveCosts(
         saves=len(run.saves),
-        seconds=median(each.upload_seconds for each in run.saves),
+        seconds=median(save.upload_seconds for save in run.saves),
         blocked_seconds=median(waited),
-        size_bytes=int(median(each.size_bytes for each in run.saves)),
-        sent_bytes=int(median(each.sent_bytes for each in run.saves)),
+        size_bytes=int(median(save.size_bytes for save in run.saves)),
+        sent_bytes=int(median(save.sent_bytes for save in run.saves)),
     )
 
 
-def _advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> Advice | None:
-    steps = [each.seconds for each in undisturbed.records if each.seconds > 0]
+def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> Advice | None:
+    steps = [record.seconds for record in undisturbed.records if record.seconds > 0]
     if save is None or not steps:
         return None
     mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
     seconds = best_interval(cost, mean)
-    restart = median(each.seconds for each in killed.kills) if killed.kills else 0.0
-    share = lost_share(seconds, cost, restart, mean)
+    restart = median(kill.seconds for kill in killed.kills) if killed.kills else 0.0
+    share = lost_share_of_time(seconds, cost, restart, mean)
     return Advice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
 
 
-# How often to save: the interval at which failures and saves together cost the least time.
+# How often to save: the interval that minimizes the time lost to failures and saves.
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds of training between two saves that lose the least time to saves and failures.
+    """Return the seconds of training between two saves that minimize the time lost to saves and failures.
 
     The first-order optimum is `sqrt(2 C M)`, for the cost `C` of a save and the mean time `M` between failures
     (J. W. Young, *A first order approximation to the optimum checkpoint interval*, CACM 17(9), 1974). This is the
@@ -505,7 +505,7 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
 
     Args:
         save_seconds: how long a save blocks the training.
-        seconds_between_failures: the mean time between failures, in the same seconds.
+        seconds_between_failures: the mean time between failures.
     """
     cost, mean = save_seconds, seconds_between_failures
     if cost >= 2 * mean:
@@ -514,10 +514,10 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
     return sqrt(2 * cost * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def lost_share(interval: float, save_seconds: float, restart_seconds: float, seconds_between_failures: float) -> float:
-    """Return the share of time lost with an interval: to saves, and per failure to half an interval and the restart.
+def lost_share_of_time(interval: float, save_seconds: float, restart_seconds: float, mean_seconds: float) -> float:
+    """Return the share of time lost to saves, and per failure to half an interval and the restart.
 
-    The first-order model of Young (1974), for failures that are rare beside the interval.
+    This is the first-order model of Young (1974), for a mean time between failures much longer than the interval.
     """
     per_failure = (interval + save_seconds) / 2 + restart_seconds
-    return min(1.0, save_seconds / (interval + save_seconds) + per_failure / seconds_between_failures)
+    return min(1.0, save_seconds / (interval + save_seconds) + per_failure / mean_seconds)

@@ -1,4 +1,4 @@
-"""The plan of a drill: what is trained, and where it is killed."""
+"""The plan of a drill: what it trains, and after which steps it kills."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from prefect_tune.drills.probe import Victim
 from prefect_tune.parameters.argument_checks import storable_config
 
 _VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
-_OF_SEVERAL_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
+_VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """What a drill trains, and where it kills."""
+    """What a drill trains, and after which steps it kills which process."""
 
     trainable: str
     """`package.module:Name`."""
@@ -29,33 +29,33 @@ class DrillPlan:
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
     processes: int = 1
-    """How many train the trial together."""
+    """How many processes train the trial together."""
 
 
 def kills_of(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
+    """Return the steps after which a drill kills, and the victims: at steps `at`, or at `count` steps drawn by `seed`.
 
-    They are drawn after the first save, if there are enough steps: a resume from the beginning shows little.
+    Draw steps after the first save, if there are enough steps: a resume from the beginning shows little.
 
     Raises:
-        InvalidInput: a step is not between 1 and the last one but one, or there are too few steps.
+        InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.
     """
-    drawn = random.Random(seed)  # noqa: S311 - no secret
+    generator = random.Random(seed)  # noqa: S311 - no secret
     if not at and not 0 < count < steps:
         raise InvalidInput(f"kills: expected a number from 1 to {steps - 1}, one less than steps, found {count}")
-    if wrong := [each for each in at if not 0 < each < steps]:
+    if invalid := [step for step in at if not 0 < step < steps]:
         raise InvalidInput(
-            f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
+            f"at: expected steps from 1 to {steps - 1}, before the end of {steps} steps, found {invalid[0]}"
         )
-    chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
-    while not at and chosen[0] <= first_save and count < steps - first_save:
-        chosen = sorted(drawn.sample(range(1, steps), count))
-    kinds = _VICTIMS if processes == 1 else _OF_SEVERAL_RANKS
-    victims = [kinds[index % len(kinds)] for index in range(len(chosen))]
-    drawn.shuffle(victims)
-    return tuple(zip(chosen, victims, strict=True))
+    kill_steps = sorted(set(at)) or sorted(generator.sample(range(1, steps), count))
+    while not at and kill_steps[0] <= first_save and count < steps - first_save:
+        kill_steps = sorted(generator.sample(range(1, steps), count))
+    kinds = _VICTIMS if processes == 1 else _VICTIMS_WITH_RANKS
+    victims = [kinds[index % len(kinds)] for index in range(len(kill_steps))]
+    generator.shuffle(victims)
+    return tuple(zip(kill_steps, victims, strict=True))
 
 
 def drill_plan(
@@ -76,9 +76,9 @@ def drill_plan(
         InvalidInput: the trainable has no import path, or a number is out of its range.
     """
     if ":" not in trainable:
-        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process can import")
+        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name': a new process imports it")
     if steps < 2:
-        raise InvalidInput(f"steps: expected 2 or more, of which a kill is after one, found {steps}")
+        raise InvalidInput(f"steps: expected 2 or more, to kill between two steps, found {steps}")
     if save_every is not None and not 0 < save_every <= steps:
         raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
     if not 0 < hours_between_failures < math.inf:
@@ -87,6 +87,6 @@ def drill_plan(
         )
     if not 1 <= processes <= MOST_PROCESSES:
         raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, found {processes}")
-    every = save_every or max(1, steps // 4)
-    chosen = kills_of(steps, kills, at, seed, processes, first_save=every)
-    return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures, processes)
+    interval = save_every or max(1, steps // 4)
+    schedule = kills_of(steps, kills, at, seed, processes, first_save=interval)
+    return DrillPlan(trainable, storable_config(config), steps, interval, schedule, hours_between_failures, processes)

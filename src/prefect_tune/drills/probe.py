@@ -1,9 +1,9 @@
-"""The trainable of a drill: the user's own, which records its state after each step, and kills itself when planned.
+"""The trainable of a drill: the user's trainable, which also records its state after each step, and kills as planned.
 
-It runs in the trial's process. Each record is a line of a file on this machine, so a kill loses none. A record has
-digests of what the next step may depend on: the generators of Python, NumPy and PyTorch, and the objects that training
-uses, which are the attributes of a class, or the local variables of a function at its reports. A run that resumes is
-compared with the undisturbed one by these digests, and so the drill can name what was not restored.
+It runs in the trial's process. Each record is a line of a file on this machine, so a kill loses no record. A record
+has digests of all states on which the next step may depend: the generators of Python, NumPy and PyTorch, and the
+objects that training uses: the attributes of a class, or the local variables of a function at its reports. The drill
+compares these digests of a resumed run and of the undisturbed run, and so can name the states that were not restored.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from prefect_tune.runtime.session import FollowingSession, TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
 
 Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]
-"""What a kill ends: the trial's process, which is rank 0 of several; another rank; the process of the search; that
-process in the middle of an upload."""
+"""The process that a kill ends: the trial (rank 0 of several), another rank, the search, or the search during an
+upload."""
 
-_PLAN = "PREFECT_TUNE_DRILL"
-_MOST_VALUES = 4000
-_MOST_TEXT = 100
-_MOST_BYTES = 1 << 28
-_MOST_PICKLED_BYTES = 1 << 20
-_DEPTH = 3
-_STATES = ("getstate", "get_state", "state_dict")
-"""The methods by which generators, and models and optimizers, return their state."""
+_PLAN_VARIABLE = "PREFECT_TUNE_DRILL"
+_MAX_VALUES = 4000
+_MAX_TEXT_CHARACTERS = 100
+_MAX_HASHED_BYTES = 1 << 28
+_MAX_PICKLED_BYTES = 1 << 20
+_MAX_DEPTH = 3
+_STATE_METHODS = ("getstate", "get_state", "state_dict")
+"""The methods of generators, models and optimizers that return their state."""
 _DIGEST_BYTES = 8
 _MAX_COPIED_BYTES = 1 << 26
 _MAX_COPIED_ENTRIES = 5_000
@@ -52,25 +52,25 @@ _MAX_COPIED_ENTRIES = 5_000
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the processes of one run of a drill do; it travels in an environment variable."""
+    """The plan for the processes of one run of a drill, passed in an environment variable."""
 
     trainable: str
-    """As in `pt.durable_trainable`: `package.module:Name`."""
+    """`package.module:Name`, see `pt.durable_trainable`."""
     folder: str
-    """Of the run, on this machine: its records, and the kills that were made."""
+    """The folder of the run on this machine, for its records and kills."""
     kills: tuple[tuple[int, Victim], ...] = ()
-    """After which step, and what; in order."""
+    """The step after which to kill, and the victim; in order."""
     search: int = 0
     """The process id of the search; 0 if the plan is not in use yet."""
 
     def in_environment(self) -> dict[str, str]:
-        """Return the environment variable that carries the plan."""
-        return {_PLAN: json.dumps([self.trainable, self.folder, self.kills, self.search])}
+        """Return the environment variable that contains the plan."""
+        return {_PLAN_VARIABLE: json.dumps([self.trainable, self.folder, self.kills, self.search])}
 
     @classmethod
     def of_environment(cls) -> RunPlan:
-        """Return the plan that this process was started with."""
-        trainable, folder, kills, search = json.loads(os.environ[_PLAN])
+        """Return the plan in the environment of this process."""
+        trainable, folder, kills, search = json.loads(os.environ[_PLAN_VARIABLE])
         return cls(trainable, folder, tuple((step, victim) for step, victim in kills), search)
 
     @property
@@ -79,57 +79,56 @@ class RunPlan:
         return Path(self.folder, "records.jsonl")
 
     def is_due(self, step: int, *victims: Victim) -> int | None:
-        """Return the number of the kill of one of these victims that is due after `step`; None if there is none."""
+        """Return the number of the next kill, if it is due after `step` and of one of these victims; else None."""
         for number, (at, victim) in enumerate(self.kills):
-            if not Path(self.folder, f"kill-{number}").exists():  # one after another
+            if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made
                 return number if step >= at and victim in victims else None
         return None
 
     def kills_made(self) -> Iterator[tuple[Victim, float]]:
-        """Yield the kills that were made: what, and at what time of day in seconds."""
+        """Yield the kills that were made: the victim, and the time of day in seconds."""
         for number, (_, victim) in enumerate(self.kills):
             with suppress(FileNotFoundError, ValueError):
                 yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
 
     def kill(self, number: int, process: int) -> None:
-        """Note that kill `number` is made, and make it: SIGKILL to `process`."""
+        """Record the time of kill `number`, then send SIGKILL to `process`."""
         Path(self.folder, f"kill-{number}").write_text(str(time.time()), encoding="ascii")
         os.kill(process, signal.SIGKILL)
 
 
 def __getattr__(name: str) -> object:
-    """Return the trainable that the plan of this process names, with the probe around it: the same at each call."""
+    """Return the trainable in the plan of this process, wrapped with a probe; each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.of_environment()
-    found = load_trainable(plan.trainable)
-    probed = (
-        _of_class(found, plan) if isinstance(found, type) else _of_function(cast(Callable[..., object], found), plan)
-    )
-    globals()[name] = probed  # a trainable that pickles itself is found again
-    return probed
+    loaded = load_trainable(plan.trainable)
+    train = cast(Callable[..., object], loaded)
+    wrapped = _wrap_class(loaded, plan) if isinstance(loaded, type) else _wrap_function(train, plan)
+    globals()[name] = wrapped  # so that pickle finds the class again
+    return wrapped
 
 
 # -------------------------------------------------------------------------------------------- around the trainable
 
 
-def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    probe = _Probe(plan)  # of this process, and no attribute: a trainable may save all of its attributes
+def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
+    probe = _Probe(plan)  # no attribute of the trainable, which may save all of its attributes
 
-    class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
+    class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
             enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
             super().setup(config)
 
         def load_checkpoint(self, checkpoint_dir: str) -> None:
             super().load_checkpoint(checkpoint_dir)
-            probe.record(get_trial().step, vars(self), is_restored=True)
+            probe.write_record(get_trial().step, vars(self), is_restored=True)
 
         def step(self) -> Mapping[str, object]:
-            probe.begins()
+            probe.on_step_begin()
             metrics = cast(Mapping[str, object], super().step())
-            probe.ends()
-            probe.record(get_trial().step + 1, vars(self))
+            probe.on_step_end()
+            probe.write_record(get_trial().step + 1, vars(self))
             return metrics
 
     Probed.__name__, Probed.__qualname__, Probed.__module__ = kind.__name__, "Probed", __name__
@@ -137,9 +136,9 @@ def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
     return cast(type[Trainable], Probed)
 
 
-def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
-    """Return the function with a probe at each report, which may come from the callback of a framework."""
-    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # an object that is called has none
+def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
+    """Return the function with a probe at each report; a framework's callback may make the report."""
+    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has none
 
     @functools.wraps(train)
     def run(config: dict[str, Any]) -> object:
@@ -152,42 +151,42 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
 
 
 def probe_rank() -> None:
-    """Probe the reports of this process, a rank that a launcher in the trial has started, as `run` does."""
-    # The program reports, maybe through a framework.
+    """Probe the reports of this process, like `_wrap_function`: it is a rank that a launcher in the trial started."""
+    # The frame of the program, which reports directly or through a framework.
     _probe_reports(RunPlan.of_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
 
-def _probe_reports(plan: RunPlan, is_frame: Callable[[FrameType], bool]) -> None:
-    """Record at each report of this process, which ends with the trial; a fork inherits the probe.
+def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) -> None:
+    """Write a record at each report of this process until it ends; a fork inherits the probe.
 
-    The objects of a record are the local variables of the innermost frame that `is_frame`.
+    A record has the local variables of the innermost frame for which `is_probed_frame` is true.
     """
     probe = _Probe(plan)
 
-    def probed(method: Callable[..., None]) -> Callable[..., None]:
+    def wrap_report(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
-        def reports(session: TrialSession, *given: Any, **options: Any) -> None:
-            probe.ends()
+        def report_and_record(session: TrialSession, *args: Any, **options: Any) -> None:
+            probe.on_step_end()
             frame = inspect.currentframe()
-            while frame is not None and not is_frame(frame):
+            while frame is not None and not is_probed_frame(frame):
                 frame = frame.f_back
-            probe.record(session.step + 1, {} if frame is None else frame.f_locals)
+            probe.write_record(session.step + 1, {} if frame is None else frame.f_locals)
             try:
-                method(session, *given, **options)
+                method(session, *args, **options)
             finally:
-                probe.begins()
+                probe.on_step_begin()
 
-        return reports
+        return report_and_record
 
     for kind in (TrialSession, FollowingSession):
         for name in ("report", "report_step"):
             if not hasattr(method := vars(kind)[name], "__wrapped__"):
-                setattr(kind, name, probed(method))
-    probe.begins()
+                setattr(kind, name, wrap_report(method))
+    probe.on_step_begin()
 
 
 class _Probe:
-    """Records the steps of one attempt, those of rank 0, and kills its process when planned."""
+    """Records the steps of rank 0 of one attempt, and kills the process as planned."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -195,8 +194,8 @@ class _Probe:
         self._waited = 0.0
         self._step = 0
 
-    def begins(self) -> None:
-        """A step begins, and with it a kill that is due after the step before it: that one was reported and saved."""
+    def on_step_begin(self) -> None:
+        """Measure the waiting time, and make a kill that is due: the previous step was reported and saved."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -207,14 +206,14 @@ class _Probe:
         is_search = self._plan.kills[number][1] == "search"
         self._plan.kill(number, self._plan.search if is_search else os.getpid())
         if is_search:
-            time.sleep(600)  # this process ends with its search
+            time.sleep(600)  # this process ends when the search does
 
-    def ends(self) -> None:
-        """A step is trained."""
+    def on_step_end(self) -> None:
+        """Store the end time of the step."""
         self._ended = time.time()
 
-    def record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
-        """Write a line: the state after this step, or after the checkpoint of this step was loaded."""
+    def write_record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
+        """Write a line: the state after this step, or after the load of the checkpoint of this step."""
         self._step, trial = step, get_trial()
         if trial.rank:
             return
@@ -229,27 +228,27 @@ class _Probe:
         }
         with self._plan.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self._ended = time.time()  # the time that the record took is the drill's, and not the training's
+        self._ended = time.time()  # exclude the time of the record from the training's
 
 
 # ------------------------------------------------------------------------------------------------- digests of states
 
 
 def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the state of the generators of this process and of `objects`, as `kind name` and a value or a digest."""
-    yield "global random", _digest(random.getstate())
+    """Yield the states of this process's generators and of `objects`: `kind name`, and a value or a digest."""
+    yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield "global numpy.random", _digest(numpy.random.get_state())
+        yield "global numpy.random", _compute_digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
-        yield "global torch", _digest(torch.get_rng_state())
+        yield "global torch", _compute_digest(torch.get_rng_state())
         if torch.cuda.is_initialized():  # a training on the CPU must not take memory of a GPU
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
-                yield f"global torch.cuda:{number}", _digest(state)
-    yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
+                yield f"global torch.cuda:{number}", _compute_digest(state)
+    yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_VALUES)
 
 
-def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    kind = _kind_of(value)
+def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
+    kind = _classify(value)
     if kind is None:
         return
     parts: Mapping[Any, object] | None = None
@@ -258,25 +257,25 @@ def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))
-        elif not any(hasattr(value, each) for each in (*_STATES, "dtype")) and hasattr(value, "__dict__"):
+        elif not any(hasattr(value, part) for part in (*_STATE_METHODS, "dtype")) and hasattr(value, "__dict__"):
             parts = vars(value)
     if parts:
-        for key, each in parts.items():
-            yield from _states_of(f"{name}.{key}", each, depth - 1)
+        for key, part in parts.items():
+            yield from _iter_states(f"{name}.{key}", part, depth - 1)
     else:
-        # Of an iterator of PyTorch's DataLoader: how many batches it has yielded.
-        state = value._num_yielded if kind == "data" else _state_of(value)  # noqa: SLF001 - it has no public name
-        with suppress(Exception):  # a class of tensors that NumPy cannot hold: a hint is lost, not the training
-            for path, leaf in flat_values(state, name):
-                yield f"{kind} {path}", _shown(leaf)
+        # For an iterator of PyTorch's DataLoader: how many batches it has yielded.
+        state = value._num_yielded if kind == "data" else _read_state(value)  # noqa: SLF001 - it has no public name
+        with suppress(Exception):  # a tensor that NumPy cannot represent: only a hint is lost
+            for path, leaf in iter_leaves(state, name):
+                yield f"{kind} {path}", _format_leaf(leaf)
 
 
-def _kind_of(value: object) -> str | None:
-    """Return what a value is to training: the noun with which the drill names it; None for code and modules."""
+def _classify(value: object) -> str | None:
+    """Return the kind of a value, by which the drill names it; None for code and modules."""
     if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
         return None
-    names = {each.__name__ for each in type(value).__mro__}
-    for kind, known in (
+    names = {base.__name__ for base in type(value).__mro__}
+    for kind, class_names in (
         ("rng", {"Random", "RandomState"}),
         ("rng", {"Generator"} if hasattr(value, "bit_generator") or hasattr(value, "get_state") else set[str]()),
         ("optimizer", {"Optimizer"}),
@@ -285,63 +284,63 @@ def _kind_of(value: object) -> str | None:
         ("data", {"_BaseDataLoaderIter"}),
         ("model", {"Module"}),
     ):
-        if names & known:
+        if names & class_names:
             return kind
     if isinstance(value, bool | int | float | str):
         return "counter" if isinstance(value, int) and not isinstance(value, bool) else "value"
     return "state"
 
 
-def _state_of(value: Any) -> object:
+def _read_state(value: Any) -> object:
     if hasattr(value, "bit_generator"):
-        return _digest(value.bit_generator.state)
-    for method in _STATES:
-        found = getattr(value, method, None)
-        if callable(found):
+        return _compute_digest(value.bit_generator.state)
+    for method in _STATE_METHODS:
+        read_state = getattr(value, method, None)
+        if callable(read_state):
             try:
-                return found() if method == "state_dict" else _digest(found())
+                return read_state() if method == "state_dict" else _compute_digest(read_state())
             except Exception:  # noqa: BLE001 - code of a library, called for a hint only
                 return None
     return value
 
 
-def flat_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings and sequences with their paths, such as `state.3.exp_avg`."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from flat_values(inner, f"{name}.{key}" if name else str(key))
+            yield from iter_leaves(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple) and value:
-        yield from flat_values(dict(enumerate(value)), name)
+        yield from iter_leaves(dict(enumerate(value)), name)
     else:
-        yield name, as_array(value)
+        yield name, to_array(value)
 
 
-def as_array(value: Any) -> Any:
-    """Return a tensor as an array; NumPy has no bfloat16 and no 8-bit floats, so those are widened, which is exact."""
-    if not all(hasattr(value, each) for each in ("detach", "is_floating_point")):
+def to_array(value: Any) -> Any:
+    """Return a tensor as an array. Widen bfloat16 and 8-bit floats, which NumPy lacks: this is exact."""
+    if not all(hasattr(value, name) for name in ("detach", "is_floating_point")):
         return value
-    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: the part of this rank
-    plain = own.detach().cpu()
-    plain = plain.to_dense() if getattr(plain, "is_sparse", False) else plain
+    local = value.to_local() if hasattr(value, "to_local") else value  # the part of a DTensor on this rank
+    array = local.detach().cpu()
+    array = array.to_dense() if getattr(array, "is_sparse", False) else array
     try:
-        return plain.numpy()
+        return array.numpy()
     except TypeError:
-        return plain.float().numpy()
+        return array.float().numpy()
 
 
-def _shown(value: object) -> str:
+def _format_leaf(value: object) -> str:
     if isinstance(value, bool | int | float | str) or value is None:
         text = repr(value)
-        return text if len(text) <= _MOST_TEXT else _digest(text)
-    return _digest(value)
+        return text if len(text) <= _MAX_TEXT_CHARACTERS else _compute_digest(text)
+    return _compute_digest(value)
 
 
 class _Hash:
-    """A file that hashes what is written, and refuses what is too large."""
+    """A writable file that hashes its data, and raises `OverflowError` if there is too much."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._left = most_bytes
+        self._left = max_bytes
 
     def write(self, data: Any) -> None:
         self._left -= len(data)
@@ -353,19 +352,19 @@ class _Hash:
         return self._hash.hexdigest()
 
 
-def _digest(value: Any) -> str:
-    """Return a digest of the content; of what is too large, or cannot be pickled, its type, which says nothing."""
-    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+def _compute_digest(value: Any) -> str:
+    """Return a digest of the content; only the type if the value is too large or cannot be pickled."""
+    if getattr(value, "nbytes", 0) > _MAX_HASHED_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
-    value = as_array(value)
+    value = to_array(value)
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return repr(value.item())
     try:
         if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
-            digest = _Hash(_MOST_BYTES)
+            digest = _Hash(_MAX_HASHED_BYTES)
             digest.write(tobytes())
         else:
-            digest = _Hash(_MOST_PICKLED_BYTES)
+            digest = _Hash(_MAX_PICKLED_BYTES)
             pickler = pickle.Pickler(digest)
             pickler.fast = True  # no memo: equal values have equal bytes, whether they are one object or two
             pickler.dump(value)
@@ -376,55 +375,55 @@ def _digest(value: Any) -> str:
 
 # -------------------------------------------------------------------------------------- a directory for each attempt
 #
-# On another machine the files that an attempt leaves in its working directory would not be there for the next one, so a
+# On another machine, files that an attempt leaves in its working directory would not exist for the next attempt, so a
 # training that reads them must not pass as exact.
 #
 #     /home/me/project          the working directory of the drill; its attempts do not write there
 #     FOLDER/home/me/project    its copy, in which an attempt trains
-#     FOLDER/home/me/data       a link, so that `../data` is found
+#     FOLDER/home/me/data       a link, so that `../data` exists
 #
-# Small files are copied. Links take the place of hidden directories, and of what is too much to copy for each attempt:
-# what is written below those is shared by all attempts.
+# Small files are copied. Hidden directories, and files and directories that are too large to copy for each attempt, are
+# linked: all attempts share what they write there.
 
 
 def enter_copied_directory(folder: Path) -> None:
-    """Make a copy of the working directory below `folder`, unless another rank has made it, and go there."""
+    """Copy the working directory below `folder`, unless another rank has done so, and change to the copy."""
     original = Path.cwd().resolve()
     copied = Path(folder, *original.parts[1:])
     if not folder.exists():
-        own = folder.with_name(f"{folder.name}-{os.getpid()}")
-        _link_surroundings(original, own)
-        _copy_directory(original, Path(own, *original.parts[1:]), without=folder.parent.resolve())
+        own_copy = folder.with_name(f"{folder.name}-{os.getpid()}")
+        _link_parents(original, own_copy)
+        _copy_directory(original, Path(own_copy, *original.parts[1:]), without=folder.parent.resolve())
         with suppress(OSError):  # another rank was faster
-            own.rename(folder)
+            own_copy.rename(folder)
     os.chdir(copied)
     os.environ["PWD"] = str(copied)
 
 
-def _link_surroundings(original: Path, folder: Path) -> None:
-    """Make the directories above the copy, in which all other entries are links."""
+def _link_parents(original: Path, folder: Path) -> None:
+    """Make the parent directories of the copy; all their other entries are links."""
     for depth, part in enumerate(original.parts[1:], 1):
         above, copied = Path(*original.parts[:depth]), Path(folder, *original.parts[1:depth])
         copied.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # of a directory that can be entered and not read
+        with suppress(PermissionError):  # a directory without read permission
             for entry in os.scandir(above):
                 if entry.name != part:
                     (copied / entry.name).symlink_to(above / entry.name)
 
 
 def _copy_directory(original: Path, copied: Path, without: Path) -> None:
-    """Copy a directory level by level as long as it is cheap; what is left is linked."""
+    """Copy a directory level by level up to a limit, and link the rest."""
     left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
     copied.mkdir(parents=True)
     directories = deque([(original, copied)])
     while directories:
-        source, place = directories.popleft()
-        with os.scandir(source) as found:
-            entries = sorted(found, key=lambda entry: entry.is_dir(follow_symlinks=False))  # files first
+        source, destination = directories.popleft()
+        with os.scandir(source) as scan:
+            entries = sorted(scan, key=lambda entry: entry.is_dir(follow_symlinks=False))  # files first
         for entry in entries:
-            path, target = Path(entry.path), place / entry.name
+            path, target = Path(entry.path), destination / entry.name
             left_entries -= 1
-            with suppress(OSError):  # it was removed meanwhile, or its path is too long
+            with suppress(OSError):  # the file is gone, or its path is too long
                 size = entry.stat(follow_symlinks=False).st_size
                 is_readable = left_entries > 0 and os.access(path, os.R_OK)
                 if is_readable and entry.is_file(follow_symlinks=False) and size <= left_bytes:

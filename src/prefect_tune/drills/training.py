@@ -1,4 +1,4 @@
-"""One run of a drill, as a program: trains the trial of its plan durably, and is killed where the plan says so."""
+"""The program of one run of a drill: trains the trial of its plan durably, and is killed according to the plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.drills.probe import RunPlan
 
 
-class _StruckStore:
-    """A store that passes everything on, and kills its process once the first part of an upload has arrived."""
+class _KillingStore:
+    """A proxy of a store that kills its process once the first part of an upload has arrived."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -31,37 +31,37 @@ class _StruckStore:
 
     def create(self, path: str, data: Buffer) -> None:
         self._store.create(path, data)
-        self._strike(path)
+        self._kill_if_due(path)
 
     def put(self, path: str, data: Buffer) -> None:
         self._store.put(path, data)
-        self._strike(path)
+        self._kill_if_due(path)
 
-    def _strike(self, path: str) -> None:
+    def _kill_if_due(self, path: str) -> None:
         if "/blobs/" not in path:
             return
         with self._plan.records.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # a save follows the record of its step
+            last = deque(records, maxlen=1)[0]  # a save comes after the record of its step
         if (number := self._plan.is_due(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
 
 @contextmanager
-def _striking(target: type[Any], plan: RunPlan) -> Iterator[None]:
-    """Make the stores that targets of this class open strike as planned; in this process only, which is the drill's."""
-    opens = target.open
+def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
+    """Make targets of this class open stores that kill as planned; only in this process, which belongs to the drill."""
+    open_store = target.open
 
     @contextmanager
-    def opened(self: Any, *given: Any, **options: timedelta) -> Iterator[Any]:
-        with opens(self, *given, **options) as store:
-            yield _StruckStore(store, plan)
+    def open_killing_store(self: Any, *args: Any, **options: timedelta) -> Iterator[Any]:
+        with open_store(self, *args, **options) as store:
+            yield _KillingStore(store, plan)
 
-    with patch.object(target, "open", opened):
+    with patch.object(target, "open", open_killing_store):
         yield
 
 
-def _end_with_the_drill() -> None:
-    while os.read(0, 1):  # until the drill ends, however it does
+def _exit_with_drill() -> None:
+    while os.read(0, 1):  # EOF when the drill ends, for any reason
         pass
     os._exit(1)
 
@@ -70,13 +70,13 @@ def main() -> None:
     """Train with the options of the command line, one JSON document."""
     from prefect_tune.blocks import resolve_target
 
-    threading.Thread(target=_end_with_the_drill, daemon=True).start()
+    threading.Thread(target=_exit_with_drill, daemon=True).start()
     options: dict[str, Any] = json.loads(sys.argv[1])
     plan = replace(RunPlan.of_environment(), search=os.getpid())
     os.environ |= plan.in_environment()
     target = resolve_target(options["target"])
     try:
-        with _striking(type(target), plan):
+        with _killing_during_upload(type(target), plan):
             pt.durable_trainable(
                 "prefect_tune.drills.probe:Probed",
                 options["config"],

@@ -123,14 +123,14 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
     assert [each.step for each in new.trials.values()] == [4]
     said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
     assert caplog.text.count(said) == 1
-    assert "the callbacks were objects, which no journal holds" in caplog.text
+    assert "the journal cannot store callback objects" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"fork": "new"}, pt.ResumeFailed, "there is no experiment 'old'"),
-        ({"at": 3}, pt.InvalidInput, "name the fork"),
+        ({"at": 3}, pt.InvalidInput, "pass fork="),
         ({"fork": "../x"}, pt.InvalidInput, "expected 1 to 128 letters"),
     ],
 )
