@@ -134,7 +134,7 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     long_after(
-        1, [(403, b'{"detail": "not in your plan"}', "refused: not in your plan"), (422, b"no", "refused: HTTP 422")]
+        1, [(403, b'{"detail": "not in your plan"}', "request: not in your plan"), (422, b"no", "request: HTTP 422")]
     ),
 )
 def test_automations_that_are_refused_are_said_after_what_was_deployed(

@@ -62,7 +62,7 @@ def test_a_secret_in_the_wrong_argument_is_not_repeated() -> None:
 
 
 def test_parameters_that_are_larger_than_prefect_stores_are_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"^space: 3,000,0\d\d bytes as JSON, and Prefect takes 524,288 for all"):
+    with pytest.raises(InvalidInput, match=r"^space: 3,000,0\d\d bytes as JSON, but Prefect accepts 524,288 for all"):
         require_storable(pt.tune, {"space": {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, "target": "./runs"})
 
 

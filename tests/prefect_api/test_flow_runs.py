@@ -55,7 +55,7 @@ def test_a_prefect_without_it_is_refused_in_one_sentence(monkeypatch: pytest.Mon
         with ignoring_suspension():
             raise AssertionError
 
-    with pytest.raises(TuneError, match=r"Prefect 3\..* has changed: .* is gone, .*: install one of these, or a newer"):
+    with pytest.raises(TuneError, match=r"Prefect 3\..* has changed: .* is missing; .*: install one of these, or a"):
         flow(name="refused")(train)()
 
 

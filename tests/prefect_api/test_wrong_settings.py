@@ -69,5 +69,5 @@ def test_the_address_of_a_server_without_api_is_refused(prefect_server: str) -> 
 
 def test_a_server_that_fails_is_no_wrong_setting(api: Canned) -> None:
     api.status = 500
-    with pytest.raises(pt.TuneError, match=r"did not answer|refused"), prefect_server("deployments") as client:
+    with pytest.raises(pt.TuneError, match=r"did not answer|rejected"), prefect_server("deployments") as client:
         client.read_flows(limit=1)

@@ -64,7 +64,7 @@ def test_a_search_has_everything_in_its_order() -> None:
     assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.trial}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
     assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
-    assert f"Its newest checkpoint, of step {best.checkpoints[-1].step}, and the command" in page
+    assert f"The newest checkpoint, of step {best.checkpoints[-1].step}, and the command" in page
 
 
 def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:

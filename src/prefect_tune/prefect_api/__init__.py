@@ -1,1 +1,1 @@
-"""Code that relies on details of Prefect: its API client, local server, flow class, argument checks."""
+"""Code that relies on details of Prefect: the API client, local server, flow class and argument checks."""

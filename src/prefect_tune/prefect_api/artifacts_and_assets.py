@@ -1,4 +1,4 @@
-"""Prefect's artifacts and assets, recorded without an event or a task run for each."""
+"""Record Prefect artifacts without an event for each update, and assets without a task run for each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pydantic import ValidationError
 def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float, description: str) -> bool:
     """Update an artifact in place; return False if it has been deleted.
 
-    `client.update_artifact` sends the same request, and then an event with the whole content, which the server keeps
-    for a week.
+    `client.update_artifact` sends the same request, and then an event with the complete content, which the server
+    keeps for a week.
 
     To ask upstream: an update without the content in its event.
     """
@@ -33,20 +33,20 @@ def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float
     return True
 
 
-# Events by which Prefect records assets, emitted without a task run for each.
+# The events by which Prefect records assets, emitted without a task run for each.
 #
 # `@materialize` emits the same events when its task run ends. That would need a task run for each checkpoint and each
-# better model: 34 to 41 ms of a server's CPU time, against 0.07 ms for an event. Also, another process often writes the
-# checkpoint. A test compares the events with those of `@materialize`.
+# new best model: 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, the checkpoint is often
+# written by another process. A test compares the events with the events of `@materialize`.
 #
 # To ask upstream: a function that records a materialization outside of a task.
 
-_BY: Mapping[str, str] = {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
+_CREATOR: Mapping[str, str] = {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefectEvent:
-    """An event to be emitted."""
+    """An event to emit."""
 
     event: str
     resource: Mapping[str, str]
@@ -55,7 +55,7 @@ class PrefectEvent:
 
 
 def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
-    """Return the asset with this key; None if Prefect refuses the key, for a blank in it or its length."""
+    """Return the asset with this key; None if Prefect rejects the key, because of a space in it or its length."""
     properties = AssetProperties(name=name, description=description) if name else None
     try:
         return Asset(key=key, properties=properties)
@@ -65,13 +65,13 @@ def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
 
 def materialized(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
     """Return the event that `asset` has new content, made from `sources`."""
-    related = [*map(as_related, sources), _BY]
-    return PrefectEvent("prefect.asset.materialization.succeeded", _resource(asset), related, metadata)
+    related = [*map(as_related, sources), _CREATOR]
+    return PrefectEvent("prefect.asset.materialization.succeeded", _make_asset_resource(asset), related, metadata)
 
 
 def referenced(asset: Asset) -> PrefectEvent:
-    """Return the event by which Prefect records an asset as the source of others."""
-    return PrefectEvent("prefect.asset.referenced", _resource(asset))
+    """Return the event by which Prefect records an asset as a source of others."""
+    return PrefectEvent("prefect.asset.referenced", _make_asset_resource(asset))
 
 
 def as_related(asset: Asset) -> Mapping[str, str]:
@@ -79,7 +79,7 @@ def as_related(asset: Asset) -> Mapping[str, str]:
     return {"prefect.resource.id": asset.key, "prefect.resource.role": "asset"}
 
 
-def _resource(asset: Asset) -> Mapping[str, str]:
+def _make_asset_resource(asset: Asset) -> Mapping[str, str]:
     resource = {"prefect.resource.id": asset.key}
     if asset.properties is not None:
         resource["prefect.resource.name"] = str(asset.properties.name)

@@ -1,8 +1,8 @@
-"""Flows that find or start a Prefect server where no API is configured, the latter faster than Prefect itself does.
+"""Flows that find or start a Prefect server if no API is configured; they start it faster than Prefect does.
 
-Prefect also imports the whole server into the client process: that is half of the time before a script's first trial,
-80 MB of memory, and a quarter of the CPU time of a short search. It allows the server 20 s to start; the first start
-on a machine runs all migrations, and may take longer.
+Prefect also imports the complete server into the client process: that takes half of the time before a script's first
+trial, 80 MB of memory, and a quarter of the CPU time of a short search. It gives the server 20 s to start; the first
+start on a machine runs all migrations, and may take longer.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ _log = get_logger("prefect_tune")
 _RESTART_SECONDS = 15.0
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
-_started_here: set[str] = set()  # URLs of the APIs
-_found_here: set[str] = set()  # of this user's server
-_names: set[str] = set()  # of our flows
-_HAS_BEGUN = "flow run has begun"
+_started_urls: set[str] = set()  # URLs of APIs that this process started
+_found_here: set[str] = set()  # URLs of this user's server
+_flow_names: set[str] = set()  # the names of our flows
+_RUN_BEGAN_ATTRIBUTE = "flow run has begun"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def has_begun(interrupt: KeyboardInterrupt) -> bool:
-    """Return whether a flow run had begun when it was interrupted; False for other interrupts."""
-    return _HAS_BEGUN in vars(interrupt)
+    """Return whether the interrupt came after a flow run had begun; False for other interrupts."""
+    return _RUN_BEGAN_ATTRIBUTE in vars(interrupt)
 
 
 class FlowWithServer(Flow[_P, _R]):
     """A flow that uses this user's Prefect server if no API is configured, or starts one until the process ends."""
 
     call_context: Callable[[str], AbstractContextManager[object]]
-    """Entered with the flow's name for the duration of each call, the start of a server included."""
+    """Entered with the flow's name for the duration of each call, including the start of a server."""
 
     def __repr__(self) -> str:
         return f"<flow {self.name!r}>"
@@ -86,47 +86,47 @@ class FlowWithServer(Flow[_P, _R]):
     def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # one signature, see below
         """Validate the arguments, then run the flow as Prefect does.
 
-        Prefect's overloads for `return_state=True` are left out of the types, and work: with them, checkers report a
-        misspelt option as a call that fits none of five signatures, without its name.
+        Prefect's overloads for `return_state=True` work, but the types omit them: with them, type checkers report a
+        misspelt option as a call that matches none of five signatures, without the option's name.
 
         Raises:
-            InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; nothing was
+            InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; no run was
                 started.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do.
-                `has_begun` says whether the flow run had begun, which then ends as *Interrupted*, of type Cancelled.
+            KeyboardInterrupt: Ctrl-C. The message names the next step.
+                `has_begun` tells whether the flow run had begun; the run then ends as *Interrupted*, of type Cancelled.
         """
-        found: dict[str, bool] = {}
+        marks: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             require_not_importing(self.name)
             with holding_signals(), ExitStack() as resources:
                 arguments = require_valid(self, args, options)
-                import_module("prefect.main")  # sets up logging; it takes too long for the import of a flow
+                import_module("prefect.main")  # sets up logging; too slow to be imported with a flow
                 raise_held_signal()
                 resources.enter_context(self.call_context(self.name))
                 _have_server(resources)
                 raise_held_signal()
                 require_storable(self, arguments)
                 advice = f"{self.name} was interrupted: run it again to continue"
-                found[_HAS_BEGUN] = True
-                with _interrupts_raised_after_the_run():
+                marks[_RUN_BEGAN_ATTRIBUTE] = True
+                with _deferring_interrupts():
                     return super().__call__(*args, **options)
         except IllegalTransition:
-            raise  # perhaps a bug
+            raise  # may be a bug: keep the traceback
         except ObjectNotFound as error:
-            raise _error_of_deleted_run(self.name, error) from None
+            raise _deleted_run_error(self.name, error) from None
         except TuneError as error:
-            raise error.with_traceback(None) from None  # without the lines of Prefect's engine, which say nothing
+            raise error.with_traceback(None) from None  # without the irrelevant lines of Prefect's engine
         except KeyboardInterrupt as interrupt:
-            # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
+            # Not a subclass: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
-            vars(again).update(found)
+            vars(again).update(marks)
             raise again from None
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.
+        """Return a copy with other options, like Prefect; the copy is also a `FlowWithServer`.
 
-        To ask upstream: that `Flow.with_options` returns an object of its own class, not a plain `Flow`.
+        To ask upstream: that `Flow.with_options` returns an object of the same class, not a plain `Flow`.
         """
         other = copy(self)
         vars(other).update(vars(super().with_options(**options)))
@@ -142,92 +142,92 @@ def flow_with_server(
 
     Args:
         call_context: see `FlowWithServer`.
-        options: of `prefect.flow`.
+        options: the options of `prefect.flow`.
     """
 
-    def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
-        flow = FlowWithServer(_ending_as_interrupted(function), **options)
-        _names.add(flow.name)
+    def decorate(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
+        flow = FlowWithServer(_wrap_interruptible(function), **options)
+        _flow_names.add(flow.name)
         flow.call_context = call_context
         return flow
 
-    return made
+    return decorate
 
 
 def search_output(flow: str) -> AbstractContextManager[object]:
-    """Show a search in a notebook's cell: a `call_context` that imports what draws it only for a call."""
+    """Show a search in a notebook's cell: a `call_context` that imports the notebook module only in a call."""
     output = import_module("prefect_tune.notebook").search_output
     return cast("AbstractContextManager[object]", output(flow))
 
 
-# The interrupts of the call of a flow in this context. Runs of deployments are not calls: Prefect sets their states.
-_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_interrupts", default=None)
+# The deferred interrupts of a flow call in this context. Runs of deployments are not calls: Prefect sets their states.
+_deferred_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_deferred_interrupts", default=None)
 
 
 @contextmanager
-def _interrupts_raised_after_the_run() -> Iterator[None]:
+def _deferring_interrupts() -> Iterator[None]:
     interrupts: list[KeyboardInterrupt] = []
-    token = _interrupts.set(interrupts)
+    token = _deferred_interrupts.set(interrupts)
     try:
         yield
     finally:
-        _interrupts.reset(token)
+        _deferred_interrupts.reset(token)
         if interrupts:
             raise interrupts[0]
 
 
-# The flow run of the last call in this context, while that call is active.
-_last_run: ContextVar[UUID | None] = ContextVar("_last_run", default=None)
+# The flow run of the last call in this context, while the call is active.
+_last_run_id: ContextVar[UUID | None] = ContextVar("_last_run_id", default=None)
 
 
-def note_run() -> None:
-    """Remember which flow run this is; a function, for the same reason as the next one."""
+def record_flow_run() -> None:
+    """Record the id of this flow run. A function, for the same reason as `_try_defer_interrupt`."""
     context = FlowRunContext.get()
-    _last_run.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
+    _last_run_id.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
 
 
-def _is_call_of_a_script() -> bool:
-    """Whether this flow run is a call in this process, and no other run has called it."""
+def _is_top_level_call() -> bool:
+    """Return whether this flow run is a call in this process, and no other run has called it."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
-    return _interrupts.get() is not None and run is not None and run.parent_task_run_id is None
+    return _deferred_interrupts.get() is not None and run is not None and run.parent_task_run_id is None
 
 
-def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
-    """A function, since Dask pickles the flow with the variables that it names, and no `ContextVar` can be pickled."""
-    if (interrupts := _interrupts.get()) is None:
+def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
+    """Defer an interrupt of a call. A function, since Dask pickles the globals of a flow, but no `ContextVar`."""
+    if (interrupts := _deferred_interrupts.get()) is None:
         return False
     interrupts.append(interrupt)
     return True
 
 
-def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function of a flow whose call ends in the state Interrupted on Ctrl-C, which Prefect calls a crash."""
-    # Prefect evaluates no annotations. The import of the class that it returns takes longer than that of the flow.
+def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap the function of a flow so that Ctrl-C ends the run as Interrupted; Prefect would treat it as a crash."""
+    # Prefect does not evaluate annotations. Importing the returned class takes longer than importing the flow.
     function.__annotations__.pop("return", None)
     function.__annotations__ = get_type_hints(function, include_extras=True)
 
     @wraps(function)
     def run(*args: _P.args, **options: _P.kwargs) -> _R:
         try:
-            note_run()
+            record_flow_run()
             with own_context():
                 return function(*args, **options)
         except KeyboardInterrupt as interrupt:
-            if not _is_raised_after_the_run(interrupt):
+            if not _try_defer_interrupt(interrupt):
                 raise
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
         except TerminationSignal:
-            if not _is_call_of_a_script() or not end_cancellation():
+            if not _is_top_level_call() or not end_cancellation():
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
     return run
 
 
-def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
-    """Return the error of a call whose run the server does not know any more; `error` if it knows the run."""
-    run = _last_run.get()
+def _deleted_run_error(flow: str, error: ObjectNotFound) -> Exception:
+    """Return the error for a call whose run was deleted on the server; return `error` if the run exists."""
+    run = _last_run_id.get()
     if run is None:
         return error
     try:
@@ -235,8 +235,8 @@ def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
             client.read_flow_run(run)
     except ObjectNotFound:
         return TuneError(
-            f"flow run {run} of {flow} was deleted on the Prefect server while it ran. The experiment is kept on its "
-            "target: call the flow again with its name (experiment='...') to continue, or read it by pt.load_results"
+            f"flow run {run} of {flow} was deleted on the Prefect server while it ran. The experiment is still on its "
+            "target: call the flow again with its name (experiment='...') to continue, or read it with pt.load_results"
         )
     except (PrefectException, httpx.HTTPError, OSError):
         return error
@@ -244,19 +244,19 @@ def _error_of_deleted_run(flow: str, error: ObjectNotFound) -> Exception:
 
 
 def _have_server(resources: ExitStack) -> None:
-    """Use the configured API, else this user's server, else start one, for this process and its children.
+    """Use the configured API or else this user's server, or start a server for this process and its children.
 
-    None is started if ephemeral servers are off, or Prefect has loaded its own server. `resources` are entered for the
-    duration of the flow.
+    No server is started if ephemeral servers are off, or Prefect has loaded its own server. `resources` stay open for
+    the duration of the flow.
 
     Raises:
-        InvalidInput: nothing answers at the URL of the configured API, or it refuses, or is none of Prefect.
+        InvalidInput: nothing answers at the configured URL, or the server rejects the request, or is no Prefect API.
     """
     with _guard:
         current, is_within_run = get_current_settings(), FlowRunContext.get() is not None
         url = current.api.url
         if url in _found_here and not is_within_run and find_own_server() != url:
-            _set_up(None)  # it has ended since
+            _set_up(None)  # the server has exited
             url = None
         if url is None and not is_within_run and _SERVER_MODULE not in sys.modules:
             url = find_own_server()
@@ -267,11 +267,11 @@ def _have_server(resources: ExitStack) -> None:
         if url is None and current.server.ephemeral.enabled and _SERVER_MODULE not in sys.modules:
             _start_server(resources)
             return
-    if url in _started_here:
-        resources.enter_context(_without_heartbeats())
+    if url in _started_urls:
+        resources.enter_context(_disabling_heartbeats())
     elif url is not None:
         _leave_heartbeat_threads()
-        if not is_within_run and url not in _found_here:  # a run that has begun outlives an outage
+        if not is_within_run and url not in _found_here:  # a run that has begun survives an outage
             _require_listening(url)
             require_api()
 
@@ -280,33 +280,33 @@ def _start_server(resources: ExitStack) -> None:
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     server = start_prefect_server({**LIGHTER_SERVER, **os.environ, **settings}, services="few")
     _log.info(
-        "Starting a Prefect server for this process at %s: this takes some seconds, and the first time on a machine, "
-        "when it creates its database, a minute. A server that keeps running (`prefect server start`) saves them",
+        "Starting a Prefect server for this process at %s: this takes some seconds; the first time on a machine, when "
+        "it creates its database, a minute. A permanent server (`prefect server start`) saves this time",
         server.url,
     )
     atexit.register(server.end)
-    answers = False
+    is_healthy = False
     try:
-        _set_up(server.url)  # takes about as long as the server's start; early requests wait
-        resources.enter_context(_without_heartbeats())
-        for name in _IMPORTED_WHILE_IT_STARTS:
+        _set_up(server.url)  # takes about as long as the start of the server; early requests wait
+        resources.enter_context(_disabling_heartbeats())
+        for name in _MODULES_TO_PRELOAD:
             with suppress(ImportError):  # raised again by the code that needs it
                 import_module(name)
-        answers = server.answers()
+        is_healthy = server.answers()
     finally:
-        if not answers:  # Prefect then starts its own server, and reports what is wrong
+        if not is_healthy:  # Prefect then starts its own server, and reports the error
             resources.close()
             _set_up(None)
             server.end()
-    if answers:
-        _started_here.add(server.url)
+    if is_healthy:
+        _started_urls.add(server.url)
 
 
 def _require_listening(url: str) -> None:
-    """Wait for a server that may just be restarting to accept connections; behind a proxy, leave that to Prefect.
+    """Wait until a server, which may be restarting, accepts connections; return at once if a proxy is used.
 
     Raises:
-        InvalidInput: it does not accept any within 15 s, or `url` is none.
+        InvalidInput: the server accepts no connection within 15 s, or `url` is no HTTP URL.
     """
     parts = urlsplit(url)
     try:
@@ -317,7 +317,7 @@ def _require_listening(url: str) -> None:
         raise InvalidInput(f"PREFECT_API_URL={url}: expected a URL such as http://127.0.0.1:4200/api")
     if getproxies().keys() & {parts.scheme, "all"} and not proxy_bypass(host):
         return
-    until, is_said = time.monotonic() + _RESTART_SECONDS, False
+    deadline, is_logged = time.monotonic() + _RESTART_SECONDS, False
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -325,16 +325,16 @@ def _require_listening(url: str) -> None:
             reason = error.strerror or str(error)
         else:
             return
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             raise InvalidInput(
                 f"no Prefect server answers at PREFECT_API_URL={url} ({reason}). Start it (prefect server start); or "
                 "remove the setting (unset PREFECT_API_URL, prefect config unset PREFECT_API_URL), and this process "
-                "starts a server of its own"
+                "starts its own server"
             )
-        if not is_said:
-            wait = "No Prefect server answers at %s (%s): waiting up to %.0f s, since it may be restarting"
-            _log.warning(wait, url, reason, _RESTART_SECONDS)
-            is_said = True
+        if not is_logged:
+            message = "No Prefect server answers at %s (%s): waiting up to %.0f s, since it may be restarting"
+            _log.warning(message, url, reason, _RESTART_SECONDS)
+            is_logged = True
         time.sleep(0.2)
 
 
@@ -350,15 +350,15 @@ def _set_up(url: str | None) -> None:
     refresh_global_settings_context()
 
 
-def _without_heartbeats() -> AbstractContextManager[object]:
-    """Switch heartbeats off: no automation waits for them, and each flow would end up to 1 s later."""
+def _disabling_heartbeats() -> AbstractContextManager[object]:
+    """Switch heartbeats off: no automation needs them, and they delay the end of each flow by up to 1 s."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
 def _leave_heartbeat_threads() -> None:
-    """End our flow runs without a wait of up to 1 s for the thread of Prefect's heartbeats, which ends by itself.
+    """Let our flow runs end without waiting up to 1 s for Prefect's heartbeat thread, which ends by itself.
 
-    To ask upstream: that this thread waits for the event that ends it, instead of a second at a time.
+    To ask upstream: that this thread waits for its stop event, instead of sleeping a second at a time.
     """
     flow_engine = import_module("prefect.flow_engine")
     send = getattr(flow_engine, "_send_heartbeats", None)  # None in a release of Prefect without it
@@ -366,32 +366,32 @@ def _leave_heartbeat_threads() -> None:
         return
 
     def send_heartbeats(engine: Any, join_on_exit: bool = True) -> AbstractContextManager[None]:  # noqa: FBT001, FBT002 - Prefect's
-        return cast("AbstractContextManager[None]", send(engine, join_on_exit and engine.flow.name not in _names))
+        return cast("AbstractContextManager[None]", send(engine, join_on_exit and engine.flow.name not in _flow_names))
 
     vars(flow_engine)["_send_heartbeats"] = send_heartbeats
 
 
 LIGHTER_SERVER: Mapping[str, str] = {
-    # Defaults of the server, which the user's settings override.
-    # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
+    # Defaults of the server; the user's settings override them.
+    # By default, each of a task run's three states is a transaction; a delay of 1 s is acceptable in the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # Automations need a permanent server; to evaluate them takes a twelfth of this server's CPU time.
+    # Automations need a permanent server; evaluating them takes a twelfth of this server's CPU time.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-    # At its start a server imports every installed integration, such as Dask, to list their blocks in the UI. This
+    # At its start, a server imports every installed integration, such as Dask, to list its blocks in the UI. This
     # server has no UI, and saving a block registers its type.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
-_IMPORTED_WHILE_IT_STARTS = (
+_MODULES_TO_PRELOAD = (
     *("fastapi.encoders", "prefect.flow_engine", "prefect.task_engine"),
     *("prefect_tune.tuner.run_search", "pyarrow.parquet", "pandas"),
 )
-"""Modules that the flow needs later: a script's first trial begins some seconds earlier."""
+"""Modules that the flow needs later; importing them now starts a script's first trial some seconds earlier."""
 
 
-# The arguments of a call, checked before a flow run begins: names and types here, their meaning in `SearchPlan`.
+# Check the arguments of a call before a flow run begins: names and types here, their meaning in `SearchPlan`.
 
 _CONSUMED_BY_PREFECT = frozenset({"return_state", "wait_for"})
 _OTHER_NAMES: Mapping[str, str] = {
@@ -415,38 +415,38 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the arguments of a call as Prefect will; arguments that hold futures or block references are left to it.
+    """Check the arguments of a call like Prefect, except arguments that contain futures or block references.
 
     Returns:
-        the arguments that it has checked, by name.
+        the checked arguments, by name.
 
     Raises:
         InvalidInput: an argument is unknown, missing, or of a wrong type.
     """
-    given = {name: value for name, value in options.items() if name not in _CONSUMED_BY_PREFECT}
-    called, parameters = f"pt.{flow.fn.__name__}", signature(flow.fn).parameters
-    for name in [each for each in given if each not in parameters]:
-        ours = [each for each, others in _OTHER_NAMES.items() if name in others.split() and each in parameters]
+    keywords = {name: value for name, value in options.items() if name not in _CONSUMED_BY_PREFECT}
+    function, parameters = f"pt.{flow.fn.__name__}", signature(flow.fn).parameters
+    for name in [keyword for keyword in keywords if keyword not in parameters]:
+        ours = [own for own, others in _OTHER_NAMES.items() if name in others.split() and own in parameters]
         hint = f"did you mean {ours[0]!r}?" if ours else did_you_mean_or_has(name, parameters)
-        raise InvalidInput(f"{name}: {called} has no such parameter; {hint}")
+        raise InvalidInput(f"{name}: {function} has no such parameter; {hint}")
     try:
-        bound = signature(flow.fn).bind(*args, **given).arguments
+        bound = signature(flow.fn).bind(*args, **keywords).arguments
     except TypeError as error:
-        raise InvalidInput(f"{called}: {error}") from None
-    checked = {name: value for name, value in bound.items() if not _is_for_later(value)}
+        raise InvalidInput(f"{function}: {error}") from None
+    checked = {name: value for name, value in bound.items() if not _contains_future(value)}
     for name, value in checked.items():
         try:
-            _adapter(flow.fn, name).validate_python(value)
+            _make_type_adapter(flow.fn, name).validate_python(value)
         except ValidationError as error:
             raise argument_error(error, name) from None
     return checked
 
 
 def require_storable(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check that Prefect's API takes the arguments: its own error would print all of them.
+    """Check that Prefect's API accepts the arguments; its own error would print all of them.
 
     Raises:
-        InvalidInput: they are too large together, or one holds text that is not Unicode.
+        InvalidInput: they are too large in total, or one contains text that is not Unicode.
     """
     sizes, max_bytes = {}, get_current_settings().server.api.max_parameter_size
     for name, value in arguments.items():
@@ -458,24 +458,24 @@ def require_storable(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None
             raise InvalidInput(
                 f"{name}: expected Unicode text, found {text!a}; read the file in the trainable"
             ) from None
-        except AssertionError as refused:  # before Prefect 3.9; it carries no message
+        except AssertionError as error:  # before Prefect 3.9; it has no message
             raise InvalidInput(
                 f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
-            ) from refused
+            ) from error
     if 0 < max_bytes < sum(sizes.values()):
         largest = max(sizes, key=sizes.__getitem__)
         raise InvalidInput(
-            f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {max_bytes:,} for all parameters; pass a "
-            "path, and read the file in the trainable"
+            f"{largest}: {sizes[largest]:,} bytes as JSON, but Prefect accepts {max_bytes:,} for all parameters; pass "
+            "a path, and read the file in the trainable"
         )
 
 
-def _is_for_later(value: object) -> bool:
+def _contains_future(value: object) -> bool:
     parts: list[object] = []
     visit_collection(value, parts.append, return_data=False, max_depth=3)
     return any(isinstance(part, PrefectFuture | State) or (isinstance(part, dict) and "$ref" in part) for part in parts)
 
 
 @cache
-def _adapter(function: Callable[..., Any], name: str) -> TypeAdapter[Any]:
+def _make_type_adapter(function: Callable[..., Any], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(get_type_hints(function, include_extras=True)[name])

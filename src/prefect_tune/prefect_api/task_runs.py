@@ -1,4 +1,4 @@
-"""Task runs of Prefect: how they start, what they log, how their calls are typed, and how dead ones end."""
+"""Task runs of Prefect: their start, log lines, types, concurrency slots, and the end of lost ones."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 from prefect_tune.storage_retries import run_log, set_to
 
 _TIMEOUT_SECONDS = 10.0
-_LOOK_AGAIN_SECONDS = 30.0
-_LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
+_POLL_INTERVAL_SECONDS = 30.0
+_LIVE_STATE_TYPES = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 
 
 def set_crashed(owner_run: str, is_dead: Callable[[TaskRun], bool], *, successor: str, has_ended: bool) -> None:
-    """Set the task runs of a flow run that `is_dead`, and those that they called, to Crashed, once the run is dead.
+    """Set the task runs of a flow run that `is_dead`, and their callees, to Crashed, once the flow run has ended.
 
-    While it may be alive, this waits: the server may not know yet that a process was killed. Ended task runs stay as
-    they are. If the server does not answer or refuses, nothing is set: states only inform.
+    This function waits while the flow run may be alive, since the server may not know yet that a process was killed.
+    Ended task runs are not changed. If the server does not answer or rejects a request, no state is set.
 
     Args:
-        owner_run: the flow run, as a journal names it: what is no id of a run is none.
-        is_dead: whether a task run is to be set, if it has not ended.
-        successor: what took over, for the message of the new states.
-        has_ended: whether the process of the flow run is known to have ended; else the server is asked.
+        owner_run: the flow run, as named in a journal; ignored if it is not the id of a run.
+        is_dead: whether a task run that has not ended is to be set.
+        successor: the name of the new owner, for the message of the new states.
+        has_ended: whether the process of the flow run is known to have ended; else the server is queried.
     """
     with (
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
@@ -65,39 +65,39 @@ def set_crashed(owner_run: str, is_dead: Callable[[TaskRun], bool], *, successor
     ):
         flow_run = UUID(owner_run)
         while not has_ended and is_alive(client.read_flow_run(flow_run), client):
-            if not any(map(is_dead, _live_task_runs(client, flow_run))):
+            if not any(map(is_dead, _read_live_task_runs(client, flow_run))):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)
-        live = _live_task_runs(client, flow_run)
-        waiting = deque(each for each in live if is_dead(each))
-        while waiting:
-            dead = waiting.popleft()
+            time.sleep(_POLL_INTERVAL_SECONDS)
+        live = _read_live_task_runs(client, flow_run)
+        pending = deque(run for run in live if is_dead(run))
+        while pending:
+            dead = pending.popleft()
             crashed: State[Any] = Crashed(message=f"its process was lost; {successor} took over")
             client.set_task_run_state(dead.id, crashed, force=True)
-            waiting.extend(each for each in live if dead.id in _callers(each))
+            pending.extend(run for run in live if dead.id in _get_caller_ids(run))
 
 
-def _live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
-    """Return all task runs that have not ended; the server returns no more than its limit at a time, 200 by default."""
-    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
-    live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE)))
+def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
+    """Return all task runs that have not ended, in pages: the server returns at most 200 at a time by default."""
+    flow_run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE_STATE_TYPES)))
     runs: list[TaskRun] = []
     while page := client.read_task_runs(
-        flow_run_filter=of_run, task_run_filter=live, sort=TaskRunSort.ID_DESC, offset=len(runs)
+        flow_run_filter=flow_run_filter, task_run_filter=live, sort=TaskRunSort.ID_DESC, offset=len(runs)
     ):
         runs += page
     return runs
 
 
-def _callers(run: TaskRun) -> set[UUID]:
-    """Return the task runs that called `run`. The key is described at `TaskRun.task_inputs`."""
-    return {each.id for each in run.task_inputs.get("__parents__", ()) if isinstance(each, TaskRunResult)}
+def _get_caller_ids(run: TaskRun) -> set[UUID]:
+    """Return the ids of the task runs that called `run`. `TaskRun.task_inputs` documents the key."""
+    return {caller.id for caller in run.task_inputs.get("__parents__", ()) if isinstance(caller, TaskRunResult)}
 
 
-# The type of the public tasks: Prefect's own types of `submit` are partly unknown to pyright, and lack `wait_for`.
+# The type of the public tasks: for pyright, Prefect's own types of `submit` are partly unknown, and lack `wait_for`.
 #
-# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is no valid signature, so that pyright
-# takes its arguments as unknown, and mypy asks for `return_state` too.
+# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is no valid signature: pyright treats its
+# arguments as unknown, and mypy also requires `return_state`.
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -105,9 +105,9 @@ _R = TypeVar("_R")
 if TYPE_CHECKING:
 
     class PublicTask(Task[_P, _R]):
-        """A Prefect task whose calls are checked; at run time it is a plain one.
+        """A Prefect task whose calls are type-checked; at run time it is a plain Prefect task.
 
-        `return_state=True` is left out of the types: the calls take it as any task of Prefect.
+        The types omit `return_state=True`, which calls accept like any Prefect task.
         """
 
         def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # see above
@@ -128,54 +128,54 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
     return cast("Callable[[Callable[_P, _R]], PublicTask[_P, _R]]", task(**options))
 
 
-# Keep Prefect's messages about the ends of inner tasks, and its events that were not sent, out of a search's log.
+# Keep Prefect's messages about the ends of inner tasks, and about unsent events, out of the log of a search.
 #
-# To ask upstream: an option of a task that leaves out the message of its end; that a service which fails to process an
-# item logs no `repr` of it: that of an event has 14 lines.
+# To ask upstream: a task option that omits the message at its end; that a service which fails to process an item does
+# not log the item's `repr`, which has 14 lines for an event.
 
 RUN_TRIAL = "run-trial"
-"""The name of the task of an attempt: the log of its search says how it ended."""
-_ENGINE = "task_engine"
-_ENDED = "Finished in state"
-_RETURNED_FAILED = "Task run failed with state"
-_SERVICES = "prefect._internal.concurrency"
-_NOT_SENT = "Service %r failed to process item %r"
-_NOT_SENT_AGAIN_SECONDS = 60.0
-_is_quiet: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default=False)
+"""The name of the task of an attempt, whose end is in the log of its search."""
+_ENGINE_MODULE = "task_engine"
+_END_MESSAGE = "Finished in state"
+_FAILED_MESSAGE = "Task run failed with state"
+_SERVICES_LOGGER = "prefect._internal.concurrency"
+_NOT_SENT_MESSAGE = "Service %r failed to process item %r"
+_NOT_SENT_LOG_INTERVAL_SECONDS = 60.0
+_hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default=False)
 
 
 @contextmanager
 def quiet_inner_tasks() -> Iterator[None]:
-    """Leave out what Prefect logs about the ends of tasks in this context, except failures, and of attempts.
+    """Hide Prefect's log lines about the ends of attempts, and of successful tasks in this context.
 
-    An item that one of Prefect's services could not send, such as an event while the server is down, is one line
-    without the item, at most once a minute. At the log level DEBUG nothing is left out.
+    If a service of Prefect cannot send an item, such as an event while the server is down, this is logged in one line
+    without the item, at most once a minute. At the log level DEBUG, nothing is hidden.
     """
-    logging.getLogger(_SERVICES).addFilter(_without_item)  # adding it again has no effect
-    logging.getLogger("prefect.task_runs").addFilter(_says_more)
-    with set_to(_is_quiet, True):  # noqa: FBT003 - the value of the variable
+    logging.getLogger(_SERVICES_LOGGER).addFilter(_shorten_unsent_record)  # adding it again has no effect
+    logging.getLogger("prefect.task_runs").addFilter(_keep_task_record)
+    with set_to(_hides_task_ends, True):  # noqa: FBT003 - the value of the variable
         yield
 
 
-def _says_more(record: logging.LogRecord) -> bool:
-    """Whether a record says more than that a task has ended. Messages that Prefect words otherwise are kept."""
-    if record.module != _ENGINE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+def _keep_task_record(record: logging.LogRecord) -> bool:
+    """Filter out records that only say that a task has ended; keep messages with a different wording."""
+    if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     message, is_attempt = str(record.msg), getattr(record, "task_name", "") == RUN_TRIAL
-    if message.startswith(_ENDED):
-        return not (is_attempt or (_is_quiet.get() and record.levelno <= logging.INFO))
-    return not (is_attempt and message.startswith(_RETURNED_FAILED))
+    if message.startswith(_END_MESSAGE):
+        return not (is_attempt or (_hides_task_ends.get() and record.levelno <= logging.INFO))
+    return not (is_attempt and message.startswith(_FAILED_MESSAGE))
 
 
-_last_logged = {"seconds": -_NOT_SENT_AGAIN_SECONDS}
+_last_logged = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
-def _without_item(record: logging.LogRecord) -> bool:
-    """Replace the item in the message of a service that could not send it; drop the message within the same minute."""
-    if record.msg != _NOT_SENT or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+def _shorten_unsent_record(record: logging.LogRecord) -> bool:
+    """Filter: remove the item from the message about an unsent item; drop further messages within a minute."""
+    if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
-    if now - _last_logged["seconds"] < _NOT_SENT_AGAIN_SECONDS:
+    if now - _last_logged["seconds"] < _NOT_SENT_LOG_INTERVAL_SECONDS:
         return False
     _last_logged["seconds"] = now
     record.msg = "Prefect's %s could not send an item: its server may be down. Training continues."
@@ -183,25 +183,25 @@ def _without_item(record: logging.LogRecord) -> bool:
     return True
 
 
-# Run a task without the state Pending, which costs a Prefect server as much as each of its other two states.
+# Run a task without the state Pending, which costs the Prefect server as much as each of the other two states.
 #
-# For each state of a task run Prefect's client sends an event, and its server stores the state in a transaction of its
-# own. A task that is called, and waits for nothing, is Pending for less than a millisecond.
+# For each state of a task run, Prefect's client sends an event, and the server stores the state in a separate
+# transaction. A called task that waits for nothing is Pending for less than a millisecond.
 #
 # To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
-# None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous, and opens a client.
+# None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous and opens a client.
 _create = getattr(task_engine, "_create_task_run_locally", None)
 
 
 def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
-    """Run a synchronous task as `task(...)` does, in this thread; its task run begins with the state Running.
+    """Run a synchronous task in this thread, like `task(...)`; its task run begins with the state Running.
 
-    With tags it begins with Pending: it may wait for a slot of their concurrency limits. No argument may hold a future
-    of Prefect's. Raises what the task raises.
+    A task with tags begins with Pending, since it may wait for slots of their concurrency limits. Arguments must not
+    contain Prefect futures. Raises the error of the task.
     """
-    return cast("_R", _run(task, "result", args, options))
+    return cast("_R", _run_task(task, "result", args, options))
 
 
 def skip_prefect_introspection(argument: _R) -> _R:
@@ -210,63 +210,63 @@ def skip_prefect_introspection(argument: _R) -> _R:
 
 
 def run_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
-    """Run a task as `run_here` does, and return the final state of its run; an error of the task is in the state."""
-    return cast("State[Any]", _run(task, "state", args, options))
+    """Run a task like `run_here`, and return the final state of its run, which contains an error of the task."""
+    return cast("State[Any]", _run_task(task, "state", args, options))
 
 
-def _run(
+def _run_task(
     task: Task[Any, Any],
-    returned: Literal["result", "state"],
+    return_type: Literal["result", "state"],
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> object:
-    args = tuple(map(quote, args))  # else Prefect searches them for futures
+    args = tuple(map(quote, args))  # so that Prefect does not search them for futures
     options = {name: quote(value) for name, value in options.items()}
     parameters = get_call_parameters(task.fn, args, options)
     task_run = _create(task, parameters=parameters) if _create else None
     if task_run is None or task_run.tags:
-        return task(*args, **options, return_state=returned == "state")
-    return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=returned)
+        return task(*args, **options, return_state=return_type == "state")
+    return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=return_type)
 
 
-# How many tasks a task runner of threads runs at once.
+# The maximum number of concurrent tasks of a thread pool task runner.
 #
 # To ask upstream: a public `max_workers` of `ThreadPoolTaskRunner`.
 
 
 def max_workers_here() -> int | None:
-    """Return `max_workers` of this flow's task runner, as given or set; None if it is unlimited, or no thread pool."""
+    """Return `max_workers` of this flow's task runner; None if it is unlimited or no thread pool."""
     runner = context.task_runner if (context := FlowRunContext.get()) is not None else None
-    found = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
-    return found if isinstance(found, int) and found < sys.maxsize else None
+    count = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
+    return count if isinstance(count, int) and count < sys.maxsize else None
 
 
-# Slots of Prefect's concurrency limits for attempts: wait for them without losing the attempt, until it is to stop.
+# Wait for slots of Prefect's concurrency limits until the attempt is to stop, without failing the attempt.
 #
-# Prefect's own wait ends with an error if a limit is 0 at the moment (HTTP 422), and nothing else ends it.
+# Prefect's own wait fails if a limit is 0 (HTTP 422), and cannot be ended by the caller.
 #
-# To ask upstream: a wait that a caller can end; that a limit of 0 is answered as one without free slots, by HTTP 423.
+# To ask upstream: a wait that a caller can end; HTTP 423 for a limit of 0, like for a limit without free slots.
 
 _TRY, _PAUSE = timedelta(seconds=5), timedelta(seconds=2)
-_LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
-_NONE_FREE, _BELOW_REQUEST = 423, 422
-_stop: ContextVar[threading.Event | None] = ContextVar("prefect_tune_stop_of_waits", default=None)
+_LEASE_DURATION = timedelta(seconds=60)  # the slot of a killed process becomes free after this time
+_NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS = 423, 422
+_stop_of_waits: ContextVar[threading.Event | None] = ContextVar("prefect_tune_stop_of_waits", default=None)
 
 
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
-    """Return a block that waits for a slot in all `limits` and holds it; it begins without one once `stop` is set.
+    """Return a context that waits for a slot of each of `limits` and holds them; once `stop` is set, it enters without.
 
-    While the API is unreachable, or a limit is 0, it waits. If a lease cannot be renewed later, the block continues; if
-    it cannot be released at the end, the slot is free a minute later.
+    It keeps waiting while the API is unreachable or a limit is 0. If a lease cannot be renewed later, the block
+    continues; if a slot cannot be released at the end, it becomes free a minute later.
     """
-    lease_seconds = _LEASE.total_seconds()
+    lease_seconds = _LEASE_DURATION.total_seconds()
     options: dict[str, Any] = {"lease_duration": lease_seconds, "raise_on_lease_renewal_failure": False}
     return _holding(list(limits), stop, partial(concurrency, list(limits), **options))
 
 
 def ending_waits(stop: threading.Event) -> AbstractContextManager[None]:
-    """Have tasks that are called in this block wait for slots of their tags as above: `stop` ends the wait."""
-    return set_to(_stop, stop)
+    """Let `stop` end the waits for slots of tags of the tasks that are called in this block."""
+    return set_to(_stop_of_waits, stop)
 
 
 @contextmanager
@@ -274,41 +274,41 @@ def _holding(
     names: Sequence[str], stop: threading.Event, slots_of: Callable[..., AbstractContextManager[None]]
 ) -> Iterator[None]:
     is_logged = False
-    with ExitStack() as held:
+    with ExitStack() as held_slots:
         while names and not stop.is_set():
-            # Prefect asks for one caller after another: each asks once, and not longer while the API fails.
+            # Prefect serializes these requests: each caller makes one, limited in time while the API fails.
             slots = slots_of(max_retries=0, timeout_seconds=_TRY.total_seconds())
             try:
                 slots.__enter__()
-                held.callback(_release, slots)
+                held_slots.callback(_release_slots, slots)
                 break
             except TimeoutError:
                 continue
             except ConcurrencySlotAcquisitionError as error:
                 cause = error.__cause__
                 status = cause.response.status_code if isinstance(cause, httpx.HTTPStatusError) else None
-                if status not in (_NONE_FREE, _BELOW_REQUEST) and not is_temporary(cause):
+                if status not in (_NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS) and not is_temporary(cause):
                     raise
-                if status == _BELOW_REQUEST and not is_logged:
+                if status == _LIMIT_TOO_LOW_STATUS and not is_logged:
                     run_log().warning("a concurrency limit among %s is 0: the trial waits", ", ".join(names))
                     is_logged = True
                 stop.wait(_PAUSE.total_seconds())
         yield
 
 
-def _release(slots: AbstractContextManager[None]) -> None:
+def _release_slots(slots: AbstractContextManager[None]) -> None:
     with suppress(httpx.HTTPError):  # an error here must not fail an attempt that has ended
         slots.__exit__(None, None, None)
 
 
-def _concurrency(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Wait for the slots of a task's tags: in a flow of ours as above, in others as Prefect does."""
-    context, stop = FlowRunContext.get(), _stop.get()
+def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
+    """Wait for the slots of a task's tags: in our own flows like above, in others like Prefect."""
+    context, stop = FlowRunContext.get(), _stop_of_waits.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
     return _holding(names, stop or threading.Event(), partial(concurrency, names, **options))
 
 
-# Prefect's engine finds its wait for the slots of a task's tags under this name; it has no public hook.
+# Prefect's engine calls its wait for the slots of a task's tags by this name; there is no public hook.
 if "_concurrency" in vars(task_engine):
-    vars(task_engine)["_concurrency"] = _concurrency
+    vars(task_engine)["_concurrency"] = _acquire_tag_slots

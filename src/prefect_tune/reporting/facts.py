@@ -1,4 +1,4 @@
-"""The data of a report: trials with their newest reports, their ranking, runs and totals; as values and as JSON."""
+"""The data of a report: trials with their newest reports, the ranking, runs and totals; as values and as JSON."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from prefect_tune.core.values import flat
 from prefect_tune.terminal.formatting import cost_fields
 
 DRAWN = 60
-"""The most learning curves that are drawn."""
+"""The maximum number of learning curves in a chart."""
 MAX_TRIALS = 50
 MAX_ERRORS = 10
 MAX_RUNS = 20
-"""In the tables and in the JSON; the last runs."""
+"""The number of last runs in tables and in JSON."""
 _MAX_PARAMETERS = 200
 
-Links: TypeAlias = Callable[[Owner], str | None]
-"""Returns the URL of a run; None if it has none."""
+RunUrlFunction: TypeAlias = Callable[[Owner], str | None]
+"""Returns the URL of an owner's run; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +50,37 @@ class Totals:
     """What an experiment did and cost."""
 
     trained_seconds: float | None
-    """None if that of a trial was not measured."""
+    """None if the time of a trial was not measured."""
     useful_seconds: float | None
-    """Of training that counts, as in `slots`; `trained_seconds` if no slot was held."""
+    """The time of training that counts, see `slots`; `trained_seconds` if no slot was held."""
     lost_seconds: float
-    """Of training after the last commits of attempts that were lost, as in `slots`."""
+    """The time of training after the last commits of lost attempts, see `slots`."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
     wasted_steps: int
     """Steps that were trained, lost, and trained again."""
     wasted_at_least: bool
-    """Whether they may be more."""
+    """Whether there may be more such steps."""
     wasted_seconds: float | None
     """An estimate, from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The part of `committed_bytes` with known uploads; those of adopted commits are not."""
+    """The part of `committed_bytes` whose uploads are known; the uploads of adopted commits are not."""
     sent_bytes: int
     saved_bytes: int
-    """Not uploaded, because the bytes were on the target already."""
+    """Bytes that were not uploaded, because the target already had them."""
     upload_seconds: float
     slots: Mapping[str, object] = field(default_factory=dict)
-    """Where the seconds of the slots went; see `cost_fields`."""
+    """How the seconds of the slots were spent; see `cost_fields`."""
     sentence: str = ""
-    """The same in a sentence; empty if no slot was held."""
+    """The cost in one sentence; empty if no slot was held."""
 
 
 @dataclass(frozen=True)
 class ReportInput:
-    """An experiment at one moment."""
+    """The state of an experiment at the time `now`."""
 
     experiment: Experiment
     uri: str
@@ -88,18 +88,18 @@ class ReportInput:
     objective: Objective | None
     history: SearchSnapshot
     trials: Sequence[Trial]
-    """The trials in the order in which they were added, with their newest reports."""
+    """The trials in the order of their addition, with their newest reports."""
     losses: Mapping[str, Losses]
     """The losses of the trials that can be compared, the best first."""
-    links: Links = lambda _: None
+    links: RunUrlFunction = lambda _: None
     expected: int | None = None
     """The expected number of trials."""
     age: str = ""
-    """How old the report is, in words; empty if no trial runs."""
+    """The age of the report, in words; empty if no trial is running."""
     cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """The parameters in which the trials differ, with a value per trial; None if a trial does not have it."""
+    """The parameters that differ between trials, with a value per trial; None if a trial lacks the parameter."""
     domains: Mapping[str, object] = field(default_factory=dict)
-    """The domains of the space, by parameter, those of options after their choice; empty if it is not journaled."""
+    """The domains of the space, by parameter; options follow their choice. Empty if no space is journaled."""
 
     @cached_property
     def ranking(self) -> Sequence[Trial]:
@@ -109,7 +109,7 @@ class ReportInput:
 
     @cached_property
     def best(self) -> Sequence[Trial]:
-        """The best one; with several metrics the Pareto front; empty if no trial can be compared."""
+        """The best trial, or the Pareto front with several metrics; empty if no trial can be compared."""
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
         by_name = {trial.trial: trial for trial in self.trials}
@@ -117,23 +117,23 @@ class ReportInput:
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
-        """The first 50, the best before those that cannot be compared."""
+        """The first 50 trials: the best first, then trials that cannot be compared."""
         others = (trial for trial in self.trials if trial.trial not in self.losses)
         return [*self.ranking, *others][:MAX_TRIALS]
 
     @cached_property
     def errors(self) -> Sequence[Trial]:
-        """The first 10 trials that errored."""
+        """The first 10 errored trials."""
         return [trial for trial in self.trials if trial.status is Status.ERRORED][:MAX_ERRORS]
 
     @property
     def is_search(self) -> bool:
-        """Whether it is not a single training."""
+        """Whether the experiment is a search, not a single training."""
         return is_search(self.experiment)
 
     @cached_property
     def owners(self) -> Mapping[str, Owner | None]:
-        """Who runs or ran the last attempt of each trial."""
+        """The owner that ran the last attempt, by trial."""
         return {attempt.trial: attempt.owner for attempt in self.history.attempts}
 
     def link_of(self, trial: Trial) -> str | None:
@@ -142,13 +142,13 @@ class ReportInput:
         return self.links(owner) if owner else None
 
     def host_of(self, trial: Trial) -> str | None:
-        """Return the machine that runs a trial; None if it does not run."""
+        """Return the host that runs a trial; None if the trial is not running."""
         owner = self.owners.get(trial.trial)
         return owner.host if owner and trial.status is Status.RUNNING else None
 
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
-        """The time of each owner, and how many attempts began in it; that of the last lasts while a trial runs."""
+        """The period of each owner and its number of attempts; the last period lasts until now while a trial runs."""
         periods = list(self.history.ownerships)
         begins = [period.began for period in periods]
         counts = Counter(bisect_right(begins, attempt.began) - 1 for attempt in self.history.attempts)
@@ -158,17 +158,17 @@ class ReportInput:
 
     @property
     def elapsed_seconds(self) -> float:
-        """The time in which a run owned the experiment, without the time between runs."""
+        """The time during which the experiment had an owner, without the time between runs."""
         return sum(elapsed_seconds(period) for period, _ in self.runs)
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """Where the time of the slots went."""
+        """How the time of the slots was spent."""
         return cost_of(self.experiment, self.now)
 
     @cached_property
     def totals(self) -> Totals:
-        """What it did and cost."""
+        """What the experiment did and cost."""
         costs, seconds = self.history.costs, self.cost.seconds
         measured = [trial.measured_seconds for trial in self.trials]
         trained = None if None in measured else sum(filter(None, measured))
@@ -194,20 +194,20 @@ class ReportInput:
         )
 
     def compared(self, trial: str) -> Mapping[str, float]:
-        """Return the metrics that compare a trial, as reported, a bool as a number; empty if it has none."""
+        """Return the reported objective values of a trial, bools as numbers; empty if the trial cannot be compared."""
         if self.objective is None or trial not in self.losses:
             return {}
-        compared = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
-        return {name: loss if mode == "min" else -loss for name, mode, loss in compared}
+        rows = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
+        return {name: loss if mode == "min" else -loss for name, mode, loss in rows}
 
     def is_log(self, parameter: str) -> bool | None:
-        """Return whether a parameter is drawn by orders of magnitude; None if the space does not say."""
+        """Return whether a parameter is sampled on a log scale; None if the space does not say."""
         domain = self.domains.get(parameter)
         return domain.scale == "log" if isinstance(domain, Float | Integer) else None
 
     @cached_property
     def constants(self) -> Mapping[str, object]:
-        """The parameters of a search that no domain draws and that are the same in every trial."""
+        """The parameters of a search that have no domain and the same value in every trial."""
         if not self.is_search or (not self.domains and len(self.trials) < 2):
             return {}
         first = flat(self.trials[0].config) if self.trials else {}
@@ -215,7 +215,7 @@ class ReportInput:
 
     @cached_property
     def space(self) -> Mapping[str, str]:
-        """What each other parameter is drawn from; empty if the journal does not say."""
+        """The domain of each other parameter, as text; empty if no space is journaled."""
         nested = tuple(f"{name}/" for name in self.domains)
         return {name: repr(domain) for name, domain in self.domains.items() if not name.startswith(nested)}
 
@@ -230,15 +230,12 @@ def report_input_of(
     *,
     uri: str,
     now: datetime,
-    links: Links = lambda _: None,
+    links: RunUrlFunction = lambda _: None,
     objective: Objective | None = None,
     expected: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return the data for a report of the experiment; the snapshot has the curves of `drawn_trials`.
-
-    Trials are compared by `objective`, or by that of the search.
-    """
+    """Return a report's data; `snapshot` has the curves of `drawn_trials`; `objective` defaults to the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_in(experiment.settings)
     trials = [with_report(trial, snapshot.newest(trial.trial)) for trial in experiment.trials.values()]
@@ -257,50 +254,50 @@ def report_input_of(
         expected=expected,
         age=age,
         cells={name: column for name, column in columns.items() if len(set(map(str, column))) > 1},
-        domains=_domains_of(experiment.settings.get("space")),
+        domains=_read_domains(experiment.settings.get("space")),
     )
 
 
-def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
-    """Return at most `most` items: half of them the first (best) ones, the others spread over the rest."""
-    if len(items) <= most:
-        return items
-    best, others = items[: most // 2], items[most // 2 :]
-    room = most - len(best)
-    return [*best, *(others[index * len(others) // room] for index in range(room))]
+def spread(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
+    """Return at most `max_count` trials: half of them the first (best) ones, the others spread over the rest."""
+    if len(trials) <= max_count:
+        return trials
+    best, others = trials[: max_count // 2], trials[max_count // 2 :]
+    count = max_count - len(best)
+    return [*best, *(others[index * len(others) // count] for index in range(count))]
 
 
 def drawn_trials(experiment: Experiment) -> Sequence[str]:
-    """Return the trials whose learning curves are drawn: the best, and some of the others."""
+    """Return the trials whose learning curves are drawn: the best and some others."""
     ordered = best_first(list(experiment.trials.values()), objective_in(experiment.settings))
     return [trial.trial for trial in spread(ordered, DRAWN)]
 
 
-def _domains_of(space: object) -> Mapping[str, object]:
-    """Return the domains of a journaled space, by the names of their parameters; no function of it is imported."""
+def _read_domains(space: object) -> Mapping[str, object]:
+    """Return the domains of a journaled space, by parameter name; functions of the space are not imported."""
 
-    def refuse(_: Mapping[str, object]) -> object:
+    def reject(_: Mapping[str, object]) -> object:
         raise InvalidInput("a report draws no values")
 
     try:
-        return dict(_domains_in(space_from_json(space, lambda _: refuse), "")) if isinstance(space, Mapping) else {}
-    except InvalidInput:  # of another version
+        return dict(_iter_domains(space_from_json(space, lambda _: reject), "")) if isinstance(space, Mapping) else {}
+    except InvalidInput:  # written by another version
         return {}
 
 
-def _domains_in(node: object, name: str) -> Iterator[tuple[str, object]]:
+def _iter_domains(node: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(node, dict):
         for key, child in node.items():
-            yield from _domains_in(child, f"{name}/{key}" if name else key)
+            yield from _iter_domains(child, f"{name}/{key}" if name else key)
     elif any(domains_in(node)):
         yield name, node
         for option in node.options if isinstance(node, Branch) else ():
             if isinstance(option, dict):
-                yield from _domains_in(option, name)
+                yield from _iter_domains(option, name)
 
 
 def trial_fields(trial: Trial) -> dict[str, object]:
-    """Return a trial as JSON, for `show` and `report`."""
+    """Return a trial as JSON, for the commands `show` and `report`."""
     return {
         "trial": trial.trial,
         "status": str(trial.status),
@@ -318,13 +315,13 @@ def trial_fields(trial: Trial) -> dict[str, object]:
 def report_fields(report: ReportInput) -> dict[str, object]:
     """Return the facts of a report as JSON."""
 
-    def fields_of(trials: Sequence[Trial]) -> Sequence[Mapping[str, object]]:
+    def make_trial_rows(trials: Sequence[Trial]) -> Sequence[Mapping[str, object]]:
         rows = []
         for trial in trials:
             key = newest_key(state.key.trial_key(trial.trial), trial)
-            saved = {"checkpoint": key.folder if key else None, "checkpoint_step": key.step if key else None}
+            checkpoint = {"checkpoint": key.folder if key else None, "checkpoint_step": key.step if key else None}
             run = {"run": report.link_of(trial), "host": report.host_of(trial)}
-            rows.append({**trial_fields(trial), "error": format_error(trial.end_reason), **saved, **run})
+            rows.append({**trial_fields(trial), "error": format_error(trial.end_reason), **checkpoint, **run})
         return rows
 
     state, objective = report.experiment, report.objective
@@ -357,9 +354,9 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         "trial_count": len(report.trials),
         "ended_count": sum(trial.phase in ENDED for trial in report.trials),
         "expected_trial_count": report.expected,
-        "best": fields_of(report.best[:MAX_TRIALS]),
-        "trials": fields_of(report.first_trials),
-        "errors": fields_of(report.errors),
+        "best": make_trial_rows(report.best[:MAX_TRIALS]),
+        "trials": make_trial_rows(report.first_trials),
+        "errors": make_trial_rows(report.errors),
         "constants": report.constants,
         "space": report.space,
         "run_count": len(runs),

@@ -1,4 +1,4 @@
-"""The report page of an experiment: its sections, their order and limits; as Markdown and as one HTML file."""
+"""The report page of an experiment: sections, their order and limits; rendered as Markdown or as one HTML file."""
 
 from __future__ import annotations
 
@@ -34,81 +34,81 @@ from prefect_tune.terminal.formatting import LEAST_SECONDS, format_cell, format_
 
 # The page: at most about 300 KB, for any number of trials.
 
-_UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
-"""Statuses that the headline leaves to the table below it."""
-_MAX_COLUMNS = 5
-_BUILT_IN = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
+_GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
+"""Statuses that only the table below the headline shows."""
+_MAX_PARAMETER_COLUMNS = 5
+_BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
-_GAP = 2
-_ROOM = 126
-"""The width of a table, in characters, that needs no scroll bar in the HTML file."""
-_MAX_SETTING = 1000
-_MAX_TRACEBACK = 4000
+_COLUMN_GAP = 2
+_MAX_TABLE_WIDTH = 126
+"""The maximum width of a table, in characters, that needs no scroll bar in the HTML file."""
+_MAX_SETTING_CHARACTERS = 1000
+_MAX_TRACEBACK_CHARACTERS = 4000
 _MAX_PARAMETERS = 40
-_MAX_DOMAIN = 200
-_NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
+_MAX_DOMAIN_CHARACTERS = 200
+_UNSET_VALUES: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
-    ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
-    ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
+    ("Learning curves", learning_curves, "Orange: the best. Blue: the next best, by name; pale: the others."),
+    ("Parameters", parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
     (
         "Timeline",
         timeline,
         (
-            "Above, in grey, which run owned the experiment; below, every attempt, by how it ended. "
-            "✕: it was killed, lost or failed."
+            "Above, in grey: the runs that owned the experiment. Below: all attempts, colored by how they ended. "
+            "✕: the attempt was killed, lost or failed."
         ),
     ),
 )
-_LEGENDS_OF_A_FRONT: Mapping[Callable[[ReportInput], str | None], str] = {
+_PARETO_LEGENDS: Mapping[Callable[[ReportInput], str | None], str] = {
     learning_curves: "Orange: the Pareto front. Blue: the others.",
-    parallel_coordinates: "A line is a trial. Orange: the Pareto front.",
+    parallel_coordinates: "Each line is a trial. Orange: the Pareto front.",
 }
 Column: TypeAlias = tuple[str, Sequence[Cell]]
 """The name and the cells of a column."""
 
 
 def page_of(report: ReportInput) -> Sequence[Block]:
-    """Return the page."""
+    """Return the blocks of the report page."""
     sections = (
         headline_and_facts,
         best_trial,
         figures,
         table_of_trials,
         table_of_errors,
-        _cost,
-        _runs,
-        _space_and_settings,
+        _cost_section,
+        _runs_section,
+        _settings_section,
     )
     return [block for section in sections for block in section(report)]
 
 
 def headline_and_facts(report: ReportInput) -> Iterator[Block]:
-    """Yield the title, the most important in one line, and a table of facts."""
+    """Yield the title, a headline, and a table of facts."""
     yield Heading(report.experiment.name, 1)
-    yield Text([_headline(report)], kind="strong")
+    yield Text([_format_headline(report)], kind="strong")
     objective, periods = report.objective, [period for period, _ in report.runs]
-    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
+    objectives = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     rows: list[tuple[str, Cell]] = [
         ("trials", format_counts(counted(report.experiment))),
-        ("compared by", ", ".join(map(" ".join, by))),
+        ("compared by", ", ".join(map(" ".join, objectives))),
         ("target", Verbatim(below(report.uri, report.experiment.name))),
     ]
     if periods:
         owner = f"{periods[-1].term}: {periods[-1].owner}"
-        in_runs = f" in {len(periods)} runs" if len(periods) > 1 else ""
+        runs = f" in {len(periods)} runs" if len(periods) > 1 else ""
         rows += [
-            ("owner", _linked(owner, report.links(periods[-1].owner))),
+            ("owner", _make_link_cell(owner, report.links(periods[-1].owner))),
             ("time", f"{periods[0].began:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
-            ("elapsed", format_span(report.elapsed_seconds) + in_runs),
+            ("elapsed", format_span(report.elapsed_seconds) + runs),
         ]
     rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.ends), 200))]
     yield Table((), [row for row in rows if row[1]])
     if not report.history.is_whole:
-        yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " shows all."])
+        yield Text(["Curves, times and costs cover only this run; ", Verbatim("prefect-tune report"), " covers all."])
 
 
-def _headline(report: ReportInput) -> str:
-    """Return one line with the best metric, the progress, and the errors."""
+def _format_headline(report: ReportInput) -> str:
+    """Return one line with the best metric, the progress, and the number of errors."""
     parts = []
     if len(report.best) == 1 and report.objective is not None:
         name, best = report.objective.metrics[0], report.best[0]
@@ -122,15 +122,15 @@ def _headline(report: ReportInput) -> str:
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = max(report.expected or 0, len(report.trials))  # an earlier run may have asked for more
-    kind = "trials" if report.expected else "proposed trials"  # a journal does not say how many are to come
+    expected = max(report.expected or 0, len(report.trials))  # an earlier run may have requested more
+    kind = "trials" if report.expected else "proposed trials"  # the journal does not say how many will follow
     parts.append(f"{sum(trial.phase in ENDED for trial in report.trials):,} of {expected:,} {kind} done")
-    parts += [f"{count:,} {name}" for name, count in counted(report.experiment).items() if name not in _UNREMARKABLE]
+    parts += [f"{count:,} {name}" for name, count in counted(report.experiment).items() if name not in _GOOD_STATUSES]
     return " · ".join(parts)
 
 
 def best_trial(report: ReportInput) -> Iterator[Block]:
-    """Yield the best trial, or the only one: its metrics, configuration, and newest checkpoint."""
+    """Yield the best or the only trial: its metrics, configuration, and newest checkpoint."""
     if len(report.best) != 1 and (report.is_search or not report.trials):
         return
     best = report.best[0] if len(report.best) == 1 else report.trials[0]
@@ -149,60 +149,60 @@ def best_trial(report: ReportInput) -> Iterator[Block]:
     yield Table((), rows)
     config = [(name, value) for name, value in flat(best.config).items() if name not in report.constants]
     if config:
-        shown = [(name, shorten(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
-        yield Table(("parameter", "value"), shown)
+        parameters = [(name, shorten(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
+        yield Table(("parameter", "value"), parameters)
     if report.constants:
         constants = [f"{name} {shorten(format_cell(value), 60)}" for name, value in report.constants.items()]
         more = f" and {len(constants) - _MAX_PARAMETERS} more" if len(constants) > _MAX_PARAMETERS else ""
         yield Text([f"The same in every trial: {', '.join(constants[:_MAX_PARAMETERS])}{more}."])
     key = newest_key(report.experiment.key.trial_key(best.trial), best)
     if key is not None:
-        which = f" --trial {best.trial}" if report.is_search else ""
-        export = f"prefect-tune export {quote(report.uri)} {report.experiment.name} DIRECTORY{which}"
-        yield Text([f"Its newest checkpoint, of step {key.step:,}, and the command that downloads it:"])
+        option = f" --trial {best.trial}" if report.is_search else ""
+        export = f"prefect-tune export {quote(report.uri)} {report.experiment.name} DIRECTORY{option}"
+        yield Text([f"The newest checkpoint, of step {key.step:,}, and the command to download it:"])
         yield Code(f"{below(report.uri, key.folder)}\n{export}", "text")
 
 
 def figures(report: ReportInput) -> Iterator[Block]:
-    """Yield the pictures that can be drawn, each with its heading; instead of one that fails, the error."""
+    """Yield the charts that have data, each with a heading; if drawing one fails, yield the error instead."""
     for title, draw, usual_legend in _FIGURES:
         try:
             svg = draw(report)
-        except Exception as error:  # noqa: BLE001  show the rest of the page, with the error
+        except Exception as error:  # noqa: BLE001  show the error and the rest of the page
             yield Text([f"{title} could not be drawn: {shorten(f'{type(error).__name__}: {error}', 200)}"])
             continue
         if svg is None:
             continue
-        legend = _LEGENDS_OF_A_FRONT.get(draw, usual_legend) if len(report.best) > 1 else usual_legend
+        legend = _PARETO_LEGENDS.get(draw, usual_legend) if len(report.best) > 1 else usual_legend
         if draw is learning_curves:
             history = report.history
             parts = [legend] if report.ranking else []
             if history.others and len(history.curves) > SMALL_CURVES:
-                parts.append(f"Small: the other metrics, of {SMALL_CURVES} trials.")
+                parts.append(f"Small charts: the other metrics of {SMALL_CURVES} trials.")
             if more := history.metric_count - len(history.metrics) - len(history.others):
-                parts.append(f"{plural(more, 'more metric is', 'more metrics are')} in the results.")
+                parts.append(f"The results have {plural(more, 'more metric', 'more metrics')}.")
             legend = " ".join(parts)
         yield Heading(title)
         yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
 def table_of_trials(report: ReportInput) -> Iterator[Block]:
-    """Yield the table of a search's trials, the best first, and where their checkpoints are."""
+    """Yield the table of a search's trials, the best first, and the location of their checkpoints."""
     if not report.is_search:
         return
     yield Heading("Trials")
-    yield from _without_repetition(_columns(report))
+    yield from _make_compact_table(_make_trial_columns(report))
     folders = below(report.uri, f"{report.experiment.key.folder}/trials/TRIAL/checkpoints")
     more = len(report.trials) - MAX_TRIALS
-    also = f" The best {MAX_TRIALS} are shown; {more} more are in the journal." if more > 0 else ""
-    yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])
+    note = f" The best {MAX_TRIALS} are shown; {more} more are in the journal." if more > 0 else ""
+    yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{note}"])
 
 
-def _columns(report: ReportInput) -> Sequence[Column]:
-    """Return the columns of the table of trials; there are parameters if they fit."""
+def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
+    """Return the columns of the table of trials, with as many parameters as fit."""
     trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
     columns: list[Column] = [
-        ("trial", [_linked(trial.trial, report.link_of(trial)) for trial in trials]),
+        ("trial", [_make_link_cell(trial.trial, report.link_of(trial)) for trial in trials]),
         ("status", [status_label(trial.status, trial.step) for trial in trials]),
         ("step", [f"{trial.step:,}" for trial in trials]),
     ]
@@ -213,51 +213,51 @@ def _columns(report: ReportInput) -> Sequence[Column]:
     if any(hosts):
         columns.append(("host", [shorten(host or "", _MAX_CELL) for host in hosts]))
     for metric in metrics:
-        name = f"metrics/{metric}" if metric in _BUILT_IN else metric
+        name = f"metrics/{metric}" if metric in _BUILT_IN_COLUMNS else metric
         columns.append((name, [shorten(format_cell(metric_in(trial.metrics, metric)), _MAX_CELL) for trial in trials]))
     last: list[Column] = []
     if any(trial.attempt > 1 for trial in trials):
         last.append(("attempts", [f"{trial.attempt:,}" for trial in trials]))
-    seconds, saved = ([trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials])
-    last.append(("trained", ["not measured" if each is None else format_span(each) for each in seconds]))
-    last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in saved]))
-    # The parameters that differ, at most five, that are not wider than the room that is left; of one trial, all.
-    room = _ROOM - sum(map(_width, (*columns, *last)))
+    times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
+    last.append(("trained", ["not measured" if seconds is None else format_span(seconds) for seconds in times]))
+    last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
+    # At most five of the differing parameters, or of all parameters of a single trial, as far as they fit the width.
+    free_width = _MAX_TABLE_WIDTH - sum(map(_column_width, (*columns, *last)))
     configs = [flat(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
-    differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
-    for parameter in differ[:_MAX_COLUMNS]:
-        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *metrics} else parameter
+    differing = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
+    for parameter in differing[:_MAX_PARAMETER_COLUMNS]:
+        name = f"config/{parameter}" if parameter in {*_BUILT_IN_COLUMNS, *metrics} else parameter
         column = name[-_MAX_CELL:], [shorten(format_cell(config.get(parameter)), _MAX_CELL) for config in configs]
-        room -= _width(column)
-        if room >= 0:
+        free_width -= _column_width(column)
+        if free_width >= 0:
             columns.append(column)
     return [*columns, *last]
 
 
-def _width(column: Column) -> int:
-    """Return the width of a column in characters; a name is broken at its spaces."""
+def _column_width(column: Column) -> int:
+    """Return the width of a column in characters; names may be broken at spaces."""
     name, cells = column
     texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
-    return max((*map(len, name.split()), *map(len, texts)), default=0) + _GAP
+    return max((*map(len, name.split()), *map(len, texts)), default=0) + _COLUMN_GAP
 
 
-def _without_repetition(columns: Iterable[Column]) -> Iterator[Block]:
-    """Yield a table; what a column has in each row, but for the first column, is said once above it."""
+def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
+    """Yield a table; a column with the same value in every row, except the first, becomes a note above the table."""
     first, *others = columns
-    shown, parts = [first], list[Cell]()
+    kept, parts = [first], list[Cell]()
     for name, cells in others:
         if len(cells) < 2 or len(set(cells)) > 1:
-            shown.append((name, cells))
+            kept.append((name, cells))
         elif cells[0]:
             parts += [f", {name} " if parts else f"{name} ", cells[0]]
     if parts:
         yield Text(["The same in every row: ", *parts, "."])
-    yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+    yield Table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
 
 
 def table_of_errors(report: ReportInput) -> Iterator[Block]:
-    """Yield the errors in one line each; of several, one that an earlier trial has too is said once."""
+    """Yield each error in one line; an error that an earlier trial also has is not repeated."""
     errors = report.errors
     if not errors:
         return
@@ -270,9 +270,9 @@ def table_of_errors(report: ReportInput) -> Iterator[Block]:
             for cause, trial in zip(causes, errors, strict=True)
         ]
     yield Heading(f"Errors ({count})")
-    yield from _without_repetition(
+    yield from _make_compact_table(
         [
-            ("trial", [_linked(trial.trial, report.link_of(trial)) for trial in errors]),
+            ("trial", [_make_link_cell(trial.trial, report.link_of(trial)) for trial in errors]),
             ("step", [f"{trial.step:,}" for trial in errors]),
             ("reason", [shorten(cause, 200) for cause in causes]),
         ]
@@ -281,10 +281,10 @@ def table_of_errors(report: ReportInput) -> Iterator[Block]:
         yield Text([f"And {count - len(errors):,} more."])
     if "\n" in (reason := errors[0].reason.strip()):
         yield Text([f"Trial {errors[0].trial}:"])
-        yield Code(reason[-_MAX_TRACEBACK:], language="text")
+        yield Code(reason[-_MAX_TRACEBACK_CHARACTERS:], language="text")
 
 
-def _cost(report: ReportInput) -> Iterator[Block]:
+def _cost_section(report: ReportInput) -> Iterator[Block]:
     yield Heading("Cost")
     if report.totals.sentence:
         yield Text([f"{report.totals.sentence}."])
@@ -292,17 +292,17 @@ def _cost(report: ReportInput) -> Iterator[Block]:
 
 
 def cost_rows(totals: Totals) -> Mapping[str, str]:
-    """Return what was trained, lost, stored and sent, each as a row."""
-    ends = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
-    bad = "".join(f", {count:,} {how}" for how, count in ends.items() if count)
-    attempts, trained = f"{plural(totals.attempts, 'attempt', 'attempts')}{bad}", totals.useful_seconds
-    again = wasted_words(totals.wasted_steps, at_least=totals.wasted_at_least)
-    if not again and totals.lost_seconds < LEAST_SECONDS:
+    """Return rows for what was trained, lost, stored and sent."""
+    counts = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
+    failures = "".join(f", {count:,} {end}" for end, count in counts.items() if count)
+    attempts, trained = f"{plural(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds
+    recomputed = wasted_words(totals.wasted_steps, at_least=totals.wasted_at_least)
+    if not recomputed and totals.lost_seconds < LEAST_SECONDS:
         lost = f"no training {'is known to have been' if totals.wasted_at_least else 'was'} lost"
     else:
         seconds = f"{format_span(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
-        none = "no step is known to have been" if totals.wasted_at_least else "no step was"
-        lost = f"{seconds}{again or none} trained again so far"
+        nothing = "no step is known to have been" if totals.wasted_at_least else "no step was"
+        lost = f"{seconds}{recomputed or nothing} trained again so far"
     rows = {
         "training": f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}",
         "lost": lost,
@@ -313,79 +313,79 @@ def cost_rows(totals: Totals) -> Mapping[str, str]:
     if totals.measured_bytes:
         share = totals.saved_bytes / max(1, totals.saved_bytes + totals.sent_bytes)
         rows["upload"] = f"{sent} sent in {format_span(totals.upload_seconds)}"
-        rows["deduplication"] = f"{saved} not sent, {share:.0%}: they were on the target already"
+        rows["deduplication"] = f"{saved} not sent, {share:.0%}: already on the target"
     return rows
 
 
-def _runs(report: ReportInput) -> Iterator[Block]:
-    """Yield a table of all runs, scheduled ones included: owner, times, and what each added."""
+def _runs_section(report: ReportInput) -> Iterator[Block]:
+    """Yield a table of all runs, including scheduled ones: owner, times, and what each added."""
     runs = report.runs[-MAX_RUNS:]
     if len(runs) < 2:
         return
     periods = [period for period, _ in runs]
     columns: list[Column] = [
-        ("owner", [_linked(f"{each.term:,}", report.links(each.owner)) for each in periods]),
-        ("run", [str(each.owner) for each in periods]),
-        ("began", [f"{each.began:%Y-%m-%d %H:%M:%S}" for each in periods]),
-        ("last entry", [f"{each.last:%Y-%m-%d %H:%M:%S}" for each in periods]),
-        ("elapsed", [format_span(elapsed_seconds(each)) for each in periods]),
-        ("samples requested", [f"+{each.samples:,}" if each.samples else "" for each in periods]),
-        ("trials added", [f"{each.trials:,}" for each in periods]),
+        ("owner", [_make_link_cell(f"{period.term:,}", report.links(period.owner)) for period in periods]),
+        ("run", [str(period.owner) for period in periods]),
+        ("began", [f"{period.began:%Y-%m-%d %H:%M:%S}" for period in periods]),
+        ("last entry", [f"{period.last:%Y-%m-%d %H:%M:%S}" for period in periods]),
+        ("elapsed", [format_span(elapsed_seconds(period)) for period in periods]),
+        ("samples requested", [f"+{period.samples:,}" if period.samples else "" for period in periods]),
+        ("trials added", [f"{period.trials:,}" for period in periods]),
         ("attempts", [f"{attempts:,}" for _, attempts in runs]),
     ]
     yield Heading("Runs")
-    yield from _without_repetition(column for column in columns if any(column[1]))
+    yield from _make_compact_table(column for column in columns if any(column[1]))
 
 
-def _space_and_settings(report: ReportInput) -> Iterator[Block]:
+def _settings_section(report: ReportInput) -> Iterator[Block]:
     if report.space:
-        drawn = [(name, shorten(domain, _MAX_DOMAIN)) for name, domain in report.space.items()]
+        domains = [(name, shorten(domain, _MAX_DOMAIN_CHARACTERS)) for name, domain in report.space.items()]
         yield Heading("Space")
-        yield Table(("parameter", "drawn from"), drawn[:_MAX_PARAMETERS])
-        if len(drawn) > _MAX_PARAMETERS:
-            yield Text([f"And {len(drawn) - _MAX_PARAMETERS} more."])
+        yield Table(("parameter", "drawn from"), domains[:_MAX_PARAMETERS])
+        if len(domains) > _MAX_PARAMETERS:
+            yield Text([f"And {len(domains) - _MAX_PARAMETERS} more."])
     rows: list[tuple[str, Cell]] = []
     for name, value in shown_settings(report.experiment.settings).items():
-        if value in _NOT_SET or (name == "space" and report.space):
+        if value in _UNSET_VALUES or (name == "space" and report.space):
             continue
         if isinstance(value, Mapping | list | tuple):
-            rows.append((name, Verbatim(shorten(json.dumps(value, ensure_ascii=False), _MAX_SETTING))))
+            rows.append((name, Verbatim(shorten(json.dumps(value, ensure_ascii=False), _MAX_SETTING_CHARACTERS))))
         else:
-            rows.append((name, shorten(format_cell(value), _MAX_SETTING)))
+            rows.append((name, shorten(format_cell(value), _MAX_SETTING_CHARACTERS)))
     if rows:
         yield Heading("Settings")
         yield Table((), rows)
 
 
-def _linked(text: str, address: str | None) -> Cell:
+def _make_link_cell(text: str, address: str | None) -> Cell:
     return Link(text, address) if address else text
 
 
 # Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors.
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
-_SHORT = 16
+_MAX_UNBROKEN_CHARACTERS = 16
 
 
 def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
-    """Return the page, with its pictures or with what each of them shows. Names chosen by users are escaped."""
-    return "\n".join(line for block in blocks for line in _lines(block, has_pictures=has_pictures)) + "\n"
+    """Return the page as Markdown, with its pictures or a description of each. Names chosen by users are escaped."""
+    return "\n".join(line for block in blocks for line in _render_block(block, has_pictures=has_pictures)) + "\n"
 
 
-def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
+def _render_block(block: Block, *, has_pictures: bool) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
             yield f"{'#' * level} {escaped(text)}"
         case Text(parts=parts, kind=kind):
-            text = "".join(map(_markdown_cell, parts))
+            text = "".join(map(_render_cell, parts))
             yield f"**{text.strip()}**" if kind == "strong" else text
         case Figure():
-            shows = escaped(block.shows)
-            yield f"![{shows}]({data_uri(block.svg)})" if has_pictures else f"[{shows}: a picture, see --output]"
+            alt_text = escaped(block.shows)
+            yield f"![{alt_text}]({data_uri(block.svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
             if block.legend:
                 yield from ("", f"*{escaped(block.legend)}*")
         case Table():
-            yield from _markdown_table(block)
+            yield from _render_table(block)
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
             yield from (f"{fence}{language}", visible(text), fence)
@@ -394,10 +394,10 @@ def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
     yield ""
 
 
-def _markdown_table(table: Table) -> Iterator[str]:
-    """Markdown has no table without a header: without one, the first row is the header."""
+def _render_table(table: Table) -> Iterator[str]:
+    """Yield a Markdown table; a table without a header gets its first row as the header, since Markdown needs one."""
     rows = [
-        [_unbroken(_markdown_cell(cell)) if table.head else _markdown_cell(cell) for cell in row] for row in table.rows
+        [_avoid_breaks(_render_cell(cell)) if table.head else _render_cell(cell) for cell in row] for row in table.rows
     ]
     if not rows:
         return
@@ -407,16 +407,16 @@ def _markdown_table(table: Table) -> Iterator[str]:
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
-def _unbroken(cell: str) -> str:
-    """Return a short cell with no place to break a line: Prefect's UI has little room for a table."""
-    return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _SHORT else cell
+def _avoid_breaks(cell: str) -> str:
+    """Return a short cell without places to break the line, since tables are narrow in Prefect's UI."""
+    return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _MAX_UNBROKEN_CHARACTERS else cell
 
 
-def _markdown_cell(cell: Cell) -> str:
+def _render_cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            quoted = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
-            return f"[{escaped(text)}]({quoted})"
+            quoted_address = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
+            return f"[{escaped(text)}]({quoted_address})"
         case Verbatim(text=text):
             line = visible_line(text)
             return escaped(line) if "`" in line or "|" in line else f"`{line}`"
@@ -453,7 +453,7 @@ img{max-width:100%;height:auto;display:block}
 
 
 def as_html(blocks: Sequence[Block]) -> str:
-    """Return the page. Names chosen by users are escaped."""
+    """Return the page as HTML. Names chosen by users are escaped."""
     title = next((block.text for block in blocks if isinstance(block, Heading)), "")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (
@@ -462,4 +462,4 @@ def as_html(blocks: Sequence[Block]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escaped_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    return head + "\n".join(each for block in blocks for each in elements_of(block)) + "\n</main></body></html>\n"
+    return head + "\n".join(element for block in blocks for element in elements_of(block)) + "\n</main></body></html>\n"
