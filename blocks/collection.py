@@ -1,7 +1,7 @@
-"""What Prefect loads of this package (`prefect.collections`): its blocks, after the credential blocks that they name.
+"""The module that Prefect loads (`prefect.collections`): our blocks, after the credential blocks that they name.
 
-A Prefect server registers blocks in the order of Prefect's registry, and refuses one that refers to a type which it
-does not know yet. The servers and workers that load this have every installed integration imported anyway.
+A Prefect server registers blocks in the order of Prefect's registry, and rejects a block that refers to an unregistered
+type. Servers and workers that load this module import every installed integration anyway.
 """
 
 from __future__ import annotations

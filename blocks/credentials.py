@@ -1,8 +1,8 @@
 """Optional fields for the credential blocks of prefect-aws, prefect-gcp and prefect-azure.
 
-Each of these packages takes seconds of CPU time to import, so a field only names its blocks: the package is imported
-when such a block is given, or when the form of the target is drawn. If it is not installed, the field accepts no value,
-and its error names the package to install.
+The import of each of these packages takes seconds of CPU time, so a field only names its blocks. The package is
+imported when the field gets a block, or when Prefect draws the target's form. If the package is not installed, the
+field accepts no value, and its error names the package.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from prefect_tune.stores.open_location import S3Access, S3Keys, session_keys
 
 @dataclass(frozen=True)
 class NamedBlocks:
-    """The annotation of a field that holds one of these blocks of a package, or None."""
+    """The annotation of a field with one of these blocks of a package, or None."""
 
     package: str
     names: tuple[str, ...]
 
     @cache  # noqa: B019  there are three of them
-    def imported(self) -> Any:
+    def import_type(self) -> Any:
         """Import the package and return the type of the field; None if the package is not installed."""
         module = self.package.replace("-", "_")
         annotation: Any = None
@@ -40,19 +40,19 @@ class NamedBlocks:
             annotation = annotation | getattr(import_module(module), name)
         return annotation
 
-    def _validate(self, value: object) -> object:
+    def _validate_block(self, value: object) -> object:
         if value is None:
             return None
-        if (annotation := self.imported()) is None:
+        if (annotation := self.import_type()) is None:
             install = f"pip install 'prefect-tune[{self.package.removeprefix('prefect-')}]'"
             raise ValueError(f"a credentials block needs {self.package}, which is not installed: {install}")
         return TypeAdapter(annotation).validate_python(value)
 
     def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._validate)
+        return core_schema.no_info_plain_validator_function(self._validate_block)
 
     def __get_pydantic_json_schema__(self, _schema: object, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(TypeAdapter(self.imported()).core_schema)
+        return handler(TypeAdapter(self.import_type()).core_schema)
 
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ else:
 
 
 def import_named_blocks(model: type[Block]) -> None:
-    """Import the blocks that `model` names, where Prefect looks for their types."""
+    """Import the blocks that `model` names, and set them as the fields' annotations, where Prefect reads the types."""
     for field in model.model_fields.values():
         for named in field.metadata:
             if isinstance(named, NamedBlocks):
-                field.annotation = named.imported()
+                field.annotation = named.import_type()
 
 
 def s3_access(block: Any) -> S3Access:
@@ -85,13 +85,13 @@ def s3_access(block: Any) -> S3Access:
 
 
 def endpoint_in(block: Any) -> str | None:
-    """Return the endpoint of an AWS or MinIO credentials block; None if it has none, or one with '@', '?' or '#'."""
+    """Return the endpoint of an AWS or MinIO credentials block; None without one, or if it has '@', '?' or '#'."""
     url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
     return url if url and not set(url) & set("@?#") else None
 
 
 def static_keys(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
-    """Return a provider of exactly these keys: without one, obstore adds a session token from the environment."""
+    """Return a provider of exactly these keys: without it, obstore adds a session token from the environment."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,
@@ -102,7 +102,7 @@ def static_keys(access_key_id: str, secret_access_key: str, session_token: str |
 
 
 def gcp_key(block: Any) -> str | None:
-    """Return the service account key of a `GcpCredentials` block as JSON; None for the machine's own credentials."""
+    """Return the service account key of a `GcpCredentials` block as JSON; None: use the machine's own credentials."""
     if block.service_account_info is not None:
         return json.dumps(block.service_account_info.get_secret_value())
     if block.service_account_file is not None:
@@ -117,14 +117,14 @@ def azure_access(block: Any) -> Mapping[str, str]:
     """Return the client options of an `AzureBlobStorageCredentials` block."""
     if block.connection_string is not None:
         return connection_options(block.connection_string.get_secret_value())
-    found = {"endpoint": block.account_url.rstrip("/"), "account_name": account_in(block.account_url)}
+    options = {"endpoint": block.account_url.rstrip("/"), "account_name": account_name_of(block.account_url)}
     if block.client_id is not None:
-        found |= {"client_id": block.client_id, "tenant_id": block.tenant_id}
-        found |= {"client_secret": block.client_secret.get_secret_value()}
-    return found
+        options |= {"client_id": block.client_id, "tenant_id": block.tenant_id}
+        options |= {"client_secret": block.client_secret.get_secret_value()}
+    return options
 
 
-def account_in(url: str) -> str:
+def account_name_of(url: str) -> str:
     """Return the account name of a URL such as 'https://account.blob.core.windows.net'."""
     return url.partition("://")[2].partition(".")[0]
 
@@ -133,7 +133,7 @@ def connection_options(text: str) -> Mapping[str, str]:
     """Return the client options of an Azure connection string.
 
     Raises:
-        ValueError: it is not a connection string; the error does not repeat its text, which is secret.
+        ValueError: `text` is not a connection string. The error does not contain `text`, which is secret.
     """
     parts = dict(part.partition("=")[::2] for part in text.strip().split(";") if part)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":
@@ -147,4 +147,4 @@ def connection_options(text: str) -> Mapping[str, str]:
     secrets = {option: parts[name] for option, name in names.items() if parts.get(name)}
     if not endpoint or not secrets:
         raise ValueError("expected AccountName or BlobEndpoint, and AccountKey or SharedAccessSignature")
-    return {"account_name": account or account_in(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}
+    return {"account_name": account or account_name_of(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}

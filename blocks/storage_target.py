@@ -1,4 +1,4 @@
-"""The base classes of the storage target blocks, of all and of those in a bucket, and the check of a target."""
+"""The base classes of all storage target blocks and of targets in a bucket, and the check of a target."""
 
 from __future__ import annotations
 
@@ -48,40 +48,40 @@ from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 
-# The base class of the blocks: immutable, and strict about unknown fields.
+# The base class of the blocks, which is immutable and rejects unknown fields.
 
 
 def block_logo(name: str) -> HttpUrl:
-    """Return the address of a logo that Prefect's own blocks refer to."""
+    """Return the URL of a logo that Prefect's own blocks use."""
     revision = "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9"
     return HttpUrl(f"https://raw.githubusercontent.com/PrefectHQ/prefect/{revision}/assets/block-logos/{name}.png")
 
 
 FILES_LOGO = block_logo("filesystem")
-"""As the other blocks' logos one that the Prefect UI shows for the same service."""
+"""A logo that the Prefect UI shows for the same service, like the logos of the other blocks."""
 
-# Prefect adds these keys to the fields, in block documents and in dumps.
+# The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
 _MASK = re.compile(r"\*{8,}")
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
 
 
-def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
+def _order_fields(schema: dict[str, Any], model: type[Block]) -> None:
     import_named_blocks(model)
     schema_extra(schema, model)
     required = schema.get("required", ())
-    last = getattr(model, "_shown_last", ())
+    last_fields = getattr(model, "_last_form_fields", ())
     # sorted() is stable, and the UI shows the fields in this order
-    place = {name: (name not in required, name in last) for name in schema["properties"]}
-    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: place[item[0]]))
+    sort_keys = {name: (name not in required, name in last_fields) for name in schema["properties"]}
+    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: sort_keys[item[0]]))
 
 
 class StrictBlock(Block, ABC):
-    """A frozen Prefect block that refuses unknown fields.
+    """A frozen Prefect block that rejects unknown fields.
 
-    Invalid fields raise one `InvalidInput` of one line. It contains no values of fields, since they may be secrets.
+    Invalid fields raise one `InvalidInput` of one line. It contains no field values, because they may be secrets.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_required_first)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_order_fields)
     _documentation_url: ClassVar[HttpUrl | None] = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
     def __init__(self, **fields: Any) -> None:
@@ -89,12 +89,12 @@ class StrictBlock(Block, ABC):
             super().__init__(**fields)
         except ValidationError as error:
             # from None: the cause would print the input, secrets included
-            complaints = map(_complaint, error.errors(include_url=False))
-            raise InvalidInput(f"{type(self).__name__}: {'; '.join(complaints)}") from None
+            messages = map(_format_error, error.errors(include_url=False))
+            raise InvalidInput(f"{type(self).__name__}: {'; '.join(messages)}") from None
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Return what Prefect computes from the whole schema, which would import every block that a field names."""
+        """Return the slug: Prefect computes it from the whole schema, which imports every block that a field names."""
         return cls.get_block_type_slug()
 
     @classmethod
@@ -109,7 +109,7 @@ class StrictBlock(Block, ABC):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_fields_only(cls, values: Any) -> Any:
+    def _validate_field_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         slug = values.get("block_type_slug")
@@ -126,29 +126,29 @@ class StrictBlock(Block, ABC):
             raise PydanticCustomError("masked_secret", "{message}", {"message": message})
         for name in fields:
             if name not in cls.model_fields:
-                raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field(cls, name)})
-        return {name: value for name, value in fields.items() if not cls._left_empty(name, value)}
+                raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field_message(cls, name)})
+        return {name: value for name, value in fields.items() if not cls._is_empty_text(name, value)}
 
     @classmethod
-    def _left_empty(cls, name: str, value: object) -> bool:
-        """Whether an optional text field was left empty in a form: Prefect then sends "", which here means None."""
+    def _is_empty_text(cls, name: str, value: object) -> bool:
+        """Return whether an optional text field is "", which Prefect sends for an empty field of a form."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        return list(BaseModel.__repr_args__(self))  # Prefect draws the block's form here, to leave out unknown fields
+        return list(BaseModel.__repr_args__(self))  # Prefect would compute the block's form, to omit unknown fields
 
     @property
     def saved_name(self) -> str | None:
-        """The name under which this block is saved on the Prefect server; None if it is not."""
+        """The name of this block on the Prefect server; None if it is not saved."""
         return self._block_document_name
 
     def secret_values(self) -> Iterator[str]:
-        """Yield every secret value in this block's own fields, so that messages can mask it."""
+        """Yield every secret value in this block's fields, so that messages can mask it."""
         for name in type(self).model_fields:
-            yield from _secrets_in(getattr(self, name))
+            yield from _iter_secrets(getattr(self, name))
 
 
-def _secrets_in(value: object) -> Iterator[str]:
+def _iter_secrets(value: object) -> Iterator[str]:
     match value:
         case SecretStr():
             yield value.get_secret_value()
@@ -158,13 +158,13 @@ def _secrets_in(value: object) -> Iterator[str]:
             yield from (str(secret) for secret in value.get_secret_value().values())
 
 
-def unknown_field(cls: type[StrictBlock], name: str) -> str:
-    """Return the error for an unknown field name, with the nearest field or the list of fields."""
-    fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
+def unknown_field_message(cls: type[StrictBlock], name: str) -> str:
+    """Return the message for an unknown field name, with the nearest field or the list of fields."""
+    fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_last_form_fields", ()))
     return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"
 
 
-def _complaint(detail: ErrorDetails) -> str:
+def _format_error(detail: ErrorDetails) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
@@ -172,22 +172,22 @@ def _complaint(detail: ErrorDetails) -> str:
     return f"{where}: {message}" if where else message
 
 
-_LEAST_KEY = 16
+_MIN_KEY_CHARACTERS = 16
 
 
-def _opened(target: StorageTarget, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-    return target.open(timeout=timeout)  # a checkpoint may be pickled
+def _open_target(target: StorageTarget, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
+    return target.open(timeout=timeout)  # a function, since a checkpoint may be pickled
 
 
 class StorageTarget(StrictBlock, ABC):
-    """A place where experiments and checkpoints are stored: a configuration without open connections.
+    """A location where experiments and checkpoints are stored: a configuration without open connections.
 
     Creating, loading and printing one does not connect to the storage; only `open` and `check` do.
     """
 
     _client: ClassVar[Client | None] = None
-    """The client of the URIs that `_at` takes."""
-    _shown_last: ClassVar[frozenset[str]] = frozenset({"signing_key"})
+    """The client of the URIs that `_at` accepts."""
+    _last_form_fields: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
         default=None,
@@ -197,9 +197,9 @@ class StorageTarget(StrictBlock, ABC):
 
     @field_validator("signing_key")
     @classmethod
-    def _hard_to_guess(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and len(key.get_secret_value()) < _LEAST_KEY:
-            raise ValueError(f"expected at least {_LEAST_KEY} characters, such as those of `openssl rand -hex 32`")
+    def _require_long_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and len(key.get_secret_value()) < _MIN_KEY_CHARACTERS:
+            raise ValueError(f"expected at least {_MIN_KEY_CHARACTERS} characters, e.g. from `openssl rand -hex 32`")
         return key
 
     @property
@@ -209,7 +209,7 @@ class StorageTarget(StrictBlock, ABC):
 
     @property
     def argument(self) -> str:
-        """What to type for it in a command: `type/name` of a saved block, else the URI, quoted for a shell."""
+        """The target as a command's argument: `type/name` of a saved block, else the URI; quoted for a shell."""
         return shlex.quote(f"{self.get_block_type_slug()}/{self.saved_name}" if self.saved_name else self.uri)
 
     @property
@@ -219,35 +219,35 @@ class StorageTarget(StrictBlock, ABC):
 
     @abstractmethod
     def open(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-        """Return the store as a context manager; all its operations together end within `timeout`.
+        """Return the store as a context manager. All its operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration is invalid, independent of the target's answers.
+            InvalidInput: the configuration is invalid, whatever the target answers.
             StoreRefused: the credentials cannot be read.
         """
 
     @classmethod
     def _at(cls, uri: str, location: Location) -> Self:
-        """Return the target at `location`, which is the parsed `uri`."""
+        """Return the target at `location`, the parsed `uri`."""
         raise NotImplementedError
 
     def checkpoint(self, key: CheckpointKey) -> Checkpoint:
-        """Return the committed checkpoint `key` as `pt.Checkpoint`, read with this target's credentials."""
-        return Checkpoint._of(partial(_opened, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
+        """Return the committed checkpoint `key` as a `pt.Checkpoint`, which uses this target's credentials."""
+        return Checkpoint._of(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
 
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
         """Write, read back, list and delete a probe, and test create-if-absent by a small race.
 
-        Errors of the target do not raise: the returned `message` describes them in one line.
+        Errors of the target are not raised: the returned `message` describes them in one line.
         """
         return check_target(self, timeout=timeout)
 
 
 class ObjectTarget(StorageTarget, ABC):
-    """A prefix in a bucket (or container) that is reached over HTTP."""
+    """A prefix in a bucket (or container), reached over HTTP."""
 
-    _ways_to_sign: ClassVar[tuple[str, ...]] = ()
-    """The fields of which one at most may be set."""
+    _credential_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields with credentials; at most one of them may be set."""
 
     prefix: str = Field(default="", description="The folder within the bucket or container. Empty: its root.")
     endpoint_url: str | None = Field(
@@ -267,7 +267,7 @@ class ObjectTarget(StorageTarget, ABC):
     request_timeout_seconds: Number = Field(
         default=60,
         gt=0,
-        description="Most time in seconds for one request and its response.",
+        description="Maximum time in seconds for one request and its response.",
     )
 
     anonymous: bool = Field(
@@ -281,7 +281,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     @field_validator("prefix")
     @classmethod
-    def _relative_folder(cls, prefix: str) -> str:
+    def _normalize_prefix(cls, prefix: str) -> str:
         folder = prefix.strip("/")
         if folder and not is_inside(folder):
             raise ValueError(f"expected a folder without empty parts, '.' and '..', found {prefix!r}")
@@ -289,25 +289,25 @@ class ObjectTarget(StorageTarget, ABC):
 
     @field_validator("endpoint_url")
     @classmethod
-    def _http_endpoint(cls, url: str | None) -> str | None:
-        return None if url is None else http_endpoint(url)
+    def _normalize_endpoint(cls, url: str | None) -> str | None:
+        return None if url is None else normalize_endpoint(url)
 
     @model_validator(mode="after")
-    def _plain_http_is_said_aloud(self) -> Self:
+    def _require_explicit_http(self) -> Self:
         if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
             raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is intended")
         return self
 
     @model_validator(mode="after")
-    def _one_way_to_sign(self) -> Self:
-        given = [name for name in self._ways_to_sign if getattr(self, name)]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} contradict each other: keep one")
+    def _require_single_credential(self) -> Self:
+        fields = [name for name in self._credential_fields if getattr(self, name)]
+        if len(fields) > 1:
+            raise ValueError(f"{' and '.join(fields)} contradict each other: keep one")
         return self
 
     @classmethod
     def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
-        """Return the bucket that a URI names; an option of the URI has the name of a field."""
+        """Return the target of a bucket's URI; the URI's options have the names of fields."""
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
@@ -315,30 +315,30 @@ class ObjectTarget(StorageTarget, ABC):
         return cls(**fields)
 
     @property
-    def _prefix_in_uri(self) -> str:
-        """The prefix with those characters quoted that would end the path of a URI, or begin a quoted one."""
-        return re.sub("[%?#]", lambda found: quote(found[0]), self.prefix)
+    def _prefix_for_uri(self) -> str:
+        """The prefix for a URI, with '%', '?' and '#' quoted."""
+        return re.sub("[%?#]", lambda match: quote(match[0]), self.prefix)
 
-    def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
-        """Return `place` with endpoint, region and `anonymous` as query options; credentials are left out."""
-        said = {"endpoint_url": endpoint, "region": region, "anonymous": "true" if self.anonymous else None}
-        options = urlencode({name: value for name, value in said.items() if value}, safe=":/")
-        return f"{place.rstrip('/')}{'?' if options else ''}{options}"
+    def _format_uri(self, base: str, *, endpoint: str | None, region: str | None = None) -> str:
+        """Return `base` with endpoint, region and `anonymous` as query options, without credentials."""
+        fields = {"endpoint_url": endpoint, "region": region, "anonymous": "true" if self.anonymous else None}
+        options = urlencode({name: value for name, value in fields.items() if value}, safe=":/")
+        return f"{base.rstrip('/')}{'?' if options else ''}{options}"
 
     @abstractmethod
-    def _connector(self) -> Callable[..., Any]:
-        """Find the credentials, and return the client's constructor, which still needs its timeouts and TLS options."""
+    def _make_connector(self) -> Callable[..., Any]:
+        """Find the credentials; return the client's constructor, which only lacks timeouts and TLS options."""
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         from prefect_tune.stores.obstore_store import ObstoreStore
 
         deadline = Deadline.after(timeout)
-        connector = self._connector()
+        connector = self._make_connector()
         store = ObstoreStore(
-            lambda limit: self._connected(connector, limit),
+            lambda limit: self._make_client(connector, limit),
             deadline=deadline,
-            request_limit=timedelta(seconds=self.request_timeout_seconds),
+            request_timeout=timedelta(seconds=self.request_timeout_seconds),
             conditional_create=self.conditional_writes,
         )
         try:
@@ -346,15 +346,15 @@ class ObjectTarget(StorageTarget, ABC):
         finally:
             store.close()
 
-    def _connected(self, connector: Callable[..., Any], limit: timedelta) -> Any:
+    def _make_client(self, connector: Callable[..., Any], limit: timedelta) -> Any:
         from prefect_tune.stores.obstore_store import connected
 
         try:
-            return connected(connector, limit, self._transport())
+            return connected(connector, limit, self._client_options())
         except ValueError as error:
             raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
 
-    def _transport(self) -> dict[str, Any]:
+    def _client_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}
         if not self.verify_tls:
             options["allow_invalid_certificates"] = True
@@ -363,10 +363,10 @@ class ObjectTarget(StorageTarget, ABC):
         return options
 
 
-def bare_name(kind: str, pattern: str) -> AfterValidator:
-    """Return the validator of the name of a bucket or container: no URI, no path, and it matches `pattern`."""
+def bare_name_validator(kind: str, pattern: str) -> AfterValidator:
+    """Return the validator of a bucket's or container's name: no URI, no path, and it matches `pattern`."""
 
-    def validated(name: str) -> str:
+    def validate_name(name: str) -> str:
         if "://" in name:
             raise ValueError(f"expected the {kind}'s name alone, found the URI {name!r}: use resolve_target for URIs")
         if "/" in name:
@@ -377,14 +377,14 @@ def bare_name(kind: str, pattern: str) -> AfterValidator:
             raise ValueError(f"{name!r} is not a valid name of a {kind}")
         return name
 
-    return AfterValidator(validated)
+    return AfterValidator(validate_name)
 
 
-def http_endpoint(url: str) -> str:
+def normalize_endpoint(url: str) -> str:
     """Return `url` without a trailing slash.
 
     Raises:
-        ValueError: it is not an http or https URL of a host alone.
+        ValueError: `url` is not an http or https URL of only a host.
     """
     try:
         parts = urlsplit(url)
@@ -400,121 +400,122 @@ def http_endpoint(url: str) -> str:
     return url.rstrip("/")
 
 
-# ---------------------------------------------------------------------- whether a target can store checkpoints
+# Check whether a target can store checkpoints.
 
-_HINTS = {
+_REFUSAL_HINTS = {
     "write": "read-only: listing is permitted, writing is not",
     "write again": "read-only: listing is permitted, writing is not",
     "delete": "old checkpoints could never be removed",
 }
-"""What it means that a step was refused."""
-_FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
-_RACERS = 4
-_SHORTEST_SECRET = 6  # a secret such as "s" would mask half of the message
+"""The meaning of a refused step of the check."""
+_PROBE_FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
+_RACING_WRITER_COUNT = 4
+_MIN_SECRET_CHARACTERS = 6  # a secret such as "s" would mask half of the message
 
 
 @dataclass(frozen=True, slots=True)
 class TargetCheck:
     """The result of `check()`.
 
-    `ok` is whether checkpoints can be committed there. `message` describes in one line the error, or the probes that
-    succeeded. Without `conditional_create` two runners could both commit, so the target serves one runner only.
+    `ok`: checkpoints can be committed on the target. `message` describes the error or the successful probes in one
+    line. Without `conditional_create` two runners could both commit, so the target supports only one runner.
     """
 
     ok: bool
     message: str
     conditional_create: bool
     may_pass: bool = False
-    """Whether the error may be temporary: the target did not answer, or not in time."""
+    """Whether the error may be temporary: no answer from the target, or not in time."""
 
 
-class _ProbeFailed(Exception):
+class _ProbeError(Exception):
     def __init__(self, step: str, error: TuneError) -> None:
         super().__init__(step)
         self.step, self.error = step, error
 
 
 def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
-    """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
+    """Try every operation that checkpoints need, in a folder with a unique name; return the result."""
     try:
-        with _step("open"), target.open(timeout=timeout) as store:
-            claims, refuses = store.conditional_create, _refuses_a_second_create(store)
-    except _ProbeFailed as failure:
+        with _probe_step("open"), target.open(timeout=timeout) as store:
+            is_conditional, refuses_duplicate = store.conditional_create, _run_probes(store)
+    except _ProbeError as failure:
         step, error = failure.step, failure.error
-        hint = _HINTS.get(step) if isinstance(error, StoreRefused) else None
+        hint = _REFUSAL_HINTS.get(step) if isinstance(error, StoreRefused) else None
         message = f"{'' if hint is None else f'{hint}; '}could not {step}: {error}"
         may_pass = isinstance(error, StoreUnavailable | CommitUnknown)
-        return TargetCheck(ok=False, message=_line(target, message), conditional_create=False, may_pass=may_pass)
-    return _verdict(target, claims=claims, refuses=refuses)
+        message = _format_message(target, message)
+        return TargetCheck(ok=False, message=message, conditional_create=False, may_pass=may_pass)
+    return _make_check_result(target, is_conditional=is_conditional, refuses_duplicate=refuses_duplicate)
 
 
-def _verdict(target: StorageTarget, *, claims: bool, refuses: bool) -> TargetCheck:
-    if claims and refuses:
-        done = "a probe was written, read back, listed and deleted, and a second create was refused"
-        return TargetCheck(ok=True, message=_line(target, done), conditional_create=True)
-    if claims:
-        wrong = (
+def _make_check_result(target: StorageTarget, *, is_conditional: bool, refuses_duplicate: bool) -> TargetCheck:
+    if is_conditional and refuses_duplicate:
+        message = "a probe was written, read back, listed and deleted, and a second create was refused"
+        return TargetCheck(ok=True, message=_format_message(target, message), conditional_create=True)
+    if is_conditional:
+        message = (
             "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could "
             "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
         )
-        return TargetCheck(ok=False, message=_line(target, wrong), conditional_create=False)
-    loud = (
+        return TargetCheck(ok=False, message=_format_message(target, message), conditional_create=False)
+    message = (
         "ONE RUNNER ONLY: a probe was written, read back, listed and deleted, but there is no atomic "
         "create-if-absent, so nothing stops a second runner of the same experiment from committing too"
     )
-    return TargetCheck(ok=True, message=_line(target, loud), conditional_create=False)
+    return TargetCheck(ok=True, message=_format_message(target, message), conditional_create=False)
 
 
-def _line(target: StorageTarget, message: str) -> str:
+def _format_message(target: StorageTarget, message: str) -> str:
     for secret in target.secret_values():
-        if len(secret) >= _SHORTEST_SECRET:
+        if len(secret) >= _MIN_SECRET_CHARACTERS:
             message = message.replace(secret, "********")
     return f"{target.uri}: {shorten(' '.join(message.split()), 600)}"
 
 
-def _refuses_a_second_create(store: ObjectStore) -> bool:
-    folder = f"{_FOLDER}/{uuid.uuid4().hex}"
+def _run_probes(store: ObjectStore) -> bool:
+    folder = f"{_PROBE_FOLDER}/{uuid.uuid4().hex}"
     written = [f"{folder}/probe", f"{folder}/race"]
     try:
-        refuses = _round_trip(store, folder, written[0]) and _race(store, written[1])
-    except _ProbeFailed:
-        with suppress(TuneError):  # the first error is the one to report
+        refuses_duplicate = _probe_round_trip(store, folder, written[0]) and _probe_race(store, written[1])
+    except _ProbeError:
+        with suppress(TuneError):  # report the first error
             store.delete(written)
         raise
-    with _step("delete"):
+    with _probe_step("delete"):
         store.delete(written)
-        _same([found.path for found in store.list(folder)], [], "deleted, then listed")
-    return refuses
+        _require_equal([entry.path for entry in store.list(folder)], [], "deleted, then listed")
+    return refuses_duplicate
 
 
-def _round_trip(store: ObjectStore, folder: str, path: str) -> bool:
+def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     data = os.urandom(64)
-    with _step("list"):  # before any write, so that an error here is not one of the permission to write
-        _same([found.path for found in store.list(folder)], [], "listed, before writing")
-    with _step("write"):
+    with _probe_step("list"):  # before any write, so that an error here does not come from a missing write permission
+        _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
+    with _probe_step("write"):
         create_or_recognize(store, path, data)
-    with _step("read back"):
-        _same(bytes(store.read(path)), data, "read back")
-        _same(store.size(path), len(data), "asked for the size of")
-    with _step("list"):
-        _same([found.path for found in store.list(folder)], [path], "listed")
-    with _step("write again"):
-        return not _creates(store, path, os.urandom(64))
+    with _probe_step("read back"):
+        _require_equal(bytes(store.read(path)), data, "read back")
+        _require_equal(store.size(path), len(data), "asked for the size of")
+    with _probe_step("list"):
+        _require_equal([entry.path for entry in store.list(folder)], [path], "listed")
+    with _probe_step("write again"):
+        return not _try_create(store, path, os.urandom(64))
 
 
-def _race(store: ObjectStore, path: str) -> bool:
+def _probe_race(store: ObjectStore, path: str) -> bool:
     """Return whether exactly one of several simultaneous creates succeeded."""
-    start = Barrier(_RACERS)
+    start = Barrier(_RACING_WRITER_COUNT)
 
     def create(data: bytes) -> bool:
         start.wait()
-        return _creates(store, path, data)
+        return _try_create(store, path, data)
 
-    with _step("write at once"), ThreadPoolExecutor(_RACERS) as racers:
-        return sum(racers.map(create, [os.urandom(64) for _ in range(_RACERS)])) == 1
+    with _probe_step("write at once"), ThreadPoolExecutor(_RACING_WRITER_COUNT) as racers:
+        return sum(racers.map(create, [os.urandom(64) for _ in range(_RACING_WRITER_COUNT)])) == 1
 
 
-def _creates(store: ObjectStore, path: str, data: bytes) -> bool:
+def _try_create(store: ObjectStore, path: str, data: bytes) -> bool:
     try:
         create_or_recognize(store, path, data)
     except AlreadyExists:
@@ -522,14 +523,14 @@ def _creates(store: ObjectStore, path: str, data: bytes) -> bool:
     return True
 
 
-def _same(found: object, wanted: object, act: str) -> None:
-    if found != wanted:
-        raise TuneError(f"{act} a probe: expected {wanted!r}, found {found!r}")
+def _require_equal(actual: object, expected: object, action: str) -> None:
+    if actual != expected:
+        raise TuneError(f"{action} a probe: expected {expected!r}, found {actual!r}")
 
 
 @contextmanager
-def _step(name: str) -> Iterator[None]:
+def _probe_step(name: str) -> Iterator[None]:
     try:
         yield
     except TuneError as error:
-        raise _ProbeFailed(name, error) from error
+        raise _ProbeError(name, error) from error

@@ -1,4 +1,4 @@
-"""The block that configures when experiment state and artifacts are synced, and how long a sync may take."""
+"""The block that configures when experiment state and artifacts are synced, and the timeout of a sync."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _MIN_REQUEST_PERIOD, _MAX_REQUEST_PERIOD = timedelta(seconds=0.5), timedelta(sec
 
 
 class SyncConfig(StrictBlock):
-    """When experiment state and artifacts are synced, how long one sync may take, and which files it excludes.
+    """When experiment state and artifacts are synced, the timeout of a sync, and the excluded files.
 
-    Checkpoints do not wait for `sync_period_seconds`: each one is persisted before it is committed.
+    Checkpoints do not wait for `sync_period_seconds`: each checkpoint is persisted before it is committed.
 
     Example:
         ```python
@@ -64,18 +64,18 @@ class SyncConfig(StrictBlock):
     sync_period_seconds: Number = Field(
         default=300,
         ge=0,
-        description="Least time in seconds between two periodic syncs, and the most that a report waits for the "
-        "journal.",
+        description="Minimum time in seconds between two periodic syncs, and the maximum time that a report waits for "
+        "the journal.",
     )
     live_period_seconds: _LivePeriod | None = Field(
         default=5,
         description="Time in seconds between two writes of the newest steps of all running trials, which `show`, `ls` "
-        "and `report` read: one small object each time. Empty: none are written.",
+        "and `report` read: one small object per write. Empty: no writes.",
     )
     sync_timeout_seconds: Number = Field(
         default=1800,
         gt=0,
-        description="Most time in seconds for one sync, checkpoint upload or download; then it is ended.",
+        description="Timeout in seconds of one sync, checkpoint upload or download.",
     )
     sync_artifacts: bool = Field(
         default=True,
@@ -83,7 +83,7 @@ class SyncConfig(StrictBlock):
     )
     sync_on_checkpoint: bool = Field(
         default=True,
-        description="Whether artifacts are synced at each checkpoint too, in addition to the periodic syncs.",
+        description="Whether artifacts are synced at each checkpoint, in addition to the periodic syncs.",
     )
     artifact_excludes: tuple[str, ...] = Field(
         default=(),
@@ -99,14 +99,14 @@ class SyncConfig(StrictBlock):
     verify_reused_every: Whole = Field(
         default=16,
         ge=1,
-        description="Data that several checkpoints share is uploaded once. Over this many commits all shared data in "
-        "use is read back and verified, a part in each; damaged data is uploaded again. 1: all of it in each commit.",
+        description="Data that several checkpoints share is uploaded once. Within this number of commits all of it is "
+        "read back and verified, a part per commit; damaged data is uploaded again. 1: all data in each commit.",
     )
 
     @field_validator("upload_dir", mode="before")
     @classmethod
-    def _one_kind_of_target(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # from the server; the union would report an error for each target type
+    def _parse_upload_dir(cls, value: object) -> object:
+        if isinstance(value, Mapping):  # from the server: the union would report one error per target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)
@@ -116,22 +116,22 @@ class SyncConfig(StrictBlock):
 
     @field_validator("syncer", mode="before")
     @classmethod
-    def _nameable_syncer(cls, syncer: object) -> object:
+    def _validate_syncer(cls, syncer: object) -> object:
         if syncer is None or syncer == "auto" or isinstance(syncer, SyncerLike) or _is_import_string(syncer):
             return syncer
-        found = repr(syncer) if isinstance(syncer, str) else f"a {type(syncer).__name__}"
-        raise ValueError(f"expected 'auto', 'package.module:Name' or a Syncer, found {found}")
+        description = repr(syncer) if isinstance(syncer, str) else f"a {type(syncer).__name__}"
+        raise ValueError(f"expected 'auto', 'package.module:Name' or a Syncer, found {description}")
 
     @field_validator("artifact_excludes")
     @classmethod
-    def _patterns_of_relative_paths(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    def _validate_excludes(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
             if not pattern or pattern.startswith("/"):
                 raise ValueError(f"expected patterns of paths relative to the trial directory, found {pattern!r}")
         return patterns
 
     @model_validator(mode="after")
-    def _syncer_and_target_agree(self) -> Self:
+    def _require_syncer_and_target(self) -> Self:
         if self.upload_dir is not None and self.syncer is None:
             raise ValueError("upload_dir needs a syncer, but syncer is None: remove one of the two")
         if self.upload_dir is None and self.syncer not in (None, "auto"):
@@ -142,8 +142,8 @@ class SyncConfig(StrictBlock):
         """Return JSON fields without secrets, from which another process can create an equal `SyncConfig`.
 
         Raises:
-            InvalidInput: the syncer is an object, or the upload target is not saved and has settings that its URI does
-                not contain.
+            InvalidInput: the syncer is an object, or the upload target is not saved and its URI lacks some of its
+                settings.
         """
         try:
             fields = self.model_dump(mode="json")
@@ -153,7 +153,7 @@ class SyncConfig(StrictBlock):
         return {**fields, "upload_dir": target_reference(target) if isinstance(target, StorageTarget) else target}
 
     @field_serializer("syncer")
-    def _storable_syncer(self, syncer: object) -> str | None:
+    def _serialize_syncer(self, syncer: object) -> str | None:
         if syncer is None or isinstance(syncer, str):
             return syncer
         raise InvalidInput(
@@ -166,7 +166,7 @@ class SyncConfig(StrictBlock):
 
     @property
     def request_period(self) -> timedelta:
-        """How often a run looks for requests to stop, and for its cancellation."""
+        """The interval at which a run polls for stop requests and for its cancellation."""
         return min(_MAX_REQUEST_PERIOD, max(_MIN_REQUEST_PERIOD, self.sync_period))
 
     @property
@@ -179,33 +179,33 @@ class SyncConfig(StrictBlock):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """The patterns of files that are not uploaded: the user's, and those of trials' internal files."""
+        """The patterns of files that are not uploaded: the user's patterns and the trial's internal files."""
         from prefect_tune.core.storage.layout import NEVER_ARTIFACTS  # the flows import this module
 
         return (*self.artifact_excludes, *NEVER_ARTIFACTS)
 
     def target(self) -> StorageTarget | None:
-        """Return the target that `upload_dir` names, or None; a slug is loaded from the Prefect server."""
+        """Return the target of `upload_dir`, or None; a slug is loaded from the Prefect server."""
         return None if self.upload_dir is None else resolve_target(self.upload_dir)
 
     def validate_upload_dir(self) -> bool:
-        """Return True if `upload_dir` is a valid target, checked without connecting to it.
+        """Return True if `upload_dir` is a valid target; do not connect to it.
 
-        A user's syncer with a method `validate_upload_dir` decides for itself.
+        If a user's syncer has a method `validate_upload_dir`, this method decides.
 
         Raises:
             InvalidInput: `upload_dir` is not valid.
         """
-        own_rule: Any = getattr(self.syncer, "validate_upload_dir", None)
-        if own_rule is not None and isinstance(self.upload_dir, str):
-            return bool(own_rule(self.upload_dir))
+        validate: Any = getattr(self.syncer, "validate_upload_dir", None)
+        if validate is not None and isinstance(self.upload_dir, str):
+            return bool(validate(self.upload_dir))
         if self.upload_dir is not None:
             validate_target(self.upload_dir)
         return True
 
     def _repr_html_(self) -> str:
         rows = (
-            ("Upload target", _shown(self.upload_dir)),
+            ("Upload target", _format_upload_dir(self.upload_dir)),
             ("Sync on checkpoint", str(self.sync_on_checkpoint)),
             ("Sync period", f"{self.sync_period_seconds:g} s"),
         )
@@ -219,7 +219,7 @@ def _is_import_string(value: object) -> bool:
     return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _shown(upload_dir: StorageTarget | str | None) -> str:
+def _format_upload_dir(upload_dir: StorageTarget | str | None) -> str:
     if upload_dir is None:
         return "the flow's target"
     return upload_dir if isinstance(upload_dir, str) else upload_dir.uri

@@ -1,4 +1,4 @@
-"""The storage targets of this package, and the one list of them."""
+"""The storage targets of this package, and their list."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from prefect_tune.blocks.storage_target import (
     FILES_LOGO,
     ObjectTarget,
     StorageTarget,
-    bare_name,
+    bare_name_validator,
     block_logo,
 )
 from prefect_tune.core.errors import InvalidInput
@@ -55,7 +55,7 @@ __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"
 class LocalTarget(StorageTarget):
     """A folder of this machine, or of a file system that every machine mounts at the same path.
 
-    It is created when it is first used. Its file system must support hard links, for atomic create-if-absent.
+    The first use creates it. Its file system must support hard links, for atomic create-if-absent.
 
     Example:
         ```python
@@ -74,19 +74,19 @@ class LocalTarget(StorageTarget):
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error, instead of being created: for mounts, where a missing "
-        "folder means that nothing is mounted.",
+        description="Whether a missing folder is an error instead of being created: for mounts, where it means that "
+        "nothing is mounted.",
     )
 
     may_hang: bool = Field(
         default=False,
-        description="Whether it is a network mount that may hang: all operations then run in child processes "
+        description="Whether it is a network mount that may hang. All operations then run in child processes "
         "that are killed at the deadline, which costs an additional copy of the bytes.",
     )
 
     @field_validator("path", mode="before")
     @classmethod
-    def _absolute(cls, path: object) -> object:
+    def _normalize_path(cls, path: object) -> object:
         if not isinstance(path, str | os.PathLike):
             return path
         text = os.fspath(path)
@@ -122,15 +122,15 @@ class LocalTarget(StorageTarget):
             yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline)
 
 
-_ON_THIS_MACHINE = frozenset({"file", "local"})
-_IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed
+_LOCAL_SCHEMES = frozenset({"file", "local"})
+_IN_PROCESS_SCHEMES = frozenset({"memory"})  # in a child process, the objects would be lost with the child
 
 
 class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
     Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
-    target serves one runner only: trials on other machines and every other second writer of a journal are refused.
+    target supports only one runner, and rejects trials on other machines and every other second writer of a journal.
 
     Example:
         ```python
@@ -147,7 +147,7 @@ class FsspecTarget(StorageTarget):
 
     location: str = Field(
         title="URI",
-        description="The location, e.g. 'sftp://host/folder', without a password or token: those are secret options.",
+        description="The location, e.g. 'sftp://host/folder'. Passwords and tokens belong into the secret options.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
@@ -158,7 +158,7 @@ class FsspecTarget(StorageTarget):
 
     @field_validator("location")
     @classmethod
-    def _known_and_without_password(cls, uri: str) -> str:
+    def _validate_location(cls, uri: str) -> str:
         import fsspec
 
         scheme, separator, _ = uri.partition("://")
@@ -172,17 +172,17 @@ class FsspecTarget(StorageTarget):
                 "expected a location without '?' and '#', whose options would be in plain text: put options into "
                 "storage_options, and keys and tokens into secret_options"
             )
-        if scheme in _ON_THIS_MACHINE and not uri.partition("://")[2].startswith("/"):
+        if scheme in _LOCAL_SCHEMES and not uri.partition("://")[2].startswith("/"):
             raise ValueError(
-                f"expected an absolute path, as in {scheme}:///folder: a relative one depends on the process"
+                f"expected an absolute path, like {scheme}:///folder: a relative path depends on the process"
             )
-        if scheme not in fsspec.available_protocols():  # also those whose package is not installed
+        if scheme not in fsspec.available_protocols():  # fsspec lists schemes of missing packages too
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
     @classmethod
     def _at(cls, uri: str, location: Location) -> Self:
-        implementation(location.scheme)  # to report a missing package now, not in the middle of a run
+        fsspec_class(location.scheme)  # report a missing package now, not in the middle of a run
         return cls(location=uri)
 
     @property
@@ -190,7 +190,7 @@ class FsspecTarget(StorageTarget):
         return self.location
 
     def options(self) -> Mapping[str, Any]:
-        """Return all options, secret ones included."""
+        """Return all options, including secret ones."""
         secrets = {} if self.secret_options is None else self.secret_options.get_secret_value()
         if both := self.storage_options.keys() & secrets.keys():
             raise InvalidInput(f"{self.uri}: {min(both)!r} is both a plain and a secret option: keep one")
@@ -200,19 +200,19 @@ class FsspecTarget(StorageTarget):
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
         scheme = self.location.partition("://")[0]
-        kind = implementation(scheme)
+        kind = fsspec_class(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
-        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
-        factory = partial(fsspec_store, scheme, root, {**given, **self.options()})
-        if scheme in _IN_PROCESS:
+        url_options = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
+        factory = partial(fsspec_store, scheme, root, {**url_options, **self.options()})
+        if scheme in _IN_PROCESS_SCHEMES:
             yield factory()
         else:
             with IsolatedStore(factory, deadline=deadline) as store:
                 yield store
 
 
-def implementation(scheme: str) -> Any:
-    """Return fsspec's class for `scheme`; importing it connects to nothing.
+def fsspec_class(scheme: str) -> Any:
+    """Return fsspec's class for `scheme`; the import opens no connection.
 
     Raises:
         InvalidInput: a package is missing; the message names it.
@@ -228,8 +228,8 @@ def implementation(scheme: str) -> Any:
 class S3Target(ObjectTarget):
     """A bucket of Amazon S3, MinIO, Ceph, R2 or another S3-compatible server.
 
-    Without credentials it uses those of the machine that it runs on: from the environment, a profile in ~/.aws (with
-    boto3 installed), a web identity, the container or the instance.
+    Without credentials it uses the machine's: from the environment, a profile in ~/.aws (with boto3 installed), a web
+    identity, the container or the instance.
 
     Example:
         ```python
@@ -244,9 +244,9 @@ class S3Target(ObjectTarget):
     _logo_url: ClassVar[HttpUrl | None] = block_logo("aws")
     _client: ClassVar[Client | None] = Client.S3
 
-    _ways_to_sign: ClassVar[tuple[str, ...]] = ("access_key_id", "credentials", "anonymous")
+    _credential_fields: ClassVar[tuple[str, ...]] = ("access_key_id", "credentials", "anonymous")
 
-    bucket: Annotated[str, bare_name("bucket", r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")] = Field(
+    bucket: Annotated[str, bare_name_validator("bucket", r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")] = Field(
         description="The bucket's name, without 's3://'."
     )
     region: str | None = Field(
@@ -264,12 +264,12 @@ class S3Target(ObjectTarget):
     )
     payload_signing: Literal["without-tls", "always", "never"] = Field(
         default="without-tls",
-        description="When signatures include the payload: that takes more CPU than the upload itself, and "
-        "TLS protects the payload already.",
+        description="When signatures include the payload. Signing takes more CPU than the upload itself, and TLS "
+        "already protects the payload.",
     )
 
     @model_validator(mode="after")
-    def _whole_keys(self) -> Self:
+    def _require_complete_keys(self) -> Self:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key require each other: set both, or neither")
         if self.session_token is not None and self.access_key_id is None:
@@ -280,14 +280,14 @@ class S3Target(ObjectTarget):
     def uri(self) -> str:
         endpoint = self.endpoint_url or endpoint_in(self.credentials)
         region = self.region or getattr(self.credentials, "region_name", None)
-        return self._uri(f"s3://{self.bucket}/{self._prefix_in_uri}", endpoint=endpoint, region=region)
+        return self._format_uri(f"s3://{self.bucket}/{self._prefix_for_uri}", endpoint=endpoint, region=region)
 
-    def _connector(self) -> Callable[..., Any]:
+    def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import S3Store
 
-        access = self._access()
+        access = self._resolve_access()
         endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
-        if (endpoint or "").startswith("http:") and not self._may_use_http():
+        if (endpoint or "").startswith("http:") and not self._is_http_allowed():
             raise InvalidInput(
                 f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is intended"
             )
@@ -298,21 +298,21 @@ class S3Target(ObjectTarget):
             "skip_signature": self.anonymous,
             "unsigned_payload": not self._signs_payload(endpoint),
         }
-        given: Any = {name: value for name, value in config.items() if value is not None}
+        settings: Any = {name: value for name, value in config.items() if value is not None}
         keys: Any = access.keys
-        return partial(S3Store, self.bucket, prefix=self.prefix or None, config=given, credential_provider=keys)
+        return partial(S3Store, self.bucket, prefix=self.prefix or None, config=settings, credential_provider=keys)
 
-    def _transport(self) -> dict[str, Any]:
-        return {**super()._transport(), "allow_http": self._may_use_http()}
+    def _client_options(self) -> dict[str, Any]:
+        return {**super()._client_options(), "allow_http": self._is_http_allowed()}
 
-    def _may_use_http(self) -> bool:
+    def _is_http_allowed(self) -> bool:
         return self.allow_http or ambient_http(os.environ)
 
     def _signs_payload(self, endpoint: str | None) -> bool:
         has_tls = not (endpoint or "").startswith("http:")
         return self.payload_signing == "always" or (self.payload_signing == "without-tls" and not has_tls)
 
-    def _access(self) -> S3Access:
+    def _resolve_access(self) -> S3Access:
         if self.credentials is not None:
             return s3_access(self.credentials)
         if self.access_key_id is not None and self.secret_access_key is not None:
@@ -322,14 +322,14 @@ class S3Target(ObjectTarget):
         return ambient_access(os.environ, anonymous=self.anonymous)
 
 
-# The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.
-_NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
+# The client's skip_signature affects only reads; a key file with disable_oauth affects writes too.
+_ANONYMOUS_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 class GcsTarget(ObjectTarget):
     """A bucket of Google Cloud Storage.
 
-    Without credentials it uses the application default credentials of the machine that it runs on.
+    Without credentials it uses the machine's application default credentials.
 
     Example:
         ```python
@@ -343,9 +343,9 @@ class GcsTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "gcs-target"
     _logo_url: ClassVar[HttpUrl | None] = block_logo("googlecloud")
     _client: ClassVar[Client | None] = Client.GCS
-    _ways_to_sign: ClassVar[tuple[str, ...]] = ("service_account_json", "credentials", "anonymous")
+    _credential_fields: ClassVar[tuple[str, ...]] = ("service_account_json", "credentials", "anonymous")
 
-    bucket: Annotated[str, bare_name("bucket", r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")] = Field(
+    bucket: Annotated[str, bare_name_validator("bucket", r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")] = Field(
         description="The bucket's name, without 'gs://'."
     )
     service_account_json: SecretStr | None = Field(
@@ -357,7 +357,7 @@ class GcsTarget(ObjectTarget):
 
     @field_validator("service_account_json")
     @classmethod
-    def _key_file(cls, secret: SecretStr | None) -> SecretStr | None:
+    def _validate_key_file(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is None:
             return None
         try:
@@ -370,18 +370,18 @@ class GcsTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        return self._uri(f"gs://{self.bucket}/{self._prefix_in_uri}", endpoint=self.endpoint_url)
+        return self._format_uri(f"gs://{self.bucket}/{self._prefix_for_uri}", endpoint=self.endpoint_url)
 
-    def _connector(self) -> Callable[..., Any]:
+    def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import GCSStore
 
-        given = {"service_account_key": self._key(), "base_url": self.endpoint_url}
-        config: Any = {name: value for name, value in given.items() if value is not None}
+        settings = {"service_account_key": self._service_account_key(), "base_url": self.endpoint_url}
+        config: Any = {name: value for name, value in settings.items() if value is not None}
         return partial(GCSStore, self.bucket, prefix=self.prefix or None, config=config)
 
-    def _key(self) -> str | None:
+    def _service_account_key(self) -> str | None:
         if self.anonymous:
-            return _NO_KEY
+            return _ANONYMOUS_KEY
         if self.credentials is not None:
             return gcp_key(self.credentials)
         return self.service_account_json.get_secret_value() if self.service_account_json else None
@@ -390,7 +390,7 @@ class GcsTarget(ObjectTarget):
 class AzureTarget(ObjectTarget):
     """A container of Azure Blob Storage, or of its emulator.
 
-    Without credentials it uses those of the environment where it runs: variables, a workload or managed identity.
+    Without credentials it uses the environment's: variables, a workload identity or a managed identity.
 
     Example:
         ```python
@@ -404,7 +404,7 @@ class AzureTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "azure-target"
     _logo_url: ClassVar[HttpUrl | None] = block_logo("microsoft-azure")
     _client: ClassVar[Client | None] = Client.AZURE
-    _ways_to_sign: ClassVar[tuple[str, ...]] = (
+    _credential_fields: ClassVar[tuple[str, ...]] = (
         "account_key",
         "sas_token",
         "connection_string",
@@ -412,7 +412,7 @@ class AzureTarget(ObjectTarget):
         "anonymous",
     )
 
-    container: Annotated[str, bare_name("container", r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")] = Field(
+    container: Annotated[str, bare_name_validator("container", r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")] = Field(
         description="The container's name."
     )
     account_name: str | None = Field(
@@ -430,7 +430,7 @@ class AzureTarget(ObjectTarget):
 
     @field_validator("connection_string")
     @classmethod
-    def _readable(cls, secret: SecretStr | None) -> SecretStr | None:
+    def _validate_connection_string(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None:
             connection_options(secret.get_secret_value())
         return secret
@@ -442,33 +442,33 @@ class AzureTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        account = self.account_name or self._secrets().get("account_name")
+        account = self.account_name or self._credential_options().get("account_name")
         if account is None:
-            return f"az://{self.container}/{self._prefix_in_uri}".rstrip("/")
-        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_in_uri}".rstrip("/")
+            return f"az://{self.container}/{self._prefix_for_uri}".rstrip("/")
+        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_for_uri}".rstrip("/")
 
-    def _connector(self) -> Callable[..., Any]:
+    def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import AzureStore
 
-        named = {"account_name": self.account_name, "endpoint": self.endpoint_url}
+        settings = {"account_name": self.account_name, "endpoint": self.endpoint_url}
         config: Any = {
-            **self._secrets(),
-            **{name: value for name, value in named.items() if value},
+            **self._credential_options(),
+            **{name: value for name, value in settings.items() if value},
         }
         config |= {"skip_signature": True} if self.anonymous else {}
         return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
 
-    def _secrets(self) -> Mapping[str, str]:
+    def _credential_options(self) -> Mapping[str, str]:
         if self.credentials is not None:
             return azure_access(self.credentials)
         if self.connection_string is not None:
             return connection_options(self.connection_string.get_secret_value())
-        given = {"account_key": self.account_key, "sas_key": self.sas_token}
-        return {option: secret.get_secret_value() for option, secret in given.items() if secret is not None}
+        secrets = {"account_key": self.account_key, "sas_key": self.sas_token}
+        return {option: secret.get_secret_value() for option, secret in secrets.items() if secret is not None}
 
 
 TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget)
-"""The order is that of the choices in the form of `SyncConfig`."""
+"""In the order of the choices in the form of `SyncConfig`."""
 
 if TYPE_CHECKING:
     AnyTarget: TypeAlias = StorageTarget

@@ -1,8 +1,8 @@
-"""The tasks that publish, download and delete a checkpoint, and those that a flow of one's own calls.
+"""The engine's tasks that publish, download and delete a checkpoint, and the public tasks for users' own flows.
 
-The first kind takes keys. Beside the errors that each names, it raises `StoreRefused` (credentials, permission, bucket;
-retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries failed. The second kind
-takes plain arguments, owns the experiment as `prefect_tune.ownership` says, and calls the functions of the first.
+The engine's tasks take keys. Besides the errors in its docstring, each raises `StoreRefused` (credentials, permission,
+bucket; retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries failed. The public
+tasks take plain arguments, own the experiment (see `prefect_tune.ownership`), and call the engine's functions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     parent_of_next,
     reused_from,
 )
-from prefect_tune.core.journal_events import CheckpointRef, Reported, Retired
+from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Retired
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.operations.trial_gc import collect
 from prefect_tune.core.restore import manifest_if_readable, read_manifest
@@ -103,14 +103,14 @@ def publish_checkpoint(
 
     Args:
         about: step, metrics, write id and so on. A try with the same write id is the same save.
-        before: the state of the trial: the bytes of its newest live checkpoint are not sent again.
-        reverification: which reused blobs are read back first; see `reverification`.
-        parts: what other nodes add to the checkpoint, and how long to wait for it.
-        timeout_seconds: limit of each try; no upload continues in the background after it.
+        before: the state of the trial; bytes of its newest live checkpoint are not sent again.
+        reverification: the reused blobs to read back first; see `reverification`.
+        parts: the parts that other nodes add to the checkpoint, and the time to wait for them.
+        timeout_seconds: limit of each try; afterwards no upload continues in the background.
 
     Raises:
-        AlreadyCommitted: the key holds another save.
-        InvalidInput: the directory holds something that cannot be saved.
+        AlreadyCommitted: the key has another save.
+        InvalidInput: the directory has an entry that cannot be saved.
         PartMissing: a node did not add its part; not retried, and nothing was committed.
         StagedFilesChanged: a file in the directory changed during the save.
     """
@@ -132,13 +132,13 @@ def publish_checkpoint(
 def download_checkpoint(
     target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> Path:
-    """Download the checkpoint `key` into the new directory `destination` and verify every byte; all of it or nothing.
+    """Download the checkpoint `key` to the new directory `destination` and verify every byte; all files or none appear.
 
-    `destination` does not exist yet; its absolute path is returned. Each try is limited to `timeout_seconds`.
+    `destination` must not exist; its absolute path is returned. Each try is limited to `timeout_seconds`.
 
     Raises:
-        CheckpointNotFound: no such checkpoint is committed.
-        CheckpointCorrupt: its bytes are missing or altered; not retried.
+        CheckpointNotFound: the checkpoint is not committed.
+        CheckpointCorrupt: bytes of the checkpoint are missing or altered; not retried.
     """
     destination = Path(destination).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
@@ -163,10 +163,10 @@ def delete_retired_checkpoints(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent; returns how many objects were deleted. See `prefect_tune.core.operations.trial_gc.collect`.
+    Idempotent. Returns the number of deleted objects. See `prefect_tune.core.operations.trial_gc.collect`.
 
     Args:
-        state: the trial after the entry that retired them: its live checkpoints are not touched.
+        state: the trial after the entry that retired the checkpoints. Its live checkpoints stay.
         timeout_seconds: limit of each try.
 
     Raises:
@@ -180,7 +180,7 @@ def delete_retired_checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class TasksOfAttempt:
-    """The `AttemptTasks` of attempts of one trial, as task runs within the calling task."""
+    """Implements `AttemptTasks` for the attempts of one trial, by task runs within the calling task."""
 
     spec: TrialSpec
 
@@ -213,7 +213,7 @@ class TasksOfAttempt:
         delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
 
 
-# The same for a flow of one's own.
+# The public tasks, for users' own flows.
 
 
 @public_task(name="save-checkpoint", task_run_name="save {trial} step {step}", **RETRYING_REFUSALS)
@@ -230,164 +230,165 @@ def save_checkpoint(
     retention: Retention | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> CommittedCheckpoint:
-    """Publish a local directory as the checkpoint of a trial's step; on return it is committed, and durable.
+    """Publish a local directory as the checkpoint of a trial's step; on return it is committed and durable.
 
-    The flow run owns the experiment from its first save on: the saves of any other run are refused from then on, and
-    a run that is started again takes over. A save that was killed leaves no checkpoint, or a whole one if only its
-    entry in the journal was missing: call `restore_experiment_state` before `restore_checkpoint`, so that it is found.
-    The next save sends only the bytes that are missing. A step whose save failed can be saved again, with the same
-    files or with others. Saving a committed step again with the same files returns its checkpoint and sends nothing.
+    From its first save on, the flow run owns the experiment: saves of other runs then fail, and a run that is started
+    again takes over. A killed save leaves no checkpoint, or a complete one that only lacks its journal entry; call
+    `restore_experiment_state` before `restore_checkpoint`, so that it is found. The next save sends only the missing
+    bytes. A step whose save failed can be saved again, with the same files or with others. Saving a committed step
+    again with the same files returns its checkpoint and sends nothing.
 
-    Save one trial's steps one after another, and different trials as you like (`.map`). With `.submit`, pass
-    `wait_for=[the save before]`.
+    Save one trial's steps one after the other; different trials may save at the same time (`.map`). With `.submit`,
+    pass `wait_for=[the previous save]`.
 
     Args:
-        directory: the local directory; all its files are published. It has one at least, and must not change during
-            the save.
+        directory: the local directory; all its files are published. It needs at least one file, and must not change
+            during the save.
         target: where it is stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, such as
             `s3-target/prod`, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment.
-        step: how many steps the trial has trained: 1 or more, and more than in the checkpoint before.
-        metrics: the metrics of this step, as `show` and results list them. They are stored with the first save of it.
+        step: the number of steps that the trial has trained: 1 or more, and more than in its previous checkpoint.
+        metrics: the metrics of this step, for `show` and results. They are stored with the step's first save.
         trained_seconds: the training time up to this step, in seconds, for `show` and the report. Default: 0, which
-            means that it was not measured, so that they leave it out.
+            means not measured, so that they leave it out.
         metadata: other facts, plain JSON, which `pt.Checkpoint.get_metadata` returns.
-        retention: which of the trial's checkpoints to keep; the others are deleted after the commit. Default: all.
+        retention: the checkpoints of the trial to keep; the others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.
 
     Returns:
-        CommittedCheckpoint: the checkpoint's place, step, metrics and size.
+        CommittedCheckpoint: the checkpoint's location, step, metrics and size.
 
     Raises:
-        AlreadyCommitted: this step has a checkpoint of other files, or a later step has one. Restore the newest
-            checkpoint before you train, or delete it.
+        AlreadyCommitted: this step has a checkpoint with other files, or a later step has a checkpoint. Restore the
+            newest checkpoint before you train, or delete it.
         Superseded: another flow run has taken the experiment over. Stop.
-        InvalidInput: an argument is invalid, the directory holds no file or something that cannot be saved, or the
+        InvalidInput: an argument is invalid, the directory has no files or an entry that cannot be saved, or the
             experiment is a search. Nothing was written.
         BadMetric: a metric or metadata value cannot be stored.
         StagedFilesChanged: a file changed during the save.
         ResumeFailed: the experiment exists and cannot be read.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    asked = SaveArguments(**locals())
-    if not StagedFiles(asked.directory).files:
+    args = SaveArguments(**locals())
+    if not StagedFiles(args.directory).files:
         raise InvalidInput(
-            f"checkpoint directory {asked.directory}: expected at least one file, found none. Nothing was written: "
-            "save the state into it first, or journal a step without a checkpoint by "
+            f"checkpoint directory {args.directory}: expected at least one file, found none. Nothing was written: "
+            "save the state into it first, or journal a step without a checkpoint with "
             "pt.sync_experiment_state(reports=...)"
         )
-    return trying_again(_Save(asked).committed)
+    return trying_again(_Save(args).save_and_journal)
 
 
 class _Save:
-    """One save of a directory, which may need several tries beside other tasks of the flow run."""
+    """One save of a directory, which may need several tries if other tasks of the flow run write too."""
 
-    def __init__(self, asked: SaveArguments) -> None:
-        self._asked, self._target, self._report, self._log = asked, asked.target, asked.report, run_log()
-        # A retry of the task is the same save: it recognizes what an earlier try wrote and got no reply for.
+    def __init__(self, args: SaveArguments) -> None:
+        self._args, self._target, self._report, self._log = args, args.target, args.report, run_log()
+        # A retry of the task is the same save: it recognizes an earlier try's write whose reply was lost.
         self._stamp = Stamp(write_id=task_run.id or new_write_id().write_id, at=new_write_id().at)
 
-    def committed(self) -> CommittedCheckpoint:
+    def save_and_journal(self) -> CommittedCheckpoint:
         """Save and journal the checkpoint.
 
         Raises:
-            SaveOvertaken: another task has changed the trial meanwhile, or a checkpoint was quarantined, whose damage
-                this one may share: it is quarantined, too.
+            SaveOvertaken: another task changed the trial meanwhile, or a checkpoint was quarantined. This checkpoint
+                may have the same damage, and is quarantined too.
         """
-        state = own(self._target, self._asked.experiment)
-        self._folder = state.trial_key(self._asked.trial)
-        if (found := self._existing(state)) is not None:
-            return committed_checkpoint(self._target, self._folder, found)
-        state = self._begun(state)
-        began, trial, policy = time.monotonic(), state.trial(self._folder.trial), self._asked.retention or Retention()
-        save = self._published(state)
+        state = own(self._target, self._args.experiment)
+        self._folder = state.trial_key(self._args.trial)
+        if (existing := self._find_existing_checkpoint(state)) is not None:
+            return committed_checkpoint(self._target, self._folder, existing)
+        state = self._ensure_attempt(state)
+        started_at, trial = time.monotonic(), state.trial(self._folder.trial)
+        save = self._publish_directory(state)
         committed, quarantined, retired = commit_entry(
-            self._target, trial, save, policy, time.monotonic() - began, self._log
+            self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
         )
-        state = write_if_unchanged(self._target, state, trial.trial, [*self._reports(state), committed, *quarantined])
+        events: list[Event] = [*self._new_reports(state), committed, *quarantined]
+        state = write_if_unchanged(self._target, state, trial.trial, events)
         if not is_live(state.trial(trial.trial), save.manifest.key):
-            raise SaveOvertaken(f"step {self._report.step}: its save began before a checkpoint was quarantined")
+            raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
         log_commit(save, self._log)
         log_damage(save, quarantined, self._log)
-        self._delete(state, retired)
+        self._delete_retired(state, retired)
         return committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
 
-    def _existing(self, state: Experiment) -> CheckpointRef | None:
-        """Return the checkpoint of this step if it has these files; None if the step may be saved.
+    def _find_existing_checkpoint(self, state: Experiment) -> CheckpointRef | None:
+        """Return the checkpoint of this step if it has these files; None if the step can be saved.
 
         Raises:
-            AlreadyCommitted: it has other files, or a later step is committed.
+            AlreadyCommitted: this step's checkpoint has other files, or a later step is committed.
         """
         trial = state.trials.get(self._folder.trial)
         step, newest = self._report.step, newest_checkpoint(trial) if trial else None
         if trial is None or newest is None or newest.step < step:
             return None
-        same = next((each for each in reversed(trial.checkpoints) if each.step == step), None)
-        if same is not None:
-            key = self._folder.checkpoint_key(same)
+        existing = next((checkpoint for checkpoint in reversed(trial.checkpoints) if checkpoint.step == step), None)
+        if existing is not None:
+            key = self._folder.checkpoint_key(existing)
             with self._target.open(timeout=READ_TIMEOUT) as store:
-                manifest, staged = read_manifest(store, key), StagedFiles(self._asked.directory)
-                # A copy has the metadata that were set since.
+                manifest, staged = read_manifest(store, key), StagedFiles(self._args.directory)
+                # A restored copy has the metadata that was set since the commit.
                 copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
                 if has_same_files(manifest, staged) or has_same_files(copy, staged):
-                    return same
-        what = "it is committed with other files" if same else f"the newest checkpoint is of step {newest.step}"
+                    return existing
+        problem = "it is committed with other files" if existing else f"the newest checkpoint is of step {newest.step}"
         raise AlreadyCommitted(
-            f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: {what}. Nothing "
-            "was written: call pt.restore_checkpoint before the training and continue after the step that it returns; "
-            f"or go back by pt.delete_checkpoint(step={newest.step}); or choose another trial name"
+            f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: {problem}. "
+            "Nothing was written: call pt.restore_checkpoint first and continue after the step that it returns; "
+            f"or go back with pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
 
-    def _reports(self, state: Experiment) -> Sequence[Reported]:
+    def _new_reports(self, state: Experiment) -> Sequence[Reported]:
         """Return the report of this step, unless it was journaled before its checkpoint."""
         trial = self._folder.trial
         return [Reported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
-    def _begun(self, state: Experiment) -> Experiment:
-        """Return the experiment with the trial running, before it reports the step; begin an attempt if need be.
+    def _ensure_attempt(self, state: Experiment) -> Experiment:
+        """Begin an attempt of the trial if none is running; return the experiment before the report of this step.
 
-        A new attempt also deletes the bytes of checkpoints that earlier ones retired.
+        A new attempt also deletes the bytes of checkpoints that earlier attempts retired.
         """
         trial = self._folder.trial
         if events := opening_events(state.trials.get(trial), trial, self._report.step):
             state = write_if_unchanged(self._target, state, trial, events)
-            self._delete(state, find_doomed(self._target, self._folder, state.trial(trial), self._log))
+            self._delete_retired(state, find_doomed(self._target, self._folder, state.trial(trial), self._log))
         return state
 
-    def _published(self, state: Experiment) -> Save:
-        """Publish the checkpoint, for the entry that follows `state`.
+    def _publish_directory(self, state: Experiment) -> Save:
+        """Publish the checkpoint for the journal entry after `state`.
 
         Raises:
-            SaveOvertaken: an earlier save of the step was published, and failed before its entry was written. Its
-                files may be others: it is abandoned, and this save needs another name.
+            SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. It may
+                have other files, so it is abandoned, and this save needs another name.
         """
-        trial, reports = state.trial(self._folder.trial), [each.report for each in self._reports(state)]
+        trial, reports = state.trial(self._folder.trial), [event.report for event in self._new_reports(state)]
         about = about_checkpoint(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
                 self._target,
                 CheckpointKey(trial=self._folder, step=self._report.step, sequence=trial.next_sequence),
-                self._asked.directory,
-                about.model_copy(update={"metadata": self._asked.metadata}),
+                self._args.directory,
+                about.model_copy(update={"metadata": self._args.metadata}),
                 trial,
-                # The turn grows with each commit, and no process has to count them.
+                # The sequence grows with each commit, so no process has to count commits.
                 reverification=Reverification(trial.next_sequence, SyncConfig().verify_reused_every),
-                timeout_seconds=self._asked.timeout_seconds,
+                timeout_seconds=self._args.timeout_seconds,
             )
-        except AlreadyCommitted as unfinished:
-            # After this entry no owner adopts a save that began before it; the next attempt deletes it.
+        except AlreadyCommitted as error:
+            # After this entry, no owner adopts a save that began earlier; the next attempt deletes the save.
             write_if_unchanged(self._target, state, trial.trial, [Retired(trial=trial.trial, retires=())])
-            raise SaveOvertaken(f"step {self._report.step}: an earlier save of it was not journaled") from unfinished
+            raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
 
-    def _delete(self, state: Experiment, doomed: Sequence[CheckpointKey]) -> None:
-        if doomed:
+    def _delete_retired(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
+        if keys:
             trial = state.trial(self._folder.trial)
-            delete_retired(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, doomed), self._log)
+            delete_retired(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, keys), self._log)
 
 
 class _RetiredMeanwhileError(Exception):
-    """The checkpoint is no longer one: its trial has retired it, and has newer ones."""
+    """The checkpoint is not damaged: its trial has retired it, and has newer checkpoints."""
 
 
 @public_task(name="restore-checkpoint", task_run_name="restore {trial}", **RETRYING)
@@ -400,103 +401,103 @@ def restore_checkpoint(
     step: int | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> RestoredCheckpoint | None:
-    """Download a checkpoint of a trial, its newest one by default, and verify every byte; all of it or nothing.
+    """Download a checkpoint of a trial, by default the newest, and verify every byte; all files or none appear.
 
-    It reads any experiment, that of a running search too, and takes nothing over. A checkpoint that turns out to be
-    damaged is quarantined, and the one before it is restored instead, with an error in the log. A name that is not on
-    the target and is similar to one that is there may be misspelt: a warning in the log says so.
+    It reads any experiment, also of a running search, and takes no ownership. A damaged checkpoint is quarantined, and
+    the previous one is restored instead, with an error in the log. If a name is not on the target and is similar to an
+    existing name, a warning in the log says that it may be misspelled.
 
     Args:
-        directory: where the files go: a directory that is empty, does not exist yet, or has this checkpoint's files.
-            Default: a new directory below the system's directory for temporary files (`TMPDIR`), on the machine where
-            the task runs, which other users cannot write to. Either belongs to the caller, and nothing removes it.
+        directory: the destination: a directory that is empty, does not exist yet, or has this checkpoint's files.
+            Default: a new directory below the system's temporary directory (`TMPDIR`), on the machine where the task
+            runs, which other users cannot write to. Either belongs to the caller, and nothing removes it.
         target: where the checkpoint is stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target.
         trial: the trial's name in the experiment.
-        step: the step of the checkpoint. Default: that of the newest one.
+        step: the step of the checkpoint. Default: the newest checkpoint's.
         timeout_seconds: limit of each try, in seconds.
 
     Returns:
-        RestoredCheckpoint: its `directory`, `step` and `metrics`; None if no step was asked for and the trial has no
-            checkpoint yet, so that training starts from nothing.
+        RestoredCheckpoint: its `directory`, `step` and `metrics`; None if `step` is None and the trial has no
+            checkpoint yet, so that training starts from step 0.
 
     Raises:
         CheckpointNotFound: the trial has no checkpoint of `step`.
         CheckpointCorrupt: the checkpoint of `step` is damaged, and is quarantined now.
         ResumeFailed: all checkpoints of the trial are damaged. Nothing was restarted from zero.
         JournalCorrupt, UnknownVersion: the experiment cannot be read.
-        InvalidInput: an argument is invalid, or `directory` has other content, which is not touched.
+        InvalidInput: an argument is invalid, or `directory` has other content, which stays unchanged.
         StoreUnavailable: the target failed for longer than the retries last.
-        StoreRefused: the target refused, for example since credentials have expired; this is not retried.
+        StoreRefused: the target refused access, for example because credentials expired; not retried.
     """
-    asked = RestoreArguments(**locals())
+    args = RestoreArguments(**locals())
     for _ in range(MOST_RACES):
-        state = read_journal(asked.target, asked.experiment)
+        state = read_journal(args.target, args.experiment)
         with suppress(_RetiredMeanwhileError):
-            restored = _newest_good(asked, state, state.trials.get(asked.trial))
-            if restored is None and (missing := misspelt(asked.target, state, asked.trial)):
+            restored = _restore_newest(args, state, state.trials.get(args.trial))
+            if restored is None and (missing := misspelt(args.target, state, args.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
-        f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {MOST_RACES} times its run deleted the checkpoint "
-        "during the download. Keep more of them (retention=pt.Retention(last=2)), or restore when that run has ended"
+        f"trial {trial!r} of {experiment!r} at {args.target.uri}: {MOST_RACES} times the trial's run deleted the "
+        "checkpoint during the download. Keep more checkpoints (retention=pt.Retention(last=2)), or wait for that run"
     )
 
 
-def _newest_good(asked: RestoreArguments, state: Experiment, found: Trial | None) -> RestoredCheckpoint | None:
-    folder, timeout = state.trial_key(asked.trial), timedelta(seconds=asked.timeout_seconds)
-    for checkpoint in _candidates(asked, state, found):
+def _restore_newest(args: RestoreArguments, state: Experiment, trial: Trial | None) -> RestoredCheckpoint | None:
+    folder, timeout = state.trial_key(args.trial), timedelta(seconds=args.timeout_seconds)
+    for checkpoint in _select_candidates(args, state, trial):
         key = folder.checkpoint_key(checkpoint)
         try:
-            path = asked.target.checkpoint(key).to_directory(asked.directory, timeout=timeout)
+            path = args.target.checkpoint(key).to_directory(args.directory, timeout=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as damage:
-            _quarantine(asked, key, damage)
-            if asked.step is not None:
+            _quarantine_checkpoint(args, key, damage)
+            if args.step is not None:
                 raise
         else:
             return RestoredCheckpoint(
                 directory=Path(path),
-                experiment=asked.experiment,
-                trial=asked.trial,
+                experiment=args.experiment,
+                trial=args.trial,
                 step=checkpoint.step,
                 metrics=checkpoint.metrics,
             )
-    if found is None or not (found.checkpoints or found.lost_checkpoints):
+    if trial is None or not (trial.checkpoints or trial.lost_checkpoints):
         return None
     raise ResumeFailed(
-        f"trial {asked.trial!r} of {asked.experiment!r} at {asked.target.uri}: all its committed checkpoints are "
+        f"trial {args.trial!r} of {args.experiment!r} at {args.target.uri}: all its committed checkpoints are "
         "damaged. Nothing was restarted from zero: repair the damaged objects and release the checkpoints "
         "(prefect-tune verify --release), or train under another trial name"
     )
 
 
-def _candidates(asked: RestoreArguments, state: Experiment, found: Trial | None) -> Sequence[CheckpointRef]:
+def _select_candidates(args: RestoreArguments, state: Experiment, trial: Trial | None) -> Sequence[CheckpointRef]:
     """Return the checkpoints to try, newest first."""
-    newest_first = list(reversed(found.checkpoints)) if found else []
-    if asked.step is None:
+    newest_first = list(reversed(trial.checkpoints)) if trial else []
+    if args.step is None:
         return newest_first
-    steps = [each.step for each in reversed(newest_first)]
-    if asked.step not in steps:
-        missing = "" if found else misspelt(asked.target, state, asked.trial)
+    steps = [checkpoint.step for checkpoint in reversed(newest_first)]
+    if args.step not in steps:
+        hint = "" if trial else misspelt(args.target, state, args.trial)
         raise CheckpointNotFound(
-            f"trial {asked.trial!r} of experiment {asked.experiment!r} at {asked.target.uri}: no checkpoint of step "
-            f"{asked.step} is committed; those that are: {steps or 'none'}{missing and f'. {missing}'}"
+            f"trial {args.trial!r} of experiment {args.experiment!r} at {args.target.uri}: no checkpoint of step "
+            f"{args.step} is committed; committed steps: {steps or 'none'}{hint and f'. {hint}'}"
         )
-    return [each for each in newest_first if each.step == asked.step][:1]
+    return [checkpoint for checkpoint in newest_first if checkpoint.step == args.step][:1]
 
 
-def _quarantine(asked: RestoreArguments, key: CheckpointKey, damage: Exception) -> None:
+def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: Exception) -> None:
     """Quarantine a damaged checkpoint for all readers, so that its step can be saved again.
 
     Raises:
-        _RetiredMeanwhileError: it is not damaged: its trial has retired it since the journal was read.
+        _RetiredMeanwhileError: not damaged: the trial has retired it since the journal was read.
     """
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
-        with asked.target.open(timeout=READ_TIMEOUT) as store:
+        with args.target.open(timeout=READ_TIMEOUT) as store:
             journal = key.trial.of_experiment
             is_quarantined = quarantine(store, journal, {key: reason}, new_write_id())
-    except StoreRefused as refused:  # it is live; these credentials only read, or the target serves one writer
+    except StoreRefused as refused:  # it is live: these credentials only read, or the target has one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
@@ -515,10 +516,10 @@ def delete_checkpoint(
 ) -> int:
     """Delete the checkpoint of a trial's step: first in the journal, then the bytes that no other checkpoint needs.
 
-    The flow run owns the experiment from then on, as with `save_checkpoint`. A quarantined checkpoint of the step is
-    deleted too, and cannot be released then. Deleting it again deletes nothing. If the
-    newest checkpoint is deleted, the trial goes back to the one before it, and may save that step again. If the trial
-    is running, its next attempt begins there at once, so that `show` and results have the step and metrics of it.
+    The flow run then owns the experiment, like after `save_checkpoint`. A quarantined checkpoint of the step is deleted
+    too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
+    goes back to the previous one, and may save the step again. If the trial is running, its next attempt begins there
+    at once, so that `show` and results have the step and metrics of the previous checkpoint.
 
     Args:
         target: where the checkpoint is stored: a URI, the `type/name` of a saved block, or the block.
@@ -528,40 +529,40 @@ def delete_checkpoint(
         timeout_seconds: limit of each try, in seconds.
 
     Returns:
-        int: how many objects were deleted; 0 if there is no such checkpoint. What a killed deletion leaves is deleted
-            by the next call, by the trial's next attempt, or by `prefect-tune gc`.
+        int: the number of deleted objects; 0 if there is no such checkpoint. The next call, the trial's next attempt
+            or `prefect-tune gc` deletes the objects that a killed deletion left.
 
     Raises:
         InvalidInput: an argument is invalid, the experiment or the trial does not exist, or the experiment is a
             search. Nothing was written.
         Superseded: another flow run has taken the experiment over. Stop.
-        CheckpointCorrupt: another manifest of the trial cannot be read, so that no bytes may be deleted.
+        CheckpointCorrupt: another manifest of the trial is unreadable, so no bytes may be deleted.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    asked = DeleteArguments(**locals())
+    args = DeleteArguments(**locals())
 
-    def retire() -> tuple[Experiment, Sequence[CheckpointKey]]:
-        """Retire the checkpoints of the step; return those to delete, or what an interrupted deletion has left."""
-        state = own(asked.target, asked.experiment)
-        found, folder = state.trial(asked.trial), state.trial_key(asked.trial)
-        every = (*found.checkpoints, *(each.checkpoint for each in found.quarantined_checkpoints))
-        if going := [each for each in every if each.step == asked.step]:
-            retired = Retired(trial=asked.trial, retires=tuple(each.sequence for each in going))
-            state = write_if_unchanged(asked.target, state, asked.trial, [retired, *going_back(found, going)])
-            return state, [folder.checkpoint_key(each) for each in going]
-        with asked.target.open(timeout=READ_TIMEOUT) as store:
-            keys = [CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints)]
-        return state, [key for key in keys if key and key.step == asked.step and is_collectable(found, key)]
+    def retire_step() -> tuple[Experiment, Sequence[CheckpointKey]]:
+        """Retire the checkpoints of the step; return the checkpoints to delete, also of an interrupted deletion."""
+        state = own(args.target, args.experiment)
+        current, folder = state.trial(args.trial), state.trial_key(args.trial)
+        checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))
+        if to_retire := [checkpoint for checkpoint in checkpoints if checkpoint.step == args.step]:
+            retired = Retired(trial=args.trial, retires=tuple(checkpoint.sequence for checkpoint in to_retire))
+            state = write_if_unchanged(args.target, state, args.trial, [retired, *going_back(current, to_retire)])
+            return state, [folder.checkpoint_key(checkpoint) for checkpoint in to_retire]
+        with args.target.open(timeout=READ_TIMEOUT) as store:
+            keys = [CheckpointKey.from_manifest_path(folder, entry.path) for entry in store.list(folder.checkpoints)]
+        return state, [key for key in keys if key and key.step == args.step and is_collectable(current, key)]
 
-    known = read_undamaged(asked.target, asked.experiment)  # before it is owned, which would create it
-    if not known.number:
-        raise InvalidInput(f"{no_experiment_at(asked.target, asked.experiment)}. Nothing was deleted")
-    if asked.trial not in known.trials:
-        where = f"experiment {asked.experiment!r} at {asked.target.uri}"
-        hint = did_you_mean_or_has(asked.trial, known.trials)
-        raise InvalidInput(f"{where} has no trial {asked.trial!r}; {hint}. Nothing was deleted")
-    state, doomed = trying_again(retire)
-    if not doomed:
+    existing = read_undamaged(args.target, args.experiment)  # before taking ownership, which would create it
+    if not existing.number:
+        raise InvalidInput(f"{no_experiment_at(args.target, args.experiment)}. Nothing was deleted")
+    if args.trial not in existing.trials:
+        where = f"experiment {args.experiment!r} at {args.target.uri}"
+        hint = did_you_mean_or_has(args.trial, existing.trials)
+        raise InvalidInput(f"{where} has no trial {args.trial!r}; {hint}. Nothing was deleted")
+    state, to_delete = trying_again(retire_step)
+    if not to_delete:
         return 0
-    folder, found = state.trial_key(asked.trial), state.trial(asked.trial)
-    return delete_retired_checkpoints.fn(asked.target, folder, found, doomed, timeout_seconds=asked.timeout_seconds)
+    folder, current = state.trial_key(args.trial), state.trial(args.trial)
+    return delete_retired_checkpoints.fn(args.target, folder, current, to_delete, timeout_seconds=args.timeout_seconds)

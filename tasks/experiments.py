@@ -1,4 +1,4 @@
-"""The tasks on an experiment: check its target, open it for a run, write its journal, fork it, publish its tables."""
+"""The tasks on an experiment: check its target, take ownership, write its journal, fork it, publish its tables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from prefect_tune.task_values import (
 )
 from prefect_tune.terminal.live_display import NOTICE
 
-_LONG = timedelta(minutes=10)
+_FORK_TIMEOUT = timedelta(minutes=10)
 
 check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECKING)(ownership.check_target)
 
@@ -82,27 +82,27 @@ def open_experiment(
     key: JournalKey,
     owner: Owner,
     stamp: Stamp,
-    known: Experiment | None = None,
+    loaded: Experiment | None = None,
 ) -> Experiment:
-    """Open an experiment for `owner` and return its state; from now on every earlier owner's writes fail.
+    """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
     A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
-    become waiting ones. An experiment that does not exist yet is opened as an empty one.
+    become waiting trials. If the experiment does not exist yet, it is created empty.
 
     Args:
-        key: the experiment's journal, as `read_journal` found it.
-        owner: the flow run and process that open it, named in messages of superseded owners.
-        stamp: write id and time of the entry that records the opening.
+        key: the experiment's journal, from `read_journal`.
+        owner: the flow run and process that take ownership; superseded owners name it in messages.
+        stamp: write id and time of the entry that records the new owner.
         known: the experiment, if the caller has just read it; saves a second read.
 
     Raises:
-        ResumeFailed: it exists and its journal is damaged or of an unknown version. Nothing was started.
-        Superseded: other processes opened it first, again and again.
+        ResumeFailed: the journal is damaged or has an unknown version. Nothing was started.
+        Superseded: other processes took ownership first, again and again.
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return opened_journal(store, key, target, Opening(owner, stamp, known=known))
+        return opened_journal(store, key, target, Opening(owner, stamp, known=loaded))
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
@@ -114,8 +114,8 @@ def write_stamped_entry(
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment` and return the state after it.
 
-    On return the entry is durable, and this process was still the owner when it was written. A try with the write id
-    of the same `stamp` is the same entry.
+    On return the entry is durable, and this process still owned the experiment when it was written. A retry with the
+    same `stamp` is the same entry.
 
     Raises:
         Superseded: another process owns the experiment now.
@@ -128,24 +128,24 @@ def write_stamped_entry(
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
-    """Run `write_stamped_entry`, with a new stamp unless one is given. Raises as that task does."""
+    """Run `write_stamped_entry`, by default with a new stamp. Raises the errors of that task."""
     return write_stamped_entry(
         target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_id()
     )
 
 
-# The same for a flow of one's own, whose tasks write beside each other.
+# The public tasks, for users' own flows, whose tasks may write at the same time.
 
 
 @public_task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
 def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
-    """Take an experiment over for this flow run and return its state; create it if it does not exist.
+    """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
-    From then on the saves of every other run fail, and so do those of an earlier try of this run. A checkpoint whose
-    save was killed just before it was journaled is adopted, and trials that were running wait to be continued. The
-    first `save_checkpoint` of a flow run does the same: call this first to fence an earlier run off before the
-    training, or to see which trials have finished. To look without taking anything over, use `pt.load_results`. If the
-    experiment is new, and its name is similar to that of another one on the target, a warning in the log says so.
+    Afterwards all saves of other runs and of this run's earlier tries fail. A checkpoint whose save was killed just
+    before it was journaled is adopted, and trials that were running wait to be continued. The first `save_checkpoint`
+    of a flow run does the same: call this task first to stop an earlier run's writes before the training, or to see
+    which trials have finished. To read without taking over, use `pt.load_results`. If the experiment is new and its
+    name is similar to another experiment's on the target, a warning in the log says so.
 
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
@@ -157,16 +157,16 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     Raises:
         Superseded: this flow run owned the experiment, and another one has taken it over. Stop.
         InvalidInput: an argument is invalid, or the experiment is a search.
-        ResumeFailed: it exists and cannot be read. Nothing was started.
+        ResumeFailed: the experiment exists and cannot be read. Nothing was started.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
-        StoreRefused: the target refused, for example since credentials have expired; this is not retried.
+        StoreRefused: the target refused access, for example because credentials expired; not retried.
     """
-    asked = ExperimentArguments(**locals())
-    state = own(asked.target, asked.experiment)
+    args = ExperimentArguments(**locals())
+    state = own(args.target, args.experiment)
     is_new = state.term == 1 and not state.trials
-    if is_new and (hint := similar_experiment(asked.target, asked.experiment)):
-        run_log().warning("Experiment %r at %s is new%s", asked.experiment, asked.target.uri, hint)
-    return experiment_state(asked.target, state)
+    if is_new and (hint := similar_experiment(args.target, args.experiment)):
+        run_log().warning("Experiment %r at %s is new%s", args.experiment, args.target.uri, hint)
+    return experiment_state(args.target, state)
 
 
 @public_task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
@@ -180,22 +180,22 @@ def sync_experiment_state(
     status: End | None = None,
     reason: str = "",
 ) -> ExperimentState:
-    """Write what a checkpoint does not say into the experiment's journal: reports, a configuration, a trial's end.
+    """Write facts that are not in a checkpoint to the journal: reports, a configuration, a trial's end.
 
-    All of it is one durable entry. Writing the same again writes nothing. The flow run owns the experiment from then
-    on, as with `save_checkpoint`.
+    One call writes one durable entry. A repeated call writes nothing. The flow run then owns the experiment, like after
+    `save_checkpoint`.
 
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; it is added if it is new.
-        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps that the journal
-            has already are left out: all up to the newest step of this attempt. Before the attempt begins, all up to
-            the checkpoint that it continues from. `save_checkpoint` journals the step of its checkpoint itself.
-        config: the trial's configuration, for a new trial; one that exists must have the same.
+        reports: the metrics of trained steps, by step, such as `{1: {"loss": 0.5}}`. Steps up to the newest step of
+            the running attempt are left out, because the journal has them. If no attempt is running, steps up to the
+            checkpoint that the next attempt continues from are left out. `save_checkpoint` journals its own step.
+        config: the configuration of a new trial; an existing trial must have the same configuration.
         status: how the trial ends: `completed` for good; `paused`, to be continued by a later run; `errored`. A later
-            save continues any of them. Default: it does not end.
-        reason: why it ends, as `show` prints it.
+            save continues any of them. Default: the trial does not end.
+        reason: the reason for the end, which `show` prints.
 
     Returns:
         ExperimentState: the state after the entry.
@@ -207,55 +207,55 @@ def sync_experiment_state(
         ResumeFailed: the experiment exists and cannot be read.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    asked = SyncArguments(**locals())
-    return experiment_state(asked.target, trying_again(lambda: _synced(asked)))
+    args = SyncArguments(**locals())
+    return experiment_state(args.target, trying_again(lambda: _write_changes(args)))
 
 
-def _synced(asked: SyncArguments) -> Experiment:
-    state, name = own(asked.target, asked.experiment), asked.trial
-    found = state.trials.get(name)
-    if found is not None and asked.config is not None and asked.config != found.config:
+def _write_changes(args: SyncArguments) -> Experiment:
+    state, name = own(args.target, args.experiment), args.trial
+    existing = state.trials.get(name)
+    if existing is not None and args.config is not None and args.config != existing.config:
         raise InvalidInput(
-            f"config: trial {name!r} of experiment {state.name!r} has {dict(found.config)}, found {dict(asked.config)}"
-            ". Pass the same config, or choose another trial name"
+            f"config: trial {name!r} of experiment {state.name!r} has {dict(existing.config)}, found "
+            f"{dict(args.config)}. Pass the same config, or choose another trial name"
         )
-    new = _new_reports(found, asked.reports)
-    ends = asked.status is not None and (bool(new) or found is None or found.status != asked.status)
+    new_reports = _new_reports(existing, args.reports)
+    ends = args.status is not None and (bool(new_reports) or existing is None or existing.status != args.status)
     events: list[Event] = []
-    if new or ends:
-        step = new[0].step if new else (found.step if found else 0)
-        events += opening_events(found, name, step, asked.config)
-    elif found is None:
-        events.append(TrialAdded(trial=name, config=asked.config or {}))
-    events += (Reported(trial=name, report=each) for each in new)
+    if new_reports or ends:
+        step = new_reports[0].step if new_reports else (existing.step if existing else 0)
+        events += opening_events(existing, name, step, args.config)
+    elif existing is None:
+        events.append(TrialAdded(trial=name, config=args.config or {}))
+    events += (Reported(trial=name, report=report) for report in new_reports)
     if ends:
-        why: AnyReason = asked.reason or make_reason("said", status=asked.status)
-        match asked.status:
+        reason: AnyReason = args.reason or make_reason("said", status=args.status)
+        match args.status:
             case "completed":
-                events.append(Finished(trial=name, reason=why, kind=FinishKind.RETURNED))
+                events.append(Finished(trial=name, reason=reason, kind=FinishKind.RETURNED))
             case "paused":
-                events.append(Paused(trial=name, reason=why))
+                events.append(Paused(trial=name, reason=reason))
             case _:
-                events.append(AttemptEnded(trial=name, cause=Cause.USER, reason=why))
-                events.append(GaveUp(trial=name, cause=Cause.USER, reason=why))
-    return write_if_unchanged(asked.target, state, name, events) if events else state
+                events.append(AttemptEnded(trial=name, cause=Cause.USER, reason=reason))
+                events.append(GaveUp(trial=name, cause=Cause.USER, reason=reason))
+    return write_if_unchanged(args.target, state, name, events) if events else state
 
 
-def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
+def _new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
     """Return the reports that are not in the journal yet.
 
-    A trial that is not running continues from its newest checkpoint: it trains later steps again, so their reports are
-    new. An exception is a trial that these same reports have ended: then the call is a repetition, and nothing is new.
+    A trial that is not running continues from its newest checkpoint and trains later steps again: their reports are
+    new. But if the trial ended with these same reports, this is a repeated call, and nothing is new.
     """
-    if found is None:
+    if trial is None:
         return reports
-    if found.phase is Phase.RUNNING:
-        return [each for each in reports if each.step > found.step]
+    if trial.phase is Phase.RUNNING:
+        return [report for report in reports if report.step > trial.step]
     last = reports[-1] if reports else None
-    if found.phase is not Phase.PENDING and last and (last.step, last.metrics) == (found.step, found.metrics):
+    if trial.phase is not Phase.PENDING and last and (last.step, last.metrics) == (trial.step, trial.metrics):
         return []
-    newest = newest_checkpoint(found)
-    return [each for each in reports if each.step > (newest.step if newest else 0)]
+    newest = newest_checkpoint(trial)
+    return [report for report in reports if report.step > (newest.step if newest else 0)]
 
 
 # Fork an experiment.
@@ -263,115 +263,115 @@ def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """The arguments of a fork. Every try has the same owner and stamp, so that a retry is the same fork."""
+    """The arguments of a fork. All tries have the same owner and stamp, so that a retry is the same fork."""
 
     experiment: str
     into: str
     at: int | None = None
-    """The entry of the experiment's journal; None for the last."""
+    """The entry of the experiment's journal; None for the last entry."""
     strict: bool = False
-    """Whether it is an error if the origin has deleted a checkpoint of that entry since."""
+    """Whether to raise an error if the origin has deleted a checkpoint since this entry."""
     owner: Owner = field(default_factory=current_owner)
     stamp: Stamp = field(default_factory=new_write_id)
 
 
 @task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
 def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
-    """Make the experiment `request.into` a fork of another one on the same target. Idempotent.
+    """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
-    The origin may be running. The target copies the checkpoints that the fork inherits: neither needs the other then.
+    The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
 
     Raises:
-        InvalidInput: there is no such entry, the name is taken, or the origin is being deleted.
-        CheckpointNotFound: `strict` is set, and the origin has deleted a checkpoint since.
-        ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
-        Superseded: another process makes the same fork.
+        InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
+        CheckpointNotFound: `strict` is set, and the origin has deleted a checkpoint since the entry.
+        ResumeFailed: the experiment does not exist or cannot be read. Nothing was started.
+        Superseded: another process is making the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with _opened(target, request) as store:
-        there = _state(store, request.into)
-        if there.origin is not None and there.is_whole and _is_asked_for(there, request):
-            return there
-        origin = _state(store, request.experiment)
+    with _open_store_for_fork(target, request) as store:
+        destination = _load_current(store, request.into)
+        if destination.origin is not None and destination.is_whole and _matches_request(destination, request):
+            return destination
+        origin = _load_current(store, request.experiment)
         if not origin.number:
             raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
-        past = _past(store, request, origin, there)
+        past = _load_past(store, request, origin, destination)
         settings: Mapping[str, object] = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
         key = target.signing_secret
         if key is not None and is_signed(past.settings, request.experiment, key):
             settings = signed(settings, request.into, key)  # unsigned settings stay unsigned
         past = replace(past, settings=settings)
-        if request.strict and (gone := deleted_since(store, past)):
-            raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
-        into = begin_fork(store, there.key, past.origin, request.owner, request.stamp)
-        made = fork(store, past, into, request.stamp)
-        _log_fork(get_run_logger(), past, made)
-        return made.experiment
+        if request.strict and (deleted := deleted_since(store, past)):
+            raise CheckpointNotFound(f"{past.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
+        into = begin_fork(store, destination.key, past.origin, request.owner, request.stamp)
+        result = fork(store, past, into, request.stamp)
+        _log_fork(get_run_logger(), past, result)
+        return result.experiment
 
 
 def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
-    """Return the origin's state that the fork is to begin with, and write nothing; None if the fork has begun.
+    """Return the origin's state from which the fork begins, and write nothing; None if the fork has begun.
 
-    Also None if there is no origin: `fork_experiment` then says so. Raises what that raises.
+    Also None without an origin, which `fork_experiment` reports. Raises the errors of `fork_experiment`.
     """
 
-    def look() -> Experiment | None:
-        with _opened(target, request) as store:
-            there = _state(store, request.into)
-            origin = _state(store, request.experiment)
-            if there.number or not origin.number:
+    def load_past_experiment() -> Experiment | None:
+        with _open_store_for_fork(target, request) as store:
+            destination = _load_current(store, request.into)
+            origin = _load_current(store, request.experiment)
+            if destination.number or not origin.number:
                 return None
-            return _past(store, request, origin, there).experiment
+            return _load_past(store, request, origin, destination).experiment
 
-    return with_retries(look)
+    return with_retries(load_past_experiment)
 
 
 @contextmanager
-def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[ObjectStore]:
-    with target.open(timeout=_LONG) as store, failing_to_resume(target, request.experiment, StoreRefused):
+def _open_store_for_fork(target: StorageTarget, request: ForkRequest) -> Iterator[ObjectStore]:
+    with target.open(timeout=_FORK_TIMEOUT) as store, failing_to_resume(target, request.experiment, StoreRefused):
         yield store
 
 
-def _state(store: ObjectStore, experiment: str) -> Experiment:
+def _load_current(store: ObjectStore, experiment: str) -> Experiment:
     return load(store, current_journal(store, experiment))
 
 
-def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
-    origin = there.origin
+def _matches_request(destination: Experiment, request: ForkRequest) -> bool:
+    origin = destination.origin
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _past(store: ObjectStore, request: ForkRequest, origin: Experiment, there: Experiment) -> Past:
-    """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
-    begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
-    at = begun if request.at is None else request.at
-    past = past_of(store, origin.key, at)
+def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment) -> Past:
+    """Return the origin's state at the requested entry; by default, at an earlier try's entry, or at the last."""
+    earlier_origin = destination.origin if _matches_request(destination, request) else None
+    entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
+    past = past_of(store, origin.key, entry)
     if not past.settings:
         raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past
 
 
-def _log_fork(log: Log, past: Past, made: Fork) -> None:
-    """Log the fork; warn of each trial whose checkpoints the origin has deleted, or are all quarantined."""
-    line = "%s: a fork of %s, %d trials"
-    log.info(line, made.experiment.name, past.origin, len(made.experiment.trials), extra=NOTICE)
-    for name, refs in made.lost.items():
-        then = _start_of(made.experiment.trial(name))
-        log.warning("trial %s: the origin has deleted %s since%s", name, _deleted_steps({name: refs}), then)
+def _log_fork(log: Log, past: Past, result: Fork) -> None:
+    """Log the fork; warn about each trial with checkpoints deleted by the origin, or with only quarantined ones."""
+    message = "%s: a fork of %s, %d trials"
+    log.info(message, result.experiment.name, past.origin, len(result.experiment.trials), extra=NOTICE)
+    for name, refs in result.lost.items():
+        resume_point = _format_start(result.experiment.trial(name))
+        log.warning("trial %s: the origin has deleted %s since%s", name, _format_steps({name: refs}), resume_point)
     for name, trial in past.experiment.trials.items():
         if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
-            log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, _start_of(trial))
+            log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, _format_start(trial))
 
 
-def _start_of(trial: Trial) -> str:
-    """Return what a trial resumes from, to append to a line; empty if it has ended."""
+def _format_start(trial: Trial) -> str:
+    """Return text about the step that a trial resumes from; "" if the trial has ended."""
     newest = f"step {trial.checkpoints[-1].step}" if trial.checkpoints else "nothing"
     return "" if trial.phase in ENDED else f"; it resumes from {newest}"
 
 
-def _deleted_steps(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:
-    steps = {trial: ", ".join(str(each.step) for each in refs) for trial, refs in gone.items()}
-    return "; ".join(f"trial {trial}, step {found}" for trial, found in steps.items())
+def _format_steps(deleted: Mapping[str, Sequence[CheckpointRef]]) -> str:
+    steps = {trial: ", ".join(str(checkpoint.step) for checkpoint in refs) for trial, refs in deleted.items()}
+    return "; ".join(f"trial {trial}, step {numbers}" for trial, numbers in steps.items())
 
 
 # Publish the results of an experiment as Parquet files on its target.
@@ -384,25 +384,25 @@ def publish_results(
     objective: Objective | None = None,
     curves: Curves | None = None,
 ) -> Mapping[Rows, str]:
-    """Write the experiment's trials and reports as Parquet files on `target`, and return their paths.
+    """Write the experiment's trials and reports as Parquet files on `target`, and return the paths.
 
-    Idempotent. Files of an earlier state of the experiment are deleted: the new ones include their rows.
+    Idempotent. Files of an earlier state of the experiment are deleted: the new files include their rows.
 
     Args:
-        curves: the learning curves, if the caller has read the journal already.
+        curves: the learning curves, if the caller has already read the journal.
 
     Raises:
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    about = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
+    metadata = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
     if objective is not None:
-        about["objective"] = objective.model_dump_json()
+        metadata["objective"] = objective.model_dump_json()
     paths: dict[Rows, str] = {rows: results_path(experiment.key, rows, experiment.number) for rows in COLUMNS_VERSIONS}
     with target.open(timeout=timedelta(minutes=5)) as store:
-        read = curves or read_curves(store, experiment)
+        reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
-            table = trials_as_arrow(experiment) if rows == "trials" else curves_as_arrow(experiment, read)
-            with suppress(AlreadyExists):  # the name holds the entry's number, and the entry decides the content
-                store.create(path, as_parquet(table, {**about, "version": COLUMNS_VERSIONS[rows]}))
+            table = trials_as_arrow(experiment) if rows == "trials" else curves_as_arrow(experiment, reports)
+            with suppress(AlreadyExists):  # the name has the entry's number, which determines the content
+                store.create(path, as_parquet(table, {**metadata, "version": COLUMNS_VERSIONS[rows]}))
             delete_numbered(store, before=path)
     return paths

@@ -20,8 +20,8 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING
 
 _TIMEOUT = timedelta(minutes=30)
-_SHARE_FOR_BEGINNING = 0.8
-"""The share of a try's timeout after which it starts no further item; the rest is for the item under way."""
+_MAX_START_SHARE = 0.8
+"""The share of a try's timeout after which it starts no further item; the rest is for the current item."""
 
 
 @task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **RETRYING)
@@ -35,15 +35,15 @@ def verify_checkpoints(
     """Read a share of the live checkpoints of an experiment and check every byte; write nothing. See `inspect`.
 
     Args:
-        share: which checkpoints are read.
-        max_bytes: the bytes after which no further checkpoint is read. None: no limit.
-        until: the time after which no further checkpoint is read.
+        share: the checkpoints to read.
+        max_bytes: read no further checkpoint after this number of bytes. None: no limit.
+        until: read no further checkpoint after this time.
 
     Raises:
         JournalCorrupt, UnknownVersion: the journal cannot be read.
         StoreUnavailable: all retries failed.
     """
-    has_time = _has_time(until)
+    has_time = _make_time_check(until)
     with target.open(timeout=_TIMEOUT) as store:
         state = load(store, journal)
         return inspect(store, state, share, max_bytes=math.inf if max_bytes is None else max_bytes, has_time=has_time)
@@ -51,7 +51,7 @@ def verify_checkpoints(
 
 @task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
 def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
-    """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
+    """Read every byte of the checkpoint `key`; return a description of its damage, or "" if it can be restored.
 
     Raises:
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
@@ -60,8 +60,8 @@ def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
     with target.open(timeout=_TIMEOUT) as store:
         try:
             verify(store, read_manifest(store, key))
-        except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
-            return str(damaged)
+        except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as error:
+            return str(error)
     return ""
 
 
@@ -71,9 +71,9 @@ def quarantine_checkpoints(
     journal: JournalKey,
     damaged: Mapping[CheckpointKey, str],
 ) -> Sequence[CheckpointKey]:
-    """Quarantine damaged checkpoints, also while another process owns the journal; return those now quarantined.
+    """Quarantine damaged checkpoints, even if another process owns the journal; return the quarantined checkpoints.
 
-    Idempotent. See `quarantine`. Raises as `verify_checkpoints`, and `CommitUnknown`.
+    Idempotent. See `quarantine`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
         return quarantine(store, journal, damaged, new_write_id())
@@ -87,10 +87,10 @@ def prune_checkpoints(
     *,
     dry_run: bool = False,
 ) -> int:
-    """Retire the checkpoints of a finished experiment that `policy` does not keep, and return their number.
+    """Retire the checkpoints of a finished experiment that `policy` does not keep; return their number.
 
-    Nothing is retired while any trial has not ended, nothing of the best trial, and not the best checkpoint of all.
-    A dry run only counts them. `collect_garbage` deletes the retired checkpoints. Raises as `quarantine_checkpoints`.
+    It retires nothing while a trial has not ended, and never a checkpoint of the best trial or the best checkpoint. A
+    dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
         retirements = prune(store, journal, policy, new_write_id(), dry_run=dry_run)
@@ -108,18 +108,18 @@ def collect_garbage(
     """Delete the objects of an experiment that nothing refers to, and return them; see `trial_gc`.
 
     Args:
-        dry_run: only list them; delete and write nothing.
-        until: the time after which no further trial is started.
+        dry_run: only list the objects; delete and write nothing.
+        until: begin no further trial after this time.
 
-    Raises as `quarantine_checkpoints`.
+    Raises the errors of `quarantine_checkpoints`.
     """
-    has_time = _has_time(until)
+    has_time = _make_time_check(until)
     with target.open(timeout=_TIMEOUT) as store:
         state = load(store, journal)
         return collect_experiment(store, state, new_write_id(), dry_run=dry_run, has_time=has_time)
 
 
-def _has_time(until: datetime | None) -> Callable[[], bool]:
-    """Return a check whether another item may start: `until` is not reached, nor 80 % of this try's timeout."""
-    latest = datetime.now(UTC) + _SHARE_FOR_BEGINNING * _TIMEOUT
-    return lambda: datetime.now(UTC) < (latest if until is None else min(latest, until))
+def _make_time_check(until: datetime | None) -> Callable[[], bool]:
+    """Return a function that checks whether another item may start: before `until` and 80 % of this try's timeout."""
+    deadline = datetime.now(UTC) + _MAX_START_SHARE * _TIMEOUT
+    return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

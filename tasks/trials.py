@@ -1,4 +1,4 @@
-"""The tasks that run one attempt of a trial, for a search and for a flow of one's own."""
+"""The tasks that run one attempt of a trial, for a search and for users' own flows."""
 
 from __future__ import annotations
 
@@ -70,24 +70,24 @@ from prefect_tune.tasks.checkpoints import TasksOfAttempt
 
 @task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
 def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
-    """Train one attempt of a trial in a process of its own, and journal how it ended; see `Attempt`.
+    """Train one attempt of a trial in its own process, and journal how it ended; see `Attempt`.
 
     All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
-    state, which tells people how the attempt ended: Completed, Pruned, Paused, Interrupted or Failed, with the reason.
-    The journal decides what follows.
+    state, which shows how the attempt ended: Completed, Pruned, Paused, Interrupted or Failed, with the reason.
+    The journal decides the next step.
 
     Args:
         spec: the specification of the trial.
         request: the request for this attempt.
-        link: the link to the search; `link.stop` makes the trial save and end within `spec.grace`.
+        link: the channel to the search; `link.stop` makes the trial save and end within `spec.grace`.
 
-    Raises as `Attempt.run`.
+    Raises the errors of `Attempt.run`.
     """
     outlive_log_reader()
     log: Log = get_run_logger()
-    if spec.of_search:  # each message of a search's trial names the trial
+    if spec.of_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
-    link.watch()  # a request to stop may arrive while it waits for a slot, for other nodes or for an import
+    link.watch()  # a stop request may arrive during a wait for a slot, other nodes or an import
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
@@ -102,16 +102,16 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
 
 @task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
 def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink) -> State[Any]:
-    """Train the ranks of another node of an attempt; the journal records how the attempt ends. Args: as `run_attempt`.
+    """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
-    If the task runner runs it again, as Dask and Ray do for a dead worker, the attempt has begun without it.
+    If the task runner repeats the task, like Dask and Ray for a dead worker, the attempt has begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quiet_inner_tasks(), retrying_refusals(), closing(link):
         return state_of_node(train_node(spec, request, node, link, TasksOfAttempt(spec), log))
 
 
-# The same for a flow of one's own.
+# The public task, for users' own flows.
 
 
 @public_task(name=RUN_TRIAL, task_run_name="train {trial}", **RETRYING_REFUSALS)
@@ -132,26 +132,26 @@ def run_trial(
 ) -> TrialState:
     """Run one attempt of a trial: restore its newest checkpoint, train, commit each checkpoint, journal the end.
 
-    The trainable runs in a process of its own, as in `durable_trainable`. Called again, by a retry or a later run of
-    the flow, the trial continues from its newest committed checkpoint; one that has finished is returned at once.
-    The flow run owns the experiment, as with `save_checkpoint`; it may run several trials of it at once (`.map`).
+    The trainable runs in its own process, like in `durable_trainable`. A repeated call, by a retry or a later flow
+    run, continues the trial from its newest committed checkpoint; a finished trial is returned at once. The flow run
+    owns the experiment, like after `save_checkpoint`; it may run several trials at once (`.map`).
     For retries with budgets and a live report, call `durable_trainable` instead.
 
     Args:
         trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
-        config: the configuration of the trainable, such as `{"lr": 0.01}`, or a dataclass: it gets a dict of its
-            fields.
+        config: the configuration of the trainable, such as `{"lr": 0.01}`, or a dataclass, which is passed as a dict
+            of its fields.
         target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; the same name continues it.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
             Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
-        retention: which checkpoints to keep. Default: all.
+        retention: the checkpoints to keep. Default: all.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`.
-        isolation: `process` trains in a child process; `thread` in this one, for debuggers.
-        grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
-        silence_timeout_seconds: seconds without a report after which the trial is considered hung and is ended.
+        isolation: `process` trains in a child process; `thread` in this process, for debuggers.
+        grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
+        silence_timeout_seconds: seconds without a report after which the trial counts as hung and is stopped.
             Default: never.
 
     Returns:
@@ -159,38 +159,37 @@ def run_trial(
             flow run was suspended.
 
     Raises:
-        TrialFailed: the attempt failed, or asks a person. Call it again: it continues from the newest checkpoint. The
-            task is retried by itself after failures of the target only; pass `retry_condition_fn` to
-            `.with_options` for more.
-        InvalidInput: an argument is invalid, does not fit the trial, or names a trainable that does not exist; nothing
-            was started.
-        Superseded: another flow run has taken the experiment over, or another task the trial. Stop.
+        TrialFailed: the attempt failed, or needs an answer from the user. Call the task again: it continues from the
+            newest checkpoint. Prefect retries the task only after failures of the target; for other retries pass
+            `retry_condition_fn` to `.with_options`.
+        InvalidInput: an argument is invalid, does not fit the trial, or names a missing trainable; nothing was started.
+        Superseded: another flow run took over the experiment, or another task took over the trial. Stop.
         ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except these two
-    given.pop("config")
-    asked = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial"))
-    plan = SearchPlan(**given)
-    spec, stopper = spec_of_one_trial(plan, asked.trial)
-    plain = storable_config(config)
+    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except these two
+    parameters.pop("config")
+    args = TrialArguments(target=target, experiment=experiment, trial=parameters.pop("trial"))
+    plan = SearchPlan(**parameters)
+    spec, stopper = spec_of_one_trial(plan, args.trial)
+    config_values = storable_config(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
-    state = trying_again(lambda: _ready(spec, plain, stopper))
-    spec = replace(spec, trial=state.trial_key(asked.trial))
-    ended = state.trial(asked.trial)
-    if ended.phase is not Phase.FINISHED:
-        with own_context():  # else uploads would wait for the slots that this task holds for its tags
-            ended, outcome = interruptible(
-                lambda stop: _attempted(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
+    state = trying_again(lambda: _prepare_trial(spec, config_values, stopper))
+    spec = replace(spec, trial=state.trial_key(args.trial))
+    result = state.trial(args.trial)
+    if result.phase is not Phase.FINISHED:
+        with own_context():  # else uploads would wait for the concurrency slots of this task's tags
+            result, outcome = interruptible(
+                lambda stop: _run_attempt(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
             )
         if isinstance(outcome, AttemptEnded) and outcome.cause is not Cause.PREEMPTED:
-            where = f"trial {asked.trial!r} of experiment {state.name!r} at {spec.target.uri}"
+            where = f"trial {args.trial!r} of experiment {state.name!r} at {spec.target.uri}"
             raise TrialFailed(f"{where}: {first_line(outcome.reason)}")
-    return trial_state(spec.target, state.key, ended)
+    return trial_state(spec.target, state.key, result)
 
 
-def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
-    """Return the experiment with the trial waiting for an attempt, or finished by today's stop criterion too."""
+def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
+    """Make the trial wait for an attempt, unless it has finished and meets the current stop criterion."""
     state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
     require_same_training(state, spec, config)
     trial = state.trials.get(name)
@@ -208,7 +207,7 @@ def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> E
     return write_if_unchanged(spec.target, state, name, [event]) if event else state
 
 
-def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
+def _run_attempt(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
         link = InProcessLink(spec.trial.trial, lambda _: None, pool)
         link.stop = stop

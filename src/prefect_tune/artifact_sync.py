@@ -1,11 +1,11 @@
 """Artifacts of a trial: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
-The built-in one mirrors a directory in the background: one plain object for each file, only changed ones are sent.
+The built-in syncer mirrors a directory in the background: one plain object per file, and only changed files are sent.
 
     <directory>/logs/events.out   ──►   <remote>/logs/events.out
 
-A later upload replaces the object. Nothing else on the target depends on artifacts: a reader may see some files of one
-sync and others of the one before, and an attempt that was taken for dead may replace a file of its successor.
+A later upload replaces the object. Nothing else on the target depends on artifacts: a reader may see a mix of two
+successive syncs, and an attempt that wrongly counts as dead may replace a file of its successor.
 Never: an object outside the remote folder; a local file outside the directory, whatever a key or a link says.
 """
 
@@ -47,8 +47,8 @@ from prefect_tune.storage_retries import may_pass
 from prefect_tune.stores.local.staging import plain_tree
 from prefect_tune.stores.open_location import read_uri
 
-_LONGEST_PAUSE_SECONDS = 60.0
-HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt)
+_MAX_PAUSE_SECONDS = 60.0
+NON_RETRYABLE_ERRORS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -56,7 +56,7 @@ class SyncTimedOut(DeadlineExceeded, TimeoutError):
 
 
 class Act(Enum):
-    """What a syncer does, in the words of messages."""
+    """An operation of a syncer; the values are for messages."""
 
     UP = "sync up"
     DOWN = "sync down"
@@ -66,20 +66,20 @@ class Act(Enum):
 class Syncer(ABC):
     """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
-    A subclass needs only the three abstract methods, not even a constructor that calls this one. Each attempt of each
-    trial uses and closes its own syncer: a given object is copied with `copy.deepcopy`.
-    The three methods may do their work before they return, or in the background. A subclass that works in the
-    background should override `wait`, to raise the errors, and `retry`.
+    A subclass needs only the three abstract methods; its constructor need not call this one. Each attempt of each
+    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object.
+    The three methods may work before they return, or in the background. A subclass that works in the background should
+    override `wait`, to raise the errors, and `retry`.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
-    """The least time between two syncs that `sync_up_if_needed` and `sync_down_if_needed` begin."""
+    """The minimum time between two syncs that `sync_up_if_needed` and `sync_down_if_needed` begin."""
     sync_timeout: timedelta = timedelta(seconds=1800)
-    """The most time that one sync may take; `wait` must enforce it."""
+    """The maximum time of one sync; `wait` must enforce it."""
     last_sync_up_time: float = -math.inf
-    """Start of the last sync up that has not failed, in seconds on this process's monotonic clock."""
+    """Start of the last sync up that did not fail, in seconds on this process's monotonic clock."""
     last_sync_down_time: float = -math.inf
-    """Start of the last sync down that has not failed, on the same clock."""
+    """Start of the last sync down that did not fail, on the same clock."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)
@@ -88,14 +88,14 @@ class Syncer(ABC):
         """Store the settings.
 
         Args:
-            sync_period: as a timedelta, or in seconds; 0 for no throttling.
-            sync_timeout: as a timedelta, or in seconds.
+            sync_period: a timedelta, or seconds; 0 for no throttling.
+            sync_timeout: a timedelta, or seconds.
 
         Raises:
-            InvalidInput: a negative period, or a timeout that is not positive.
+            InvalidInput: the period is negative, or the timeout is not positive.
         """
-        self.sync_period = _time("sync_period", sync_period)
-        self.sync_timeout = _time("sync_timeout", sync_timeout)
+        self.sync_period = _parse_duration("sync_period", sync_period)
+        self.sync_timeout = _parse_duration("sync_timeout", sync_timeout)
         if not self.sync_timeout:
             raise InvalidInput("sync_timeout: expected more than 0 seconds, found 0: no sync could ever end in time")
 
@@ -108,72 +108,72 @@ class Syncer(ABC):
 
     @abstractmethod
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Copy the files of the URI `remote_dir` to `local_dir`, without those that match a pattern in `exclude`.
+        """Copy the files of the URI `remote_dir` to `local_dir`, except files that match a pattern in `exclude`.
 
         Returns whether the sync is done or has begun.
         """
 
     @abstractmethod
     def delete(self, remote_dir: str) -> bool:
-        """Delete the URI `remote_dir` and everything below it. Returns whether that is done or has begun."""
+        """Delete the URI `remote_dir` and everything below it. Returns whether the deletion is done or has begun."""
 
     def retry(self) -> None:  # noqa: B027  a subclass without background work has nothing to retry
         """Run the failed syncs again. Override it in a subclass that works in the background."""
 
-    def wait(self) -> None:  # noqa: B027  nor to wait for
+    def wait(self) -> None:  # noqa: B027  nothing to wait for either
         """Wait for all background work, and raise its error. Override it in a subclass that works in the background."""
 
     def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
-        """Wait; if that fails, pause, retry and wait again, up to `max_retries` times.
+        """Wait; on an error pause, retry and wait again, up to `max_retries` times.
 
         The pause doubles each time, from `backoff_s` seconds up to a minute, times a random factor of 0.5 to 1.
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` is negative.
             StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt: a retry cannot help.
-            TuneError: every try failed; its cause is the last error.
+            TuneError: every try failed; the cause is the last error.
         """
         if max_retries < 1 or not backoff_s >= 0:
             raise InvalidInput(f"expected max_retries >= 1 and backoff_s >= 0, found {max_retries} and {backoff_s}")
-        last: Exception | None = None
+        last_error: Exception | None = None
         for attempt in range(max_retries + 1):
-            if last is not None:
-                pause_seconds = min(backoff_s * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
+            if last_error is not None:
+                pause_seconds = min(backoff_s * 2 ** (attempt - 1), _MAX_PAUSE_SECONDS)
                 self._sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311  it spreads retries, it keeps no secret
                 self.retry()
             try:
                 return self.wait()
             except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below
                 self.reset()
-                last = error
-            if isinstance(last, HOPELESS) and not may_pass(last):
-                raise last
-        raise TuneError(f"sync failed, and {max_retries} retries too: {last}") from last
+                last_error = error
+            if isinstance(last_error, NON_RETRYABLE_ERRORS) and not may_pass(last_error):
+                raise last_error
+        raise TuneError(f"sync failed, and {max_retries} retries too: {last_error}") from last_error
 
     def sync_up_if_needed(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool | None:
-        """Call `sync_up`, unless one began less than `sync_period` ago: then return None.
+        """Call `sync_up`; return None instead if a sync up began less than `sync_period` ago.
 
-        A sync that returned False, or is known to have failed, does not count.
+        A sync that returned False, or that failed, does not count.
         """
-        return self._begin_if_due(Act.UP, lambda: self.sync_up(local_dir, remote_dir, exclude))
+        return self._start_sync_if_due(Act.UP, lambda: self.sync_up(local_dir, remote_dir, exclude))
 
     def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
-        """Call `sync_down`, unless one began less than `sync_period` ago: then return None."""
-        return self._begin_if_due(Act.DOWN, lambda: self.sync_down(remote_dir, local_dir, exclude))
+        """Call `sync_down`; return None instead if a sync down began less than `sync_period` ago."""
+        return self._start_sync_if_due(Act.DOWN, lambda: self.sync_down(remote_dir, local_dir, exclude))
 
-    def _begin_if_due(self, act: Act, begin: Callable[[], bool]) -> bool | None:
-        if not self._is_due(act):
+    def _start_sync_if_due(self, act: Act, start: Callable[[], bool]) -> bool | None:
+        if not self._is_sync_due(act):
             return None
         now = self._clock()
-        if is_begun := begin():
-            self._note_begun(act, now)
-        return is_begun
+        if is_started := start():
+            self._record_start(act, now)
+        return is_started
 
-    def _is_due(self, act: Act) -> bool:
-        last = self.last_sync_up_time if act is Act.UP else self.last_sync_down_time
-        return self._clock() - last >= self.sync_period.total_seconds()
+    def _is_sync_due(self, act: Act) -> bool:
+        last_time = self.last_sync_up_time if act is Act.UP else self.last_sync_down_time
+        return self._clock() - last_time >= self.sync_period.total_seconds()
 
-    def _note_begun(self, act: Act, at_seconds: float) -> None:
+    def _record_start(self, act: Act, at_seconds: float) -> None:
         if act is Act.UP:
             self.last_sync_up_time = at_seconds
         elif act is Act.DOWN:
@@ -183,31 +183,31 @@ class Syncer(ABC):
         """Reset the times of the last syncs, so that the next `..._if_needed` call syncs."""
         self.last_sync_up_time = self.last_sync_down_time = -math.inf
 
-    def close(self) -> None:  # noqa: B027  nor to close
+    def close(self) -> None:  # noqa: B027  nothing to close either
         """Release all resources; no sync begins afterwards."""
 
     @classmethod
     def validate_upload_dir(cls, upload_dir: str | None) -> bool:
-        """Return True if `upload_dir` is a valid target; checked without connecting to it.
+        """Return True if `upload_dir` is a valid target; do not connect to it.
 
         Raises:
-            InvalidInput: it is not; the message names the missing package, or the nearest valid value.
+            InvalidInput: it is not valid. The message names the missing package, or the nearest valid value.
         """
         if upload_dir:
             validate_target(upload_dir)
         return True
 
 
-def _time(name: str, value: timedelta | float) -> timedelta:
+def _parse_duration(name: str, value: timedelta | float) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not 0 <= seconds < math.inf:
         raise InvalidInput(f"{name}: expected a timedelta or seconds, not negative, found {value!r}")
     return timedelta(seconds=seconds)
 
 
-_MAX_NAMED = 5
+_MAX_NAMED_PATHS = 5
 _MAX_SHOWN_CHARACTERS = 200
-_GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
+_GRACE = timedelta(seconds=10)  # time for a store to end its work after the deadline and to raise an error
 _FIRST_PAUSE_SECONDS = 1.0
 
 
@@ -219,32 +219,32 @@ class _Command:
     excludes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        places = {
+        paths = {
             Act.UP: f"{self.local} to {self.remote}",
             Act.DOWN: f"{self.remote} to {self.local}",
             Act.DELETE: self.remote,
         }
-        return f"{self.act.value} of {places[self.act]}"
+        return f"{self.act.value} of {paths[self.act]}"
 
     def replaces(self, failed: _Command) -> bool:
-        """Whether this command makes a retry of `failed` unnecessary."""
+        """Return whether this command makes a retry of `failed` unnecessary."""
         writes = (Act.UP, Act.DELETE)
         return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
 
 
 class TargetSyncer(Syncer):
-    """Syncs directories with a target, in the background, one command at a time and in the order given.
+    """Syncs directories with a target in the background, one command at a time, in the order of the calls.
 
-    Commands are queued, never dropped, while another runs; a sync that equals the last queued one of the same remote
-    directory is not queued twice, since a sync copies the files that exist when it begins. Each command is ended
-    after `sync_timeout`, and the next one begins only after it has ended.
+    While a command runs, others are queued and never dropped. A sync equal to the last queued sync of the same remote
+    directory is not queued again, because a sync copies the files that exist when it begins. A command is stopped
+    after `sync_timeout`; the next command begins only when it has ended.
 
-    A sync up sends the files whose size or modification time differs from what this syncer sent or received last, and
-    deletes those that it has sent or received and that are deleted locally; a sync down deletes nothing locally. For
-    `exclude`, see `prefect_tune.core.storage.layout`. What else a sync leaves out (`ArtifactMirror.send`) is
-    logged once.
+    A sync up sends the files whose size or modification time changed since this syncer last sent or received them. It
+    deletes remote files that this syncer sent or received and that were deleted locally. A sync down deletes no local
+    files. For `exclude`, see `prefect_tune.core.storage.layout`. Other files that a sync leaves out
+    (`ArtifactMirror.send`) are logged once.
 
-    `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
+    `remote_dir` is a URI, or a folder on `target` if there is one. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.
     """
 
@@ -256,28 +256,29 @@ class TargetSyncer(Syncer):
     ) -> None:
         super().__init__(sync_period, sync_timeout)
         self._target = target
-        self._last: _Command | None = None
-        self._failed: dict[_Command, Exception | None] = {}
+        self._last_command: _Command | None = None
+        self._failed_commands: dict[_Command, Exception | None] = {}
         self._prepare()
 
     def _prepare(self) -> None:
         self._state = threading.Condition()
         self._queue: deque[_Command] = deque()
-        self._running: _Command | None = None
-        self._began_seconds = 0.0
+        self._running_command: _Command | None = None
+        self._started_at_seconds = 0.0
         self._mirrors: dict[tuple[str, str], ArtifactMirror] = {}
         self.warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
-        """Reports what a sync up leaves out; a pickled copy logs it, as by default."""
-        self._named: set[str] = set()
+        """Reports the files that a sync up leaves out. Default, also in a pickled copy: a log warning."""
+        self._reported_paths: set[str] = set()
         self._failures = 0
-        self._not_before_seconds = 0.0
+        self._next_start_seconds = 0.0
         self._is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         with self._state:
-            failed = dict.fromkeys([*self._failed, *([self._running] if self._running else []), *self._queue])
-        kept = ("sync_period", "sync_timeout", "_target", "_last")
-        return {**{name: self.__dict__[name] for name in kept}, "_failed": failed}
+            running = [self._running_command] if self._running_command else []
+            failed = dict.fromkeys([*self._failed_commands, *running, *self._queue])
+        attributes = ("sync_period", "sync_timeout", "_target", "_last_command")
+        return {**{name: self.__dict__[name] for name in attributes}, "_failed_commands": failed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -289,59 +290,60 @@ class TargetSyncer(Syncer):
         Raises:
             InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
-        return self._enqueue(_Command(Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
+        return self._enqueue_command(_Command(Act.UP, remote_dir, _absolute_path(local_dir), _user_patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Queue a download of the files below `remote_dir` into `local_dir`; otherwise as `sync_up`.
+        """Queue a download of the files below `remote_dir` into `local_dir`, like `sync_up`.
 
         If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
         """
-        return self._enqueue(_Command(Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
+        return self._enqueue_command(_Command(Act.DOWN, remote_dir, _absolute_path(local_dir), _user_patterns(exclude)))
 
     def delete(self, remote_dir: str) -> bool:
-        """Queue the deletion of everything below `remote_dir`; otherwise as `sync_up`."""
-        return self._enqueue(_Command(Act.DELETE, remote_dir))
+        """Queue the deletion of everything below `remote_dir`, like `sync_up`."""
+        return self._enqueue_command(_Command(Act.DELETE, remote_dir))
 
     def retry(self) -> None:
-        """Queue all failed commands again that no later one has replaced; if there are none, the last command.
+        """Queue again all failed commands that no later command replaced; if there are none, the last command.
 
         Raises:
             TuneError: there was no command yet.
         """
         with self._state:
-            again = list(self._failed) or ([self._last] if self._last else [])
-        if not again:
-            raise TuneError("retry: there was no sync yet, so there is none to retry")
-        for command in again:
-            self._enqueue(command)
+            commands = list(self._failed_commands) or ([self._last_command] if self._last_command else [])
+        if not commands:
+            raise TuneError("retry: there was no sync yet, so there is nothing to retry")
+        for command in commands:
+            self._enqueue_command(command)
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Wait until all commands are done.
 
         Args:
-            timeout: the longest wait; 0 for none. None: as long as the commands may take.
+            timeout: the longest wait; 0 to return at once. None: as long as the commands may take.
 
         Raises:
-            SyncTimedOut: not done within `timeout`, or a command was ended by `sync_timeout`; a `TimeoutError` too.
+            SyncTimedOut: not done within `timeout`, or `sync_timeout` stopped a command; a `TimeoutError` too.
             TuneError: a command failed; the error has the class of its cause. Each `wait` raises it until a retry
-                succeeds or a later command replaces it; for a sync down that no retry can help, only once.
+                succeeds or a later command replaces it. If no retry can help a sync down, only one `wait` raises it.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        until = None if seconds is None else self._clock() + seconds
+        deadline = None if seconds is None else self._clock() + seconds
         with self._state:
-            while self._running or self._queue:
+            while self._running_command or self._queue:
                 now = self._clock()
-                ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
-                remaining = min(ends, ends if until is None else until) - now
+                limit = (self.sync_timeout + _GRACE).total_seconds()
+                ends_at = self._started_at_seconds + limit if self._running_command else now + 1
+                remaining = min(ends_at, ends_at if deadline is None else deadline) - now
                 if remaining <= 0:
-                    late = self._running or self._queue[0]
+                    late = self._running_command or self._queue[0]
                     raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
                 self._state.wait(min(remaining, 1.0))
-            for command, error in list(self._failed.items()):
-                if command.act is Act.DOWN and isinstance(error, HOPELESS):
-                    del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
+            for command, error in list(self._failed_commands.items()):
+                if command.act is Act.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
+                    del self._failed_commands[command]  # raise it once: a retry cannot help, and no file is unsaved
                 if error is None:
-                    raise TuneError(f"{command}: was under way when this syncer was copied, and may not be done")
+                    raise TuneError(f"{command}: was running when this syncer was copied, and may not be done")
                 if isinstance(error, TuneError):
                     kind = SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error)
                     raise kind(f"{command}: {error}") from error
@@ -354,110 +356,110 @@ class TargetSyncer(Syncer):
         self.wait()
 
     def reset(self) -> None:
-        """Make the next `..._if_needed` call sync, however recent the last sync or failure is."""
+        """Make the next `..._if_needed` call sync, even right after a sync or a failure."""
         super().reset()
         with self._state:
-            self._not_before_seconds = 0.0
+            self._next_start_seconds = 0.0
 
-    def _is_due(self, act: Act) -> bool:
-        """Count a running sync as the last one; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
+    def _is_sync_due(self, act: Act) -> bool:
+        """Count a running sync as the last sync; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
         with self._state:
-            if self._queue or self._clock() < self._not_before_seconds:
+            if self._queue or self._clock() < self._next_start_seconds:
                 return False
-            if self._running and self._running.act is act:
-                return self._clock() - self._began_seconds >= self.sync_period.total_seconds()
-        return super()._is_due(act)
+            if self._running_command and self._running_command.act is act:
+                return self._clock() - self._started_at_seconds >= self.sync_period.total_seconds()
+        return super()._is_sync_due(act)
 
-    def _note_begun(self, act: Act, at_seconds: float) -> None:
-        """Do nothing: a sync counts once it has succeeded."""
+    def _record_start(self, act: Act, at_seconds: float) -> None:
+        """Do nothing: a sync counts only after it has succeeded."""
 
-    def _enqueue(self, command: _Command) -> bool:
-        self._place(command.remote)
+    def _enqueue_command(self, command: _Command) -> bool:
+        self._resolve_folder(command.remote)
         with self._state:
             if self._is_closed:
                 raise InvalidInput(f"{command}: this syncer is closed")
-            self._last = command
-            for failed in [failed for failed in self._failed if command.replaces(failed)]:
-                del self._failed[failed]
+            self._last_command = command
+            for failed in [failed for failed in self._failed_commands if command.replaces(failed)]:
+                del self._failed_commands[failed]
             if command != next((last for last in reversed(self._queue) if last.remote == command.remote), None):
                 self._queue.append(command)
-            self._begin()
+            self._start_next_command()
         return True
 
-    def _begin(self) -> None:
-        """Begin the next command, if none runs, in a non-daemon thread: the interpreter waits for it at exit."""
-        while self._queue and self._running is None:
-            command = self._running = self._queue.popleft()
-            self._began_seconds = self._clock()
+    def _start_next_command(self) -> None:
+        """Start the next command if none runs. Its thread is not a daemon: the interpreter waits for it at exit."""
+        while self._queue and self._running_command is None:
+            command = self._running_command = self._queue.popleft()
+            self._started_at_seconds = self._clock()
             try:
-                threading.Thread(target=self._run, args=(command,), name=f"{command}").start()
-            except RuntimeError as error:  # this process may have no more threads
-                self._running = None
-                self._note(command, error)
+                threading.Thread(target=self._run_command, args=(command,), name=f"{command}").start()
+            except RuntimeError as error:  # this process cannot start more threads
+                self._running_command = None
+                self._record_outcome(command, error)
 
-    def _run(self, command: _Command) -> None:
+    def _run_command(self, command: _Command) -> None:
         error: Exception | None = TuneError("its thread was ended")
         try:
             mirror = self._mirrors.setdefault((command.local, command.remote), ArtifactMirror(Path(command.local)))
-            target, folder = self._place(command.remote)
+            target, folder = self._resolve_folder(command.remote)
             with target.open(timeout=self.sync_timeout) as store:
                 match command.act:
                     case Act.UP:
-                        self._report_left_out(command.local, mirror.send(store, folder, command.excludes))
+                        self._report_left_out_files(command.local, mirror.send(store, folder, command.excludes))
                     case Act.DOWN:
                         mirror.receive(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
                     case Act.DELETE:
                         self._mirrors.clear()
                         _delete_everything(store, folder)
             error = None
-        except Exception as failure:  # noqa: BLE001  it is stored, and raised by `wait`
+        except Exception as failure:  # noqa: BLE001  it is stored, and `wait` raises it
             error = failure
         finally:
             with self._state:
-                self._note(command, error)
-                self._running = None
-                self._begin()
+                self._record_outcome(command, error)
+                self._running_command = None
+                self._start_next_command()
                 self._state.notify_all()
 
-    def _note(self, command: _Command, error: Exception | None) -> None:
+    def _record_outcome(self, command: _Command, error: Exception | None) -> None:
         if error is None:
-            self._failures, self._not_before_seconds = 0, 0.0
-            super()._note_begun(command.act, self._began_seconds)
+            self._failures, self._next_start_seconds = 0, 0.0
+            super()._record_start(command.act, self._started_at_seconds)
             return
         if not any(waiting.replaces(command) for waiting in self._queue):
-            self._failed[command] = error
+            self._failed_commands[command] = error
         self._failures += 1
         pause_seconds = min(_FIRST_PAUSE_SECONDS * 2**self._failures, self.sync_period.total_seconds())
-        self._not_before_seconds = self._clock() + pause_seconds
+        self._next_start_seconds = self._clock() + pause_seconds
 
-    def _report_left_out(self, directory: str, left_out: Mapping[str, str]) -> None:
+    def _report_left_out_files(self, directory: str, left_out: Mapping[str, str]) -> None:
         """Report each path once."""
-        new = {path: reason for path, reason in left_out.items() if f"{directory}/{path}" not in self._named}
+        new = {path: reason for path, reason in left_out.items() if f"{directory}/{path}" not in self._reported_paths}
         if not new:
             return
-        self._named.update(f"{directory}/{path}" for path in new)
+        self._reported_paths.update(f"{directory}/{path}" for path in new)
         half = _MAX_SHOWN_CHARACTERS // 2
         shown = (
             (path if len(path) <= _MAX_SHOWN_CHARACTERS else f"{path[:half]}…{path[-half:]}", reason)
             for path, reason in new.items()
         )
-        named = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED))
-        more = f", and {len(new) - _MAX_NAMED:,} more" if len(new) > _MAX_NAMED else ""
-        self.warn(f"left out of the sync of artifacts: {named}{more}")
+        listing = ", ".join(f"{path!r} ({reason})" for path, reason in islice(shown, _MAX_NAMED_PATHS))
+        more = f", and {len(new) - _MAX_NAMED_PATHS:,} more" if len(new) > _MAX_NAMED_PATHS else ""
+        self.warn(f"left out of the sync of artifacts: {listing}{more}")
 
-    def _place(self, remote: str) -> tuple[StorageTarget, str]:
-        """Return the target and the folder on it that `remote` names; without a target of its own, the parent's."""
+    def _resolve_folder(self, remote: str) -> tuple[StorageTarget, str]:
+        """Return the target and folder of `remote`; without `target`, the parent of the URI is the target."""
         if self._target is None:
             if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
                 return resolve_target(remote), ""  # a block's slug
             location = read_uri(remote)
-            above, _, folder = location.path.rpartition("/")
-            return resolve_target(location.at(above).uri), folder
+            parent, _, folder = location.path.rpartition("/")
+            return resolve_target(location.at(parent).uri), folder
         folder = remote
         if "://" in remote:
-            (root, _, options), (place, _, given) = (uri.partition("?") for uri in (self._target.uri, remote))
-            folder = place.removeprefix(root)
-            if folder == place or not folder.startswith("/") or given not in ("", options):
+            (root, _, options), (base, _, remote_options) = (uri.partition("?") for uri in (self._target.uri, remote))
+            folder = base.removeprefix(root)
+            if folder == base or not folder.startswith("/") or remote_options not in ("", options):
                 raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
         folder = folder.strip("/")
         if not is_inside(folder):
@@ -465,13 +467,13 @@ class TargetSyncer(Syncer):
         return self._target, folder
 
 
-def _absolute(local_dir: str) -> str:
-    """Return the absolute path now: the command runs later, when the working directory may be another."""
-    return os.path.abspath(local_dir)  # noqa: PTH100  a removed directory's path need not be followed
+def _absolute_path(local_dir: str) -> str:
+    """Return the absolute path now: when the command runs, the working directory may have changed."""
+    return os.path.abspath(local_dir)  # noqa: PTH100  links stay as written
 
 
-def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the patterns of the user: files that match others are reported."""
+def _user_patterns(exclude: list[str] | None) -> tuple[str, ...]:
+    """Return the user's patterns, without the built-in ones: files that match those are reported."""
     return tuple(pattern for pattern in exclude or () if pattern not in NEVER_ARTIFACTS)
 
 
@@ -479,51 +481,51 @@ def _delete_everything(store: ObjectStore, folder: str) -> None:
     if not folder:
         raise InvalidInput("delete: expected a folder of the target, found the whole target, which is never deleted")
     while listed := store.list(folder):
-        store.delete([each.path for each in listed])
+        store.delete([listed_object.path for listed_object in listed])
 
 
 _PIECE_BYTES = 8 * 1024 * 1024
-_TICK_NS = 50_000_000  # the clock of a file system on Linux ticks every 10 ms or faster
-_MAX_KEY_BYTES = 900  # S3, Google and Azure take 1,024; the rest is for the prefix of the target
-_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # not in every listing, which is XML
-_HALF_RECEIVED = re.compile(r"\.[0-9a-f]{32}\.part")
+_CLOCK_TICK_NS = 50_000_000  # the clock of a file system on Linux ticks every 10 ms or faster
+_MAX_KEY_BYTES = 900  # S3, Google and Azure accept 1,024; the rest is for the target's prefix
+_INVALID_KEY_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # XML listings cannot show them
+_PARTIAL_DOWNLOAD = re.compile(r"\.[0-9a-f]{32}\.part")
 
-_Stamp: TypeAlias = tuple[int, int, int]
+_FileStamp: TypeAlias = tuple[int, int, int]
 """Size, modification time in ns and inode of a file; a later write changes it."""
 
 
 class ArtifactMirror:
-    """A directory and its mirror below a folder of a target. One thread at a time may use it."""
+    """A directory and its mirror below a folder of a target. Only one thread at a time may use it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._mirrored: dict[str, _Stamp | None] = {}
-        """By path: the stamp of the local file when it was sent or received; None if the copy may be another one."""
+        self._mirrored: dict[str, _FileStamp | None] = {}
+        """By path: the stamp of the local file when it was sent or received; None if the remote copy may differ."""
 
     def send(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
-        """Send new and changed files, delete those that are gone, and return by path why the others are left out.
+        """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
 
-        Only what this mirror has sent or received is deleted. Left out are excluded files and empty folders, files that
-        vanish before they are read, and what the result names: links that lead out of the directory or to folders,
-        entries that are neither a file nor a folder or cannot be read, names that not every target takes, and
-        `NEVER_ARTIFACTS`. What the result names stays on the target as it was, and so does what is below it.
+        It deletes only files that this mirror sent or received. Left out without a reason are excluded files, empty
+        folders, and files that vanish before they are read. The result names links that lead out of the directory or to
+        folders, entries that are neither a file nor a folder or cannot be read, names that not every target accepts,
+        and `NEVER_ARTIFACTS`. On the target, the paths in the result stay unchanged, with everything below them.
 
         Raises:
             InvalidInput: the directory does not exist.
-            StoreUnavailable, StoreRefused: not all files were sent; the next call sends the others.
+            StoreUnavailable, StoreRefused: not all files were sent; the next call sends the rest.
         """
         if not self._directory.is_dir():
-            raise InvalidInput(f"{self._directory}: expected a directory to sync, found nothing of the kind")
+            raise InvalidInput(f"{self._directory}: expected a directory to sync, found none")
         left_out: dict[str, str] = {}
-        settled_ns = time.time_ns() - _TICK_NS
-        local = dict(_scan(self._directory, folder, excludes, left_out))
+        settled_ns = time.time_ns() - _CLOCK_TICK_NS
+        local = dict(_scan_files(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
-        if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_left_out(path, left_out)):
-            store.delete([_key(folder, path) for path in deleted])  # before a file takes the name of a folder
+        if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_path_left_out(path, left_out)):
+            store.delete([_object_key(folder, path) for path in deleted])  # before a file takes the name of a folder
             for path in deleted:
                 del mirrored[path]
 
-        def send_file(path: str) -> None:
+        def upload_file(path: str) -> None:
             try:
                 file = (self._directory / path).open("rb", buffering=0)
             except FileNotFoundError:
@@ -534,74 +536,74 @@ class ArtifactMirror:
             mirrored[path] = None
             try:
                 with file:
-                    store.replace(_key(folder, path), _Pieces(file.fileno()))
-            except InvalidInput as unsendable:  # lost by the disk, or of a name that the store reserves
+                    store.replace(_object_key(folder, path), _FilePieces(file.fileno()))
+            except InvalidInput as unsendable:  # a disk error, or a name that the store reserves
                 left_out[path] = str(unsendable)
                 del mirrored[path]
                 return
-            if local[path][1] < settled_ns:  # else the next write may come within the same tick of the clock
+            if local[path][1] < settled_ns:  # else a write in the same clock tick may follow
                 mirrored[path] = local[path]
 
-        for _ in store.map(send_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
+        for _ in store.map(upload_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
             pass
         return left_out
 
     def receive(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> None:
-        """Download the files below `folder`, in place of local ones of the same names; all others stay.
+        """Download the files below `folder`; replace local files of the same names, and keep all others.
 
         Raises:
             CheckpointNotFound: the target has no files there; a `FileNotFoundError` too.
             CheckpointCorrupt: a key would lead out of the directory. Nothing is downloaded.
-            InvalidInput: a local link or file has the name of a folder, or a folder that of a file.
+            InvalidInput: a local link or file has the name of a remote folder, or a local folder the name of a file.
         """
         self._mirrored.clear()
         files = [file for file in plain_tree(store, folder).files if not is_excluded(file.path, excludes)]
 
-        def receive_file(file: Listed) -> None:
-            local = self._place_of(file.path)
-            fresh = local.with_name(f".{uuid.uuid4().hex}.part")
+        def download_file(file: Listed) -> None:
+            local = self._prepare_local_path(file.path)
+            partial_file = local.with_name(f".{uuid.uuid4().hex}.part")
             try:
-                with fresh.open("xb") as writing:
-                    writing.writelines(_read_pieces(store, _key(folder, file.path), file.size_bytes))
-                fresh.replace(local)
+                with partial_file.open("xb") as writing:
+                    writing.writelines(_read_pieces(store, _object_key(folder, file.path), file.size_bytes))
+                partial_file.replace(local)
             except BaseException:
-                fresh.unlink(missing_ok=True)
+                partial_file.unlink(missing_ok=True)
                 raise
-            self._mirrored[file.path] = _stamp(local.stat())
+            self._mirrored[file.path] = _stamp_of(local.stat())
 
-        for _ in store.map(receive_file, files):
+        for _ in store.map(download_file, files):
             pass
 
-    def _place_of(self, path: str) -> Path:
-        """Return the local path of `path`, making its folder; refuse links that lead out of the directory."""
+    def _prepare_local_path(self, path: str) -> Path:
+        """Make the folder of `path`, and return the local path; reject links that lead out of the directory."""
         local = self._directory / path
         if not local.parent.resolve().is_relative_to(self._directory.resolve()):
             raise InvalidInput(f"{local}: a local link leads out of {self._directory}: remove it")
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as in_the_way:
-            raise InvalidInput(f"{local}: expected a local folder, found a file: remove it") from in_the_way
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidInput(f"{local}: expected a local folder, found a file: remove it") from error
         if local.is_dir():
             raise InvalidInput(f"{local}: expected a local file, found a folder: remove it")
         return local
 
 
-def _is_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Whether a file, one of its folders or the whole directory is left out: then it may still be there."""
+def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
+    """Return whether a file, one of its folders or the whole directory is left out, and so may still exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
 
-def _key(folder: str, path: str) -> str:
+def _object_key(folder: str, path: str) -> str:
     return f"{folder}/{path}" if folder else path  # the folder may be the root of a target
 
 
-def _stamp(status: os.stat_result) -> _Stamp:
+def _stamp_of(status: os.stat_result) -> _FileStamp:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-class _Pieces:
-    """The bytes of an open file, up to its size when it was opened; a store may read them again."""
+class _FilePieces:
+    """The bytes of an open file, up to its size when it was opened; a store may iterate them repeatedly."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -611,7 +613,7 @@ class _Pieces:
         for offset in range(0, self._size_bytes, _PIECE_BYTES):
             try:
                 piece = os.pread(self._file, min(_PIECE_BYTES, self._size_bytes - offset), offset)
-            except OSError as error:  # of this disk, not of the target
+            except OSError as error:  # an error of this disk, not of the target
                 raise InvalidInput(f"it cannot be read: {error.strerror}") from error
             yield piece
 
@@ -625,31 +627,31 @@ def _read_pieces(store: ObjectStore, key: str, size_bytes: int) -> Iterator[Buff
         yield data
 
 
-def _scan(
+def _scan_files(
     directory: Path, folder: str, excludes: Sequence[str], left_out: dict[str, str]
-) -> Iterator[tuple[str, _Stamp]]:
-    """Yield the files to send, and note in `left_out` why others are not."""
-    below = [""]
-    while below:
-        above = below.pop()
+) -> Iterator[tuple[str, _FileStamp]]:
+    """Yield the files to send; add the reason for each other path to `left_out`."""
+    pending = [""]
+    while pending:
+        folder_path = pending.pop()
         try:
-            entries = list(os.scandir(directory / above))
+            entries = list(os.scandir(directory / folder_path))
         except FileNotFoundError:
             continue  # deleted since its parent was read
         except OSError as error:
-            left_out[above] = f"it cannot be read: {error.strerror}"
+            left_out[folder_path] = f"it cannot be read: {error.strerror}"
             continue
         for entry in entries:
-            path = f"{above}/{entry.name}" if above else entry.name
-            if is_excluded(path, excludes) or _HALF_RECEIVED.fullmatch(entry.name):
+            path = f"{folder_path}/{entry.name}" if folder_path else entry.name
+            if is_excluded(path, excludes) or _PARTIAL_DOWNLOAD.fullmatch(entry.name):
                 continue
             try:
                 if (reason := _unsendable_reason(directory, path, folder, entry)) is not None:
                     left_out[path] = reason
                 elif entry.is_dir(follow_symlinks=False):
-                    below.append(path)
+                    pending.append(path)
                 else:
-                    yield path, _stamp(entry.stat())
+                    yield path, _stamp_of(entry.stat())
             except FileNotFoundError:
                 continue  # deleted since the folder was read
             except OSError as error:
@@ -661,9 +663,9 @@ def _unsendable_reason(directory: Path, path: str, folder: str, entry: os.DirEnt
         return "its name is not UTF-8"
     if "\\" in path:
         return "its name has a backslash"
-    if _NO_KEY.search(path):
+    if _INVALID_KEY_CHARACTER.search(path):
         return "its name has control characters"
-    if len(_key(folder, path).encode()) > _MAX_KEY_BYTES:
+    if len(_object_key(folder, path).encode()) > _MAX_KEY_BYTES:
         return f"its path on the target is longer than {_MAX_KEY_BYTES} bytes"
     if is_excluded(path, NEVER_ARTIFACTS):
         return "files of this name are never artifacts"

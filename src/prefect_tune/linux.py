@@ -1,15 +1,15 @@
-"""What this package asks of Linux alone, and the one switch between that and what every POSIX system has.
+"""All calls that only Linux has, and the one switch between them and the calls of every POSIX system.
 
     on Linux                                              on other systems (macOS)
     trials are forked, each below a child subreaper       each trial is a started process (`StartedProcess`)
-    the kernel copies files                               files are read and written
-    /proc: memory and processor time of trials, who       no figures; no server is found; a folder is judged by its
-      owns the server at a port, the types of mounts        owner and mode alone
-    control groups limit processors and memory            the machine limits them
+    the kernel copies files                               this process reads and writes files
+    /proc: memory and CPU time of trials, the owner of    no figures; no owner of a server; only a folder's owner and
+      a local server, the types of mounts                   mode count
+    control groups limit CPUs and memory                  the machine limits CPUs and memory
 
-With the environment variable `PREFECT_TUNE_PORTABLE`, Linux does the same as other systems: for tests.
-Never: a call that only Linux has in another module, but for the fork server and its client; a function that raises on
-another system, but for those of the fork server.
+With the environment variable `PREFECT_TUNE_PORTABLE`, Linux acts like other systems: for tests.
+Never: a Linux-only call in another module, except the fork server and its client; a function that raises on other
+systems, except the functions of the fork server.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 
 
 def is_linux() -> bool:
-    """Whether the calls of Linux are used."""
+    """Return whether to use the calls of Linux."""
     return sys.platform == "linux" and "PREFECT_TUNE_PORTABLE" not in os.environ
 
 
-def _read(path: str) -> str:
-    """Return the text of a file of the kernel. Raises `OSError` if it is not there: elsewhere none is."""
+def _read_file(path: str) -> str:
+    """Return the text of a kernel file. Raises `OSError` if it is missing, as on every other system."""
     if not is_linux():
         raise FileNotFoundError(path)
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
@@ -47,39 +47,39 @@ _libc = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent dies (`PR_SET_CHILD_SUBREAPER`)."""
+    """Become the parent of each descendant whose parent dies (`PR_SET_CHILD_SUBREAPER`)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it dies (`PR_SET_PDEATHSIG`)."""
+    """Let the kernel kill this process when the thread that forked it exits (`PR_SET_PDEATHSIG`)."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_process_name(name: bytes) -> None:
-    """Set the process name that `ps` and `top` show, cut to 15 bytes."""
+    """Set the process name that `ps` and `top` show, truncated to 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name)
 
 
 def sigchld_pipe() -> int:
-    """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
+    """Return a descriptor that becomes readable when a child exits (SIGCHLD)."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # as the script that started this may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the starting script may have blocked it
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     return reading
 
 
 def drain_pipe(descriptor: int) -> None:
-    """Read what is written on a descriptor, so that it is not readable any more."""
+    """Read the bytes in a pipe, so that it is no longer readable."""
     with suppress(BlockingIOError):  # it is empty
         os.read(descriptor, 4096)
 
 
 def while_alive(pid: int) -> list[int]:
-    """Return a pidfd, which becomes readable when the process dies; none on Linux older than 5.3.
+    """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux older than 5.3.
 
-    End of file on a socket shows the same, unless a fork of that process holds it open.
+    The end of file of the process's socket shows the same, unless a fork of the process keeps the socket open.
     """
     with suppress(OSError):
         return [os.pidfd_open(pid)]
@@ -87,7 +87,7 @@ def while_alive(pid: int) -> list[int]:
 
 
 def poll_readable(descriptors: Collection[int], patience: timedelta | None = None) -> set[int]:
-    """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
+    """Wait up to `patience` (None: no limit) until a descriptor is readable; return all readable descriptors."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -95,7 +95,7 @@ def poll_readable(descriptors: Collection[int], patience: timedelta | None = Non
 
 
 def keep_only(*descriptors: int) -> None:
-    """Close every other descriptor but the standard streams."""
+    """Close all descriptors except these and the standard streams."""
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
         if descriptor > 2 and descriptor not in descriptors:
             with suppress(OSError):  # the listing's own
@@ -103,7 +103,7 @@ def keep_only(*descriptors: int) -> None:
 
 
 def open_descriptors() -> dict[str, str]:
-    """Return what each open descriptor refers to."""
+    """Return the file or object behind each open descriptor, by descriptor."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing's own
@@ -112,7 +112,7 @@ def open_descriptors() -> dict[str, str]:
 
 
 def other_thread_names() -> list[str]:
-    """Return the names of the threads besides the first; "" for each of a library that has not named it."""
+    """Return the names of all threads but the first; "" for a thread that its library did not name."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
     names = []
@@ -124,164 +124,164 @@ def other_thread_names() -> list[str]:
 
 
 def send_signal(number: signal.Signals, pids: Collection[int]) -> None:
-    """Send a signal to each process that is there and may be signalled."""
+    """Send a signal to each process that exists and that this user may signal."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def children_of(*parents: int) -> set[int]:
-    """Return the pids of the processes' children, adopted ones included."""
-    pids = {str(each).encode() for each in parents}
-    found = set()
+    """Return the pids of all children of these processes, also of adopted ones."""
+    pids = {str(pid).encode() for pid in parents}
+    children = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):  # it has ended
                 # pid (name) state parent ...; the name may hold any bytes, parentheses too
                 _, its_parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if its_parent in pids:
-                    found.add(int(entry.name))
-    return found
+                    children.add(int(entry.name))
+    return children
 
 
 def command_of(pid: int) -> bytes:
-    """Return the command line of a process; empty if it has ended, and where that cannot be read."""
+    """Return the command line of a process; empty if the process has exited or the system has no /proc."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
-# What the processes of a trial use, and what this one may use.
+# The resources that a trial's processes use, and that this process may use.
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def process_tree(pid: int) -> Iterator[int]:
-    """Yield the process and its descendants. Each thread lists the children that it has started."""
+    """Yield the process and its descendants. In /proc, each thread lists the children that it started."""
     yield pid
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
             with suppress(OSError):
-                for child in _read(f"/proc/{pid}/task/{thread}/children").split():
+                for child in _read_file(f"/proc/{pid}/task/{thread}/children").split():
                     yield from process_tree(int(child))
 
 
 def process_use(pid: int) -> tuple[float, int] | None:
-    """Return the processor time of a process, that of its children that have ended included, and its memory."""
+    """Return the CPU seconds of a process, including its exited children, and its memory in bytes; None if unknown."""
     with suppress(OSError):
-        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
-        return sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE_BYTES
+        fields = _read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
+        return sum(map(int, fields[11:15])) / _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES
     return None
 
 
 def cpu_count_here(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the number of processors that this process may use, by its affinity and the quota of its container."""
+    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
     available = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
-    return max(1, min([available, *map(math.ceil, _quotas(root, own))]))
+    return max(1, min([available, *map(math.ceil, _iter_cpu_quotas(root, own))]))
 
 
-def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the processors that each control group of this process allows: cgroup v2, or v1 in a container."""
+def _iter_cpu_quotas(root: Path, own: Path) -> Iterator[float]:
+    """Yield the number of CPUs that each control group of this process allows: cgroup v2, or v1 in a container."""
     with suppress(OSError, ValueError, ArithmeticError):
-        quota, period = (int(_read(f"{root}/cpu/cpu.cfs_{each}_us")) for each in ("quota", "period"))
+        quota, period = (int(_read_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
             yield quota / period
-    for folder in control_groups("", root, own):
+    for folder in iter_control_groups("", root, own):
         with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
-            quota, period = map(int, _read(f"{folder}/cpu.max").split())
+            quota, period = map(int, _read_file(f"{folder}/cpu.max").split())
             yield quota / period
 
 
 class MemoryLimit:
-    """The memory limit of this process: that of its control groups (version 2, or 1), or all memory of the machine."""
+    """The memory limit of this process: the limit of its control groups (v2 or v1), or all memory of the machine."""
 
     def __init__(self, root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> None:
-        self._folders = list(control_groups("memory", root, own))
+        self._folders = list(iter_control_groups("memory", root, own))
 
     def limit_bytes(self) -> int:
-        """Return the lowest limit."""
-        limits = self._numbers("memory.max", "memory.limit_in_bytes")
+        """Return the lowest limit of all control groups and the machine."""
+        limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
     def peak_bytes(self) -> int:
-        """Return the highest memory of the group; 0 if that is not counted."""
-        return next(self._numbers("memory.peak", "memory.max_usage_in_bytes"), 0)
+        """Return the peak memory of the control group; 0 if the kernel does not count it."""
+        return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
     def kills(self) -> int:
-        """Return how many processes the kernel has killed in it for memory; without a count, on the whole machine."""
+        """Return the number of processes that the kernel killed for memory in the group, or else on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
-            with suppress(OSError, ValueError, IndexError):  # it is not there, or has no such line
-                return int(_read(path).partition("oom_kill ")[2].split(maxsplit=1)[0])
+            with suppress(OSError, ValueError, IndexError):  # no such file, or no such line
+                return int(_read_file(path).partition("oom_kill ")[2].split(maxsplit=1)[0])
         return 0
 
-    def _numbers(self, *names: str) -> Iterator[int]:
+    def _iter_values(self, *names: str) -> Iterator[int]:
         for folder in self._folders:
             for name in names:
                 with suppress(OSError, ValueError):  # "max" is no limit
-                    yield int(_read(f"{folder}/{name}"))
+                    yield int(_read_file(f"{folder}/{name}"))
 
 
-def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of all that contain it.
+def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of its parent groups.
 
     Args:
-        controller: the name of a controller of version 1; empty for version 2 alone.
-        root: where control groups are mounted.
-        own: the file that names those of this process.
+        controller: the name of a version 1 controller; empty for version 2 only.
+        root: the mount point of control groups.
+        own: the file that names the control groups of this process.
     """
     with suppress(OSError, ValueError):
-        for line in _read(str(own)).splitlines():
+        for line in _read_file(str(own)).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", controller):
                 top = root / controllers
                 group = top / path.lstrip("/")
-                yield from (each for each in (group, *group.parents) if each.is_relative_to(top))
+                yield from (ancestor for ancestor in (group, *group.parents) if ancestor.is_relative_to(top))
 
 
 # Files, machines and sockets.
 
 _COPY_BYTES = 1024 * 1024
 _MOUNTS = "/proc/self/mountinfo"
-_LISTENING = "0A"  # in /proc/net/tcp
-_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6", ("::ffff:127.0.0.1", "::")))  # noqa: S104 - it is compared, and no socket is bound to it
-"""The kernel's tables of sockets, each with the addresses that take connections to 127.0.0.1."""
+_LISTEN_STATE = "0A"  # in /proc/net/tcp
+_SOCKET_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6", ("::ffff:127.0.0.1", "::")))  # noqa: S104 - it is compared, and no socket is bound to it
+"""The kernel's socket tables, each with the addresses that accept connections to 127.0.0.1."""
 
 
 def copy_range(source: int, file: int, length: int, offset: int) -> int:
-    """Append up to `length` bytes of an open file, from `offset` on, to another; return how many, 0 at its end.
+    """Append up to `length` bytes of `source`, from `offset` on, to `file`; return their number, 0 at the end.
 
-    They are copied in the kernel or on the file server, where that is supported; XFS and Btrfs share them.
+    The kernel or the file server copies them, if supported; XFS and Btrfs share the blocks.
     """
     if is_linux():
-        with suppress(OSError):  # not supported; any other error the call below raises too
+        with suppress(OSError):  # not supported; the calls below raise every other error too
             if count := os.copy_file_range(source, file, length, offset):
                 return count
     return os.write(file, os.pread(source, min(length, _COPY_BYTES), offset))
 
 
 def boot_id() -> str:
-    """Return what identifies this machine since its last start; "any" where nothing does."""
+    """Return an id of this machine's current boot; "any" if the system has no such id."""
     with suppress(OSError):
-        return _read("/proc/sys/kernel/random/boot_id").strip()
+        return _read_file("/proc/sys/kernel/random/boot_id").strip()
     return "any"
 
 
 def mount_type(device: int) -> str:
-    """Return the type of the file system with this number; empty where the kernel does not list its mounts."""
+    """Return the type of the file system with this device number; empty if the kernel does not list mounts."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(FileNotFoundError):
-        for line in _read(_MOUNTS).splitlines():
+        for line in _read_file(_MOUNTS).splitlines():
             if line.split(" ")[2:3] == [number]:
                 return line.partition(" - ")[2].split(" ")[0]
     return ""
 
 
 def may_have_access_list(path: Path) -> bool:
-    """Whether the group's bits of the mode may be those of other users; also where that cannot be read."""
+    """Return whether an ACL may give other users access, so that the mode's group bits mislead; True if unknown."""
     try:
         return not is_linux() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
     except OSError:
@@ -289,18 +289,18 @@ def may_have_access_list(path: Path) -> bool:
 
 
 def owners_of_listeners(port: int) -> Iterator[int]:
-    """Yield the user of each socket that may take connections to this port of 127.0.0.1; elsewhere none is known."""
-    for table, addresses in _TABLES:
+    """Yield the owner's user id of each socket that may accept connections to 127.0.0.1:`port`; none if unknown."""
+    for table, addresses in _SOCKET_TABLES:
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-        local = {f"{_kernel_hex(socket.inet_pton(family, address))}:{port:04X}" for address in addresses}
+        local = {f"{_format_kernel_address(socket.inet_pton(family, address))}:{port:04X}" for address in addresses}
         with suppress(FileNotFoundError):
-            for line in _read(table).splitlines()[1:]:
+            for line in _read_file(table).splitlines()[1:]:
                 _, address, _, state, _, _, _, user, *_ = line.split()
-                if address in local and state == _LISTENING:
+                if address in local and state == _LISTEN_STATE:
                     yield int(user)
 
 
-def _kernel_hex(address: bytes) -> str:
-    """Return an address as the kernel prints it: each word of four bytes as a number of this machine."""
+def _format_kernel_address(address: bytes) -> str:
+    """Return an address in the kernel's format: each four bytes as one number in this machine's byte order."""
     words = [address[start : start + 4] for start in range(0, len(address), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)

@@ -1,4 +1,4 @@
-"""The retry policy of the tasks: which errors of a target are retried, how often and after which pauses."""
+"""The retry policy of the tasks: which target errors are retried, how often, and after which pauses."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from prefect_tune.core.storage.object_store import ObjectStore
 
 READ_TIMEOUT = timedelta(minutes=2)
-"""How long a read of a target, or a small write, may take with all of its requests; transfers take longer."""
+"""Timeout of a read or a small write on a target, with all its requests; transfers take longer."""
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
-"""Pauses between tries: 91 s in total, since replacing expired credentials takes about a minute."""
-_UNSERVED_TRIES = 5  # of a target that has not served the run yet: 31 s in total, since a user may wait for the answer
+"""Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
+_MAX_FIRST_TRIES = 5  # before the first success of a run: 31 s in total, since a user may be waiting
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
-_abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
+_abandonment: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
 
 
 @contextmanager
@@ -48,19 +48,19 @@ def set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
 
 
 def retrying_until(abandoned: threading.Event) -> AbstractContextManager[None]:
-    """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
-    return set_to(_abandoned, abandoned)
+    """Stop all retries in this context once `abandoned` is set: the process exits, and waits for its threads."""
+    return set_to(_abandonment, abandoned)
 
 
 def is_abandoned() -> bool:
-    """Return whether the process ends and waits no longer for the work of this context."""
-    event = _abandoned.get()
+    """Return whether the process exits and no longer waits for the work of this context."""
+    event = _abandonment.get()
     return event is not None and event.is_set()
 
 
 def _pause(seconds: float) -> None:
-    """Sleep; return at once when the work of this context is abandoned."""
-    event = _abandoned.get()
+    """Sleep, or return at once when the work of this context is abandoned."""
+    event = _abandonment.get()
     if event is None:
         time.sleep(seconds)
     else:
@@ -68,16 +68,16 @@ def _pause(seconds: float) -> None:
 
 
 def retrying_refusals() -> AbstractContextManager[None]:
-    """Retry `StoreRefused` too in this context: for a run whose target has passed `check_target`.
+    """Retry `StoreRefused` too in this context: for a flow run whose target has passed `check_target`.
 
-    A target that has served a run refuses it later because something changed: credentials expired, a policy changed,
-    a file system was remounted. Such a refusal is often temporary, and the trial did not cause it.
+    If a target refuses a run that it served before, something changed: credentials expired, a policy changed, a file
+    system was remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
     return set_to(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
 
 
 def may_pass(error: object) -> bool:
-    """Return whether to retry after `error`: it may be temporary, and the work of this context is not abandoned."""
+    """Return whether to retry after `error`: it may be temporary, and this context's work is not abandoned."""
     if is_abandoned():
         return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
@@ -85,30 +85,30 @@ def may_pass(error: object) -> bool:
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Retry condition of a Prefect task: retry temporary errors of the target, fail at once on all others.
+    """Retry condition of a Prefect task: retry temporary errors of the target, and fail at once on all other errors.
 
-    It must be a plain function: for any other callable Prefect does not retry.
+    It must be a plain function: Prefect does not retry with any other callable.
     """
     return may_pass(state.result(raise_on_failure=False))
 
 
-def is_targets_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """As `is_transient`, and retry `StoreRefused` too: for a task that stores what a flow of one's own has trained.
+def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """Like `is_transient`, but retry `StoreRefused` too: for tasks that store the training of a user's own flow.
 
-    Such a task does not know whether the target has served its flow run before, as `retrying_refusals` requires; a
-    flow that fails at once when credentials expire would lose the steps since its last checkpoint.
+    Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If it
+    failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
     """
     error = state.result(raise_on_failure=False)
     return may_pass(error) or (isinstance(error, StoreRefused) and not is_abandoned())
 
 
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """As `is_transient`, for the first task of a run, without `StoreRefused`: that target has never served the run."""
+    """Like `is_transient`, but never retry `StoreRefused`: for a run's first task, before the target served the run."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_abandoned()
 
 
 def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """As `is_transient`, without `StoreRefused`, for work that a later attempt can do: it does not wait for access."""
+    """Like `is_transient`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
     error = state.result(raise_on_failure=False)
     return may_pass(error) and not isinstance(error, StoreRefused)
 
@@ -119,9 +119,9 @@ def with_retries(
     pauses_seconds: Sequence[float] | None = None,
     work: str = "",
 ) -> _Result:
-    """Return `act()`, retried as a task would be; for work too small for a task run. Log lines begin with `work`."""
-    served = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]
-    for seconds in served if pauses_seconds is None else pauses_seconds:
+    """Return `act()`, with the retries of a task; for work too small for a task run. Log lines begin with `work`."""
+    default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_TRIES]
+    for seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
             return act()
         except Exception as error:
@@ -137,17 +137,17 @@ def with_retries(
 def on_target(
     target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = READ_TIMEOUT
 ) -> _Result:
-    """Return `act(store)`; each try opens the target anew, and may last `timeout`. Retried as `with_retries` does."""
+    """Return `act(store)`, retried like `with_retries`. Each try opens the target again, and may take `timeout`."""
 
-    def acted() -> _Result:
+    def act_on_store() -> _Result:
         with target.open(timeout=timeout) as store:
             return act(store)
 
-    return with_retries(acted)
+    return with_retries(act_on_store)
 
 
 def run_log() -> Log:
-    """Return the logger of the current run, or the package's if there is none."""
+    """Return the logger of the current Prefect run; the package's logger if there is no run."""
     try:
         return get_run_logger()
     except MissingContextError:
@@ -158,20 +158,20 @@ def run_log() -> Log:
 RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "refresh_cache": True,  # else Prefect still asks its result storage, one request per run if that is remote
+    "refresh_cache": True,  # else Prefect queries its result storage: one request per task run if it is remote
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
 }
 
-# Options of the tasks of a flow of one's own that follow its training.
-RETRYING_REFUSALS: dict[str, Any] = {**RETRYING, "retry_condition_fn": is_targets_failure}
+# Options of the tasks of a user's own flow that store its training.
+RETRYING_REFUSALS: dict[str, Any] = {**RETRYING, "retry_condition_fn": is_target_failure}
 
-# Options of the first task of a run.
+# Options of a flow run's first task.
 CHECKING: dict[str, Any] = {
     **RETRYING,
-    "retries": _UNSERVED_TRIES,
-    "retry_delay_seconds": list(_PAUSES_SECONDS[:_UNSERVED_TRIES]),
+    "retries": _MAX_FIRST_TRIES,
+    "retry_delay_seconds": list(_PAUSES_SECONDS[:_MAX_FIRST_TRIES]),
     "retry_condition_fn": is_unavailable,
 }

@@ -1,6 +1,6 @@
-"""What the public tasks take and return: plain values.
+"""The arguments and results of the public tasks: plain values.
 
-Arguments are parsed and validated at once, before anything is owned or written. Results are frozen, and can be
+Arguments are parsed and validated first, before the task takes ownership or writes. Results are frozen, and can be
 printed, pickled and stored as JSON.
 """
 
@@ -33,49 +33,49 @@ from prefect_tune.parameters.search_plan import ValidatedParameters
 
 Directory: TypeAlias = str | os.PathLike[str]
 End: TypeAlias = Literal["completed", "paused", "errored"]
-"""How a trial of a flow of one's own ends."""
+"""How a trial of a user's own flow ends."""
 
 
-def _step(given: object) -> int:
-    """Return a step. Raises `InvalidInput` if it is no whole number from 1 on."""
-    step = plain_scalar(given)
+def _validate_step(value: object) -> int:
+    """Return `value` as a step. Raises `InvalidInput` unless it is a whole number from 1 on."""
+    step = plain_scalar(value)
     if isinstance(step, int) and is_count(step, 1):
         return step
-    raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {given!r}")
+    raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {value!r}")
 
 
-def _path(given: object) -> object:
-    """Return a path-like object as text, for pydantic, which knows paths and text."""
-    return os.fspath(given) if isinstance(given, os.PathLike) else given
+def _path_as_text(value: object) -> object:
+    """Return a path-like object as text, because pydantic accepts only paths and text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _metrics(given: Any) -> dict[str, object]:
-    return storable({} if given is None else given, "metrics")
+def _validate_metrics(value: Any) -> dict[str, object]:
+    return storable({} if value is None else value, "metrics")
 
 
-def _metadata(given: Any) -> dict[str, object]:
-    return plain_metadata({} if given is None else given)
+def _validate_metadata(value: Any) -> dict[str, object]:
+    return plain_metadata({} if value is None else value)
 
 
-def _reports(given: Any) -> tuple[StepReport, ...]:
-    """Return reports in the order of their steps, which JSON parameters have as text."""
-    if given is not None and not isinstance(given, Mapping):
-        raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {given!r}")
-    numbered = {_reported_step(step): metrics for step, metrics in (given or {}).items()}
+def _parse_reports(value: Any) -> tuple[StepReport, ...]:
+    """Return reports in the order of their steps; in JSON parameters, the steps are text."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
+    numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
     return tuple(
         StepReport(step=step, metrics=storable(numbered[step], f"reports, step {step}")) for step in sorted(numbered)
     )
 
 
-def _reported_step(given: object) -> int:
+def _parse_report_step(value: object) -> int:
     try:
-        return _step(int(given) if isinstance(given, str) and given.isdecimal() else given)
+        return _validate_step(int(value) if isinstance(value, str) and value.isdecimal() else value)
     except InvalidInput as invalid:
         raise InvalidInput(f"reports: {invalid}") from invalid
 
 
-_Step: TypeAlias = Annotated[int, BeforeValidator(_step)]
-_Path: TypeAlias = Annotated[Path, BeforeValidator(_path)]
+_Step: TypeAlias = Annotated[int, BeforeValidator(_validate_step)]
+_Path: TypeAlias = Annotated[Path, BeforeValidator(_path_as_text)]
 _Seconds: TypeAlias = Annotated[Number, Field(gt=0)]
 
 
@@ -97,9 +97,9 @@ class SaveArguments(TrialArguments):
 
     directory: Annotated[_Path, AfterValidator(Path.absolute)]
     step: _Step
-    metrics: Annotated[dict[str, Any], BeforeValidator(_metrics)]
+    metrics: Annotated[dict[str, Any], BeforeValidator(_validate_metrics)]
     trained_seconds: Annotated[Number, Field(ge=0)]
-    metadata: Annotated[dict[str, Any], BeforeValidator(_metadata)]
+    metadata: Annotated[dict[str, Any], BeforeValidator(_validate_metadata)]
     retention: Retention | None
     timeout_seconds: _Seconds
 
@@ -127,44 +127,44 @@ class DeleteArguments(TrialArguments):
 class SyncArguments(TrialArguments):
     """The arguments of `sync_experiment_state`."""
 
-    reports: Annotated[tuple[StepReport, ...], BeforeValidator(_reports)]
+    reports: Annotated[tuple[StepReport, ...], BeforeValidator(_parse_reports)]
     config: Annotated[dict[str, Any], BeforeValidator(storable_config)] | None
     status: End | None
     reason: str
 
 
-# Warn of a name that is new on a target and similar to one that exists there: it may be misspelt.
+# Warn if a name is new on a target and similar to an existing name: it may be misspelled.
 
-_SIMILAR = 0.75
-"""The least similarity of two spellings of one name: that of `slow` and `slwo`."""
-_LOOK = timedelta(seconds=5)
-_COUNTED = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
-"""What differs within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
+_MIN_SIMILARITY = 0.75
+"""The minimum similarity of two spellings of one name, which `slow` and `slwo` have."""
+_LIST_TIMEOUT = timedelta(seconds=5)
+_SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+"""The parts that differ within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
 
 
 def similar_experiment(target: StorageTarget, experiment: str) -> str:
-    """Return as `_similar_name`, of the experiments on `target`; empty too if they cannot be listed within 5 s."""
-    with suppress(TuneError), target.open(timeout=_LOOK) as store:
-        return _similar_name(experiment, experiment_names(store))
+    """Return `_similar_name_hint` for the experiments on `target`; "" if they cannot be listed within 5 s."""
+    with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
+        return _similar_name_hint(experiment, experiment_names(store))
     return ""
 
 
 def misspelt(target: StorageTarget, state: Experiment, trial: str) -> str:
-    """Return that the experiment or its trial is not on `target`, if its name may be misspelt; else an empty text."""
+    """Return a warning that the experiment or trial does not exist, if its name may be misspelled; "" otherwise."""
     if not state.number:
         hint = similar_experiment(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
-    hint = _similar_name(trial, state.trials) if trial not in state.trials else ""
+    hint = _similar_name_hint(trial, state.trials) if trial not in state.trials else ""
     return f"Experiment {state.name!r} at {target.uri} has no trial {trial!r}{hint}" if hint else ""
 
 
-def _similar_name(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'slow'?` if a known name may be what was meant; names of one series are not similar."""
-    return did_you_mean(name, (each for each in known if _letters(each) != _letters(name)), _SIMILAR)
+def _similar_name_hint(name: str, names: Iterable[str]) -> str:
+    """Return `; did you mean 'slow'?` if `name` may be a misspelled existing name; names of one series never are."""
+    return did_you_mean(name, (other for other in names if _series_of(other) != _series_of(name)), _MIN_SIMILARITY)
 
 
-def _letters(name: str) -> str:
-    return _COUNTED.sub("", name)
+def _series_of(name: str) -> str:
+    return _SERIES_PART.sub("", name)
 
 
 # The results.
@@ -177,13 +177,13 @@ class CommittedCheckpoint(Value):
     trial: str
     step: int
     metrics: Mapping[str, Any]
-    """The metrics that it was saved with."""
+    """The metrics of its step."""
     uri: str
-    """Its location, without secrets: `pt.Checkpoint(uri)` reads it, with the credentials of the environment."""
+    """Its location, without secrets: `pt.Checkpoint(uri)` reads it with the environment's credentials."""
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
-    """The bytes that were uploaded: the others were on the target already; None where the save was an earlier one."""
+    """The uploaded bytes, without those that were on the target already; None if an earlier call saved it."""
 
 
 class RestoredCheckpoint(Value):
@@ -211,37 +211,37 @@ class TrialState(Value):
     status: Status
     """`completed`, `pruned`, `interrupted`, `errored`, `running`, `paused` or `pending`."""
     reason: str
-    """Why it has this status, or why its last attempt ended; empty where nothing ended yet."""
+    """The reason for this status, or for the end of the last attempt; empty if no attempt has ended."""
     step: int
-    """The newest step, each counted once."""
+    """The newest step; repeated steps count once."""
     metrics: Mapping[str, Any]
-    """The metrics of that step."""
+    """The metrics of the newest step."""
     checkpoint: CommittedCheckpoint | None
     """The newest committed checkpoint, from which the trial continues; None before the first."""
     checkpoint_steps: tuple[int, ...]
     """The steps of all its checkpoints, oldest first."""
     attempts: int
-    """How many attempts have begun, over all flow runs."""
+    """The number of attempts begun, in all flow runs."""
     wasted_steps: int
-    """Steps that are known to have been trained again."""
+    """The number of steps known to be trained again."""
     wasted_at_least: bool
-    """Whether they may be more: a run vanished, and its last reports with it."""
+    """Whether there may be more: a run vanished, and its last reports are lost."""
     config: Mapping[str, Any]
-    """Its configuration; empty if none was passed."""
+    """The trial's configuration; empty if none was passed."""
 
 
 class ExperimentState(Value):
-    """The state of an experiment after one entry of its journal."""
+    """The state of an experiment after an entry of its journal."""
 
     experiment: str
     uri: str
     """Its location, without secrets."""
     entry: int
-    """The number of that entry."""
+    """The number of the entry."""
     owner: str
-    """The run that owns the experiment, as messages name it."""
+    """The run that owns the experiment, named like in messages."""
     trials: Mapping[str, TrialState] = Field(default_factory=dict)
-    """The trials by name, in the order in which they were added."""
+    """The trials by name, in the order of their addition."""
 
 
 def committed_checkpoint(
@@ -270,7 +270,7 @@ def trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> 
         step=trial.step,
         metrics=trial.metrics,
         checkpoint=committed_checkpoint(target, folder, newest) if newest else None,
-        checkpoint_steps=tuple(each.step for each in trial.checkpoints),
+        checkpoint_steps=tuple(kept.step for kept in trial.checkpoints),
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
         wasted_at_least=trial.wasted_at_least,
@@ -285,5 +285,5 @@ def experiment_state(target: StorageTarget, experiment: Experiment) -> Experimen
         uri=below(target.uri, experiment.name),
         entry=experiment.number,
         owner=str(experiment.owner or ""),
-        trials={name: trial_state(target, experiment.key, each) for name, each in experiment.trials.items()},
+        trials={name: trial_state(target, experiment.key, trial) for name, trial in experiment.trials.items()},
     )

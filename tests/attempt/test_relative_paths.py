@@ -98,14 +98,14 @@ def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
         (tmp_path / name / "artifacts").mkdir(parents=True)
         (tmp_path / name / "artifacts" / "log").write_text(name)
     syncer = TargetSyncer()
-    run = TargetSyncer._run
+    run = TargetSyncer._run_command
 
     def run_elsewhere(self: TargetSyncer, command: Any) -> None:
         os.chdir(tmp_path / "other")
         run(self, command)
 
     monkeypatch.chdir(tmp_path / "meant")
-    monkeypatch.setattr(TargetSyncer, "_run", run_elsewhere)
+    monkeypatch.setattr(TargetSyncer, "_run_command", run_elsewhere)
     syncer.sync_up("artifacts", str(tmp_path / "remote"))
     syncer.wait()
     syncer.sync_down(str(tmp_path / "remote"), "back")  # now resolved in "other"

@@ -148,7 +148,7 @@ def test_a_uri_says_where_it_is_and_not_by_whose_keys() -> None:
 
 def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
     target = S3Target(bucket="bucket", access_key_id="id", secret_access_key="secret-of-mine")
-    with pytest.raises(InvalidInput, match=r"save the block and pass its slug: target.save\('name'\)") as caught:
+    with pytest.raises(InvalidInput, match=r"save the block with target.save\('name'\), and pass its slug") as caught:
         target_reference(target)
     assert "secret-of-mine" not in str(caught.value)
 

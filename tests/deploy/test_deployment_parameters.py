@@ -79,7 +79,7 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
         ),
         (
             pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
-            "save the block and pass its slug",
+            "and pass its slug",
         ),
         (f"sftp://me:{SECRET}@host/runs", "no credentials in a URI"),
         (f"s3://me:{SECRET}@bucket/runs", "no credentials in a URI"),

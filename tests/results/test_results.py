@@ -237,7 +237,7 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
     with pytest.raises(pt.InvalidInput, match="there is no experiment 'gone'"):
         pt.load_results(tmp_path / "target", "gone")
     assert list((tmp_path / "target").iterdir()) == []
-    with pytest.raises(pt.StoreUnavailable, match="the root itself does not exist"):
+    with pytest.raises(pt.StoreUnavailable, match="the root does not exist"):
         pt.load_results(tmp_path / "mistyped", "gone")
     assert not (tmp_path / "mistyped").exists()
 

@@ -122,7 +122,7 @@ class _HalfWriting(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no t
 
 def test_a_write_that_fails_half_way_leaves_no_object_and_no_hidden_file() -> None:
     memory = _HalfWriting()
-    store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(memory)), "/root", makes_root=True)
+    store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(memory)), "/root", create_root=True)
     with pytest.raises(StoreUnavailable, match="connection was lost"):
         store.put("a/b", b"0123456789")
     assert store.size("a/b") is None

@@ -48,7 +48,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _obstore(endpoint: str, *, seconds: float, request_seconds: float = 0.4) -> Iterator[ObjectStore]:
     limit = timedelta(seconds=request_seconds)
-    store = object_store(endpoint, seconds=seconds, request_limit=limit, prefix="root")
+    store = object_store(endpoint, seconds=seconds, request_timeout=limit, prefix="root")
     yield store
     store.close()
 
@@ -68,7 +68,7 @@ def _arrow_s3(endpoint: str) -> ArrowStore:
 @contextmanager
 def _isolated_arrow(endpoint: str, *, seconds: float) -> Iterator[ObjectStore]:
     deadline = Deadline.after(timedelta(seconds=seconds))
-    with IsolatedStore(partial(_arrow_s3, endpoint), deadline=deadline, children_max=2) as store:
+    with IsolatedStore(partial(_arrow_s3, endpoint), deadline=deadline, max_children=2) as store:
         yield store
 
 

@@ -180,7 +180,7 @@ def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) ->
 
 def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.STALL
-    store = object_store(sink.endpoint, seconds=1.5, request_limit=timedelta(seconds=0.5))
+    store = object_store(sink.endpoint, seconds=1.5, request_timeout=timedelta(seconds=0.5))
     body = bytes(4 << 20)
 
     def write(number: int) -> TuneError | None:

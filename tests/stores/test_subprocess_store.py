@@ -49,8 +49,8 @@ class TestIsolatedStore(StoreContract):
         shared.delete([listed.path for listed in shared.list("")])
 
 
-def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), children_max: int = 4) -> IsolatedStore:
-    return IsolatedStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), children_max=children_max)
+def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), max_children: int = 4) -> IsolatedStore:
+    return IsolatedStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), max_children=max_children)
 
 
 def _is_running(pid: int) -> bool:
@@ -68,7 +68,7 @@ def _ends_within(seconds: float, pid: int) -> bool:
 
 
 def test_a_hung_write_ends_at_the_deadline_and_its_process_with_it(tmp_path: Path) -> None:
-    with _moody(tmp_path, SOON, children_max=1) as store:
+    with _moody(tmp_path, SOON, max_children=1) as store:
         child = int(store.read("pid"))
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"put of 'hang'.*1\.5 s"):
@@ -92,14 +92,14 @@ def test_a_constructor_that_hangs_ends_at_the_deadline_and_nothing_is_written() 
 
 def test_callers_that_wait_for_a_child_end_at_the_deadline_too(tmp_path: Path) -> None:
     began = time.monotonic()
-    with _moody(tmp_path, SOON, children_max=2) as store, ThreadPoolExecutor(8) as pool:
+    with _moody(tmp_path, SOON, max_children=2) as store, ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(store.put, f"hang/{number}", b"") for number in range(8)]
         assert [type(call.exception()) for call in calls] == [DeadlineExceeded] * 8
     assert time.monotonic() - began < SOON.total_seconds() + 1.5
 
 
 def test_a_child_that_dies_is_unavailable_and_the_next_call_has_a_new_one(tmp_path: Path) -> None:
-    with _moody(tmp_path, children_max=1) as store:
+    with _moody(tmp_path, max_children=1) as store:
         first = store.read("pid")
         with pytest.raises(StoreUnavailable, match="exit code -9"):
             store.put("die", b"")
@@ -112,7 +112,7 @@ def test_a_machine_without_another_process_is_unavailable_and_the_next_call_has_
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    with _moody(tmp_path, children_max=1) as store:
+    with _moody(tmp_path, max_children=1) as store:
         with monkeypatch.context() as full:
             full.setattr(subprocess, "Popen", refuse)
             with pytest.raises(StoreUnavailable, match="create of 'a': its child process cannot be started"):
@@ -129,7 +129,7 @@ def test_a_child_that_dies_in_a_create_leaves_it_unknown(tmp_path: Path, name: s
 
 
 def test_a_child_killed_between_two_calls_costs_one_call(tmp_path: Path) -> None:
-    with _moody(tmp_path, children_max=1) as store:
+    with _moody(tmp_path, max_children=1) as store:
         os.kill(int(store.read("pid")), signal.SIGKILL)
         with pytest.raises(StoreUnavailable):
             store.put("a", b"1")
@@ -143,7 +143,7 @@ def test_the_answer_of_an_interrupted_call_is_not_given_to_the_next_caller(tmp_p
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with _moody(tmp_path, children_max=1) as store:
+        with _moody(tmp_path, max_children=1) as store:
             child = store.read("pid")
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
@@ -159,18 +159,18 @@ def test_a_bug_of_the_store_is_raised_with_its_traceback(tmp_path: Path) -> None
 
 
 def test_what_the_store_raises_is_raised_here(tmp_path: Path) -> None:
-    with _moody(tmp_path / "missing") as store, pytest.raises(StoreUnavailable, match="root itself"):
+    with _moody(tmp_path / "missing") as store, pytest.raises(StoreUnavailable, match="the root does not exist"):
         store.create("a", b"")
 
 
 def test_pieces_that_the_store_did_not_take_are_no_later_request(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     root.mkdir()
-    with _moody(root, children_max=1) as store:
+    with _moody(root, max_children=1) as store:
         store.put("object", b"1")
         child = store.read("pid")
         root.rename(elsewhere)
-        with pytest.raises(StoreUnavailable, match="root itself"):
+        with pytest.raises(StoreUnavailable, match="the root does not exist"):
             store.replace("object", [b"1", b"2", b"3"])
         elsewhere.rename(root)
         assert store.size("object") == 1
@@ -182,7 +182,7 @@ def test_pieces_that_cannot_be_read_to_the_end_replace_nothing(tmp_path: Path) -
         yield b"half"
         raise InvalidInput("a bad disk")
 
-    with _moody(tmp_path, children_max=1) as store:
+    with _moody(tmp_path, max_children=1) as store:
         store.put("object", b"1")
         with pytest.raises(InvalidInput, match="a bad disk"):
             store.replace("object", pieces())
@@ -201,7 +201,7 @@ def test_a_store_that_cannot_be_made_says_why() -> None:
 
 
 def test_threads_share_the_children_and_work_side_by_side(tmp_path: Path) -> None:
-    with _moody(tmp_path, children_max=4) as store, ThreadPoolExecutor(8) as pool:
+    with _moody(tmp_path, max_children=4) as store, ThreadPoolExecutor(8) as pool:
         pids = {bytes(pid) for pid in pool.map(lambda _: store.read("pid"), range(40))}
         assert 1 <= len(pids) <= 4
         began = time.monotonic()
@@ -239,7 +239,7 @@ import sys
 from functools import partial
 from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.stores.slow_stores import MoodyStore
-store = IsolatedStore(partial(MoodyStore, sys.argv[1]), children_max=1)
+store = IsolatedStore(partial(MoodyStore, sys.argv[1]), max_children=1)
 print(store.read("pid").decode(), flush=True)
 store.put("drip", b"")
 """

@@ -28,25 +28,25 @@ from prefect_tune.stores.posix_store import as_store_error
 
 # Map the exceptions of pyarrow's and fsspec's clients to store errors.
 
-_NEVER_WORKS = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
+_PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
 
 
-def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailable:
-    """Return the store error for `error`, which a file system's client raised during `what`.
+def as_arrow_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
+    """Return the store error for `error`, which a file system's client raised during `operation`.
 
-    An error that is not known to be permanent counts as transient: retries are bounded, but an error that is
-    wrongly called permanent ends the work.
+    An unknown error counts as transient: retries are bounded, but a transient error taken for a permanent one would
+    end the work.
     """
     if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs, for a truncated body
-        return as_store_error(error, what)
-    said = str(error).partition("\n")[0] or type(error).__name__
-    return (StoreRefused if isinstance(error, _NEVER_WORKS) else StoreUnavailable)(f"{what}: {said}")
+        return as_store_error(error, operation)
+    message = str(error).partition("\n")[0] or type(error).__name__
+    return (StoreRefused if isinstance(error, _PERMANENT_ERRORS) else StoreUnavailable)(f"{operation}: {message}")
 
 
-_LEFTOVER_AFTER = timedelta(days=1)
-_WHOLE_OR_NOTHING = frozenset({"s3", "gcs", "abfs"})
+_MAX_TEMPFILE_AGE = timedelta(days=1)
+_OBJECT_STORAGES = frozenset({"s3", "gcs", "abfs"})
 """Native object storages: an object appears when its upload completes, and there is no rename."""
-_BUCKETS = _WHOLE_OR_NOTHING | {
+_BUCKET_TYPES = _OBJECT_STORAGES | {
     f"py::fsspec+{name}" for name in ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs")
 }
 
@@ -54,23 +54,23 @@ _BUCKETS = _WHOLE_OR_NOTHING | {
 class ArrowStore(ParallelStore):
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
-    `create` checks, writes and reads back, which is not atomic between processes: only one process may write.
-    On a file system that is not an object storage, an object is written under a hidden name and then moved, so
-    that a failed write leaves no partial object. Every write compares the size that the target then shows.
+    `create` checks, writes and reads back. This is not atomic between processes, so only one process may write.
+    On a file system that is not an object storage, a write goes to a hidden name first and is then moved: a failed
+    write leaves no partial object. Every write checks the size on the target afterwards.
 
-    A missing root is an error; with `makes_root` it counts as empty, and the first write makes it (never a bucket).
+    A missing root is an error. With `create_root` it counts as empty, and the first write creates it (never a bucket).
 
     The deadline is checked between calls. A call that hangs can only be ended by `IsolatedStore`, from outside.
     """
 
     def __init__(
-        self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None, makes_root: bool = False
+        self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None, create_root: bool = False
     ) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._deadline = deadline or Deadline.never()
-        self._is_whole_or_nothing = filesystem.type_name in _WHOLE_OR_NOTHING
-        self._root_was_seen = makes_root and filesystem.type_name not in _BUCKETS
+        self._is_object_storage = filesystem.type_name in _OBJECT_STORAGES
+        self._root_exists = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_swept = False
         # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
         handler = getattr(filesystem, "handler", None)
@@ -82,248 +82,249 @@ class ArrowStore(ParallelStore):
 
     def create(self, path: str, data: Buffer) -> None:
         """Atomic only while no other process writes."""
-        place = f"{self._filesystem.type_name} {self._full(path)}"
-        what = f"create of {path!r}"
-        with one_at_a_time(place, what, self._deadline):
+        lock_name = f"{self._filesystem.type_name} {self._full_path(path)}"
+        operation = f"create of {path!r}"
+        with one_at_a_time(lock_name, operation, self._deadline):
             if self.size(path) is not None:
                 raise AlreadyExists(f"{path}: an object with this name exists already")
-            staged = self._staged((data,), what)
+            staged = self._stage_object((data,), operation)
             try:
-                self._publish(staged, path, (data,), what)
-                found = self.read(path)
+                self._publish_object(staged, path, (data,), operation)
+                written = self.read(path)
             except (StoreUnavailable, ObjectNotFound) as error:
                 raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
-            if bytes(found) != bytes(data):
+            if bytes(written) != bytes(data):
                 raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer")
 
     def put(self, path: str, data: Buffer) -> None:
         """An existing object of the same size is not written again."""
         if self.size(path) != memoryview(data).nbytes:
-            what = f"put of {path!r}"
-            self._publish(self._staged((data,), what), path, (data,), what)
+            operation = f"put of {path!r}"
+            self._publish_object(self._stage_object((data,), operation), path, (data,), operation)
 
     def copy(self, source: str, path: str) -> None:
         """An existing object of the same size is not written again."""
-        full_source, full, what = self._full(source), self._full(path), f"copy of {source!r}"
+        source_path, full_path, operation = self._full_path(source), self._full_path(path), f"copy of {source!r}"
         if (size_bytes := self.size(source)) is None:
             raise ObjectNotFound(f"{source}: no such object in {self._root}")
         if self.size(path) == size_bytes:
             return
-        hidden = None if self._is_whole_or_nothing else self._hidden()
+        hidden_path = None if self._is_object_storage else self._make_hidden_path()
         try:
-            with self._store_errors(what):
-                if hidden is not None:
-                    self._filesystem.create_dir(hidden.rpartition("/")[0], recursive=True)
+            with self._converting_errors(operation):
+                if hidden_path is not None:
+                    self._filesystem.create_dir(hidden_path.rpartition("/")[0], recursive=True)
                 if self._fsspec is None:
-                    self._filesystem.copy_file(full_source, hidden or full)
+                    self._filesystem.copy_file(source_path, hidden_path or full_path)
                 else:
                     try:
-                        self._fsspec.cp_file(full_source, hidden or full)
+                        self._fsspec.cp_file(source_path, hidden_path or full_path)
                     except NotImplementedError:  # such as sftp: its server cannot copy
-                        with self._filesystem.open_input_file(full_source) as file:
-                            self._write(hidden or full, (file.read_buffer(),))
-                self._check_size(hidden or full, size_bytes)
+                        with self._filesystem.open_input_file(source_path) as file:
+                            self._write_object(hidden_path or full_path, (file.read_buffer(),))
+                self._check_size(hidden_path or full_path, size_bytes)
         except (StoreUnavailable, StoreRefused):
-            self._discard(hidden or full, size_bytes)
+            self._remove_partial_object(hidden_path or full_path, size_bytes)
             if self.size(source) is None:
                 raise ObjectNotFound(f"{source}: no such object in {self._root}") from None
             raise
-        if hidden is not None:
-            self._publish((hidden, size_bytes), path, (), what)
+        if hidden_path is not None:
+            self._publish_object((hidden_path, size_bytes), path, (), operation)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """On a file system that is not an object storage, there is no object at `path` for a moment."""
-        what = f"replace of {path!r}"
-        self._publish(self._staged(pieces, what), path, pieces, what)
+        """On a file system that is not an object storage, the object is missing for a moment."""
+        operation = f"replace of {path!r}"
+        self._publish_object(self._stage_object(pieces, operation), path, pieces, operation)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        full = self._full(path)
-        what = f"read of {path!r}"
-        self._deadline.check(what)
+        full_path = self._full_path(path)
+        operation = f"read of {path!r}"
+        self._deadline.check(operation)
         try:
-            with self._store_errors(what), self._filesystem.open_input_file(full) as file:
+            with self._converting_errors(operation), self._filesystem.open_input_file(full_path) as file:
                 size_bytes = file.size()
                 end = size_bytes if length is None else min(size_bytes, offset + length)
                 file.seek(min(offset, size_bytes))
-                found = memoryview(file.read_buffer(max(0, end - offset)))
+                data = memoryview(file.read_buffer(max(0, end - offset)))
         except (StoreUnavailable, StoreRefused):
             if self.size(path) is None:
                 raise ObjectNotFound(f"{path}: no such object in {self._root}") from None
             raise
-        if len(found) < end - offset:
-            raise StoreUnavailable(f"{what}: expected {end - offset} bytes, got {len(found)}")
-        return found
+        if len(data) < end - offset:
+            raise StoreUnavailable(f"{operation}: expected {end - offset} bytes, got {len(data)}")
+        return data
 
     def size(self, path: str) -> int | None:
-        full = self._full(path)
-        with self._store_errors(f"size of {path!r}"):
-            size_bytes = self._size_of(full)
+        full_path = self._full_path(path)
+        with self._converting_errors(f"size of {path!r}"):
+            size_bytes = self._object_size(full_path)
         if size_bytes is None:
             self._check_root(f"size of {path!r}")
         return size_bytes
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         folder = checked_folder(prefix)
-        base = self._full(folder) if folder else self._root
-        with self._store_errors(f"list of {prefix!r}"):
-            self._look_afresh()
+        base = self._full_path(folder) if folder else self._root
+        with self._converting_errors(f"list of {prefix!r}"):
+            self._invalidate_listings()
             is_object = bool(folder) and self._filesystem.get_file_info(base).type == arrow.FileType.File
             selector = arrow.FileSelector(base or "/", recursive=True, allow_not_found=True)
             infos = [] if is_object else self._filesystem.get_file_info(selector)
         if not infos:
             self._check_root(f"list of {prefix!r}")
-        above = f"{self._root.lstrip('/')}/" if self._root else ""
-        found = (Listed(info.path.lstrip("/").removeprefix(above), info.size or 0) for info in infos if info.is_file)
-        wanted = (listed for listed in found if listed.path > after and not listed.path.startswith(f"{TEMPORARY}/"))
-        return sorted(wanted, key=lambda listed: listed.path)
+        root_prefix = f"{self._root.lstrip('/')}/" if self._root else ""
+        infos = [info for info in infos if info.is_file]
+        files = (Listed(info.path.lstrip("/").removeprefix(root_prefix), info.size or 0) for info in infos)
+        objects = (file for file in files if file.path > after and not file.path.startswith(f"{TEMPORARY}/"))
+        return sorted(objects, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        fulls = [self._full(path) for path in paths]
-        for full in fulls:
-            with self._store_errors(f"delete of {full!r}"):
-                is_there = self._size_of(full) is not None
-                if is_there:
-                    self._remove(full)
-            if not is_there:
-                self._check_root(f"delete of {full!r}")
+        full_paths = [self._full_path(path) for path in paths]
+        for full_path in full_paths:
+            with self._converting_errors(f"delete of {full_path!r}"):
+                exists = self._object_size(full_path) is not None
+                if exists:
+                    self._remove_file(full_path)
+            if not exists:
+                self._check_root(f"delete of {full_path!r}")
 
-    def _full(self, path: str) -> str:
-        checked = checked_path(path)
-        return f"{self._root}/{checked}" if self._root else checked
+    def _full_path(self, path: str) -> str:
+        relative = checked_path(path)
+        return f"{self._root}/{relative}" if self._root else relative
 
-    def _hidden(self) -> str:
+    def _make_hidden_path(self) -> str:
         hidden = f"{TEMPORARY}/{uuid.uuid4().hex}"
         return f"{self._root}/{hidden}" if self._root else hidden
 
     @contextmanager
-    def _store_errors(self, what: str) -> Iterator[None]:
-        """Raise every error of the client as an error of the store; check the deadline first."""
-        where = f"{what} in {self._root or '/'}"
-        self._deadline.check(where)
+    def _converting_errors(self, operation: str) -> Iterator[None]:
+        """Check the deadline, and convert every error of the client to a store error."""
+        description = f"{operation} in {self._root or '/'}"
+        self._deadline.check(description)
         try:
             yield
         except TuneError:
             raise
-        except Exception as error:  # fsspec's clients have no common class of errors
-            raise as_arrow_error(error, where) from error
+        except Exception as error:  # fsspec's clients share no error class
+            raise as_arrow_error(error, description) from error
 
-    def _look_afresh(self) -> None:
+    def _invalidate_listings(self) -> None:
         if self._fsspec is not None:
             self._fsspec.invalidate_cache()
 
-    def _size_of(self, full: str) -> int | None:
-        self._look_afresh()
-        info = self._filesystem.get_file_info(full)
+    def _object_size(self, full_path: str) -> int | None:
+        self._invalidate_listings()
+        info = self._filesystem.get_file_info(full_path)
         return info.size if info.type == arrow.FileType.File else None
 
-    def _check_root(self, what: str) -> None:
-        """Raise if the root itself is missing (an unmounted folder, a deleted bucket) rather than one object."""
-        if self._root_was_seen or not self._root:
+    def _check_root(self, operation: str) -> None:
+        """Raise an error if the root itself is missing (an unmounted folder, a deleted bucket)."""
+        if self._root_exists or not self._root:
             return
-        is_bucket = self._filesystem.type_name in _BUCKETS
+        is_bucket = self._filesystem.type_name in _BUCKET_TYPES
         root = self._root.lstrip("/").partition("/")[0] if is_bucket else self._root
-        with self._store_errors(what):
+        with self._converting_errors(operation):
             kind = self._filesystem.get_file_info(root).type
         if kind == arrow.FileType.NotFound and is_bucket:
-            raise StoreRefused(f"{what}: there is no bucket {root!r}: correct its name, or create it")
+            raise StoreRefused(f"{operation}: there is no bucket {root!r}: correct its name, or create it")
         if kind == arrow.FileType.NotFound:
             raise StoreUnavailable(
-                f"{what}: the root {root!r} does not exist: correct it, mount what holds it, or create it"
+                f"{operation}: the root {root!r} does not exist: correct it, mount its file system, or create it"
             )
-        self._root_was_seen = True
+        self._root_exists = True
 
-    def _write(self, full: str, pieces: Iterable[Buffer]) -> int:
-        """Write `pieces` at `full`, and return their size once the target shows all of them there."""
-        if not self._is_whole_or_nothing:
-            self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
+    def _write_object(self, full_path: str, pieces: Iterable[Buffer]) -> int:
+        """Write `pieces` to `full_path`; return their size once the target shows that size."""
+        if not self._is_object_storage:
+            self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
         size_bytes = 0
         try:
-            stream = self._filesystem.open_output_stream(full)
+            stream = self._filesystem.open_output_stream(full_path)
             try:
                 for piece in pieces:
-                    self._deadline.check(f"write of {full}")
+                    self._deadline.check(f"write of {full_path}")
                     size_bytes += memoryview(piece).nbytes
                     stream.write(memoryview(piece).cast("B") if len(piece) else b"")
             finally:
-                stream.close()  # pyarrow closes it in any case, and makes an object of the bytes so far
-            self._check_size(full, size_bytes)
+                stream.close()  # pyarrow would close it anyway, and store the bytes so far as an object
+            self._check_size(full_path, size_bytes)
         except Exception:
-            self._discard(full, size_bytes)
+            self._remove_partial_object(full_path, size_bytes)
             raise
         return size_bytes
 
-    def _check_size(self, full: str, size_bytes: int) -> None:
-        found = self._size_of(full)
-        if found != size_bytes:
-            there = "no object" if found is None else f"{found} bytes"
+    def _check_size(self, full_path: str, size_bytes: int) -> None:
+        actual_bytes = self._object_size(full_path)
+        if actual_bytes != size_bytes:
+            actual = "no object" if actual_bytes is None else f"{actual_bytes} bytes"
             raise StoreUnavailable(
-                f"{full}: sent {size_bytes} bytes and the client reported success, but the target has {there}"
+                f"{full_path}: sent {size_bytes} bytes and the client reported success, but the target has {actual}"
             )
 
-    def _discard(self, full: str, size_bytes: int) -> None:
+    def _remove_partial_object(self, full_path: str, size_bytes: int) -> None:
         """Remove the partial object that a failed write may have left; keep a complete one."""
-        with suppress(Exception):  # the write's own error is raised; the next put replaces a partial object
-            if self._size_of(full) not in (None, size_bytes):
-                self._remove(full)
+        with suppress(Exception):  # the caller raises the write's error; the next put replaces a partial object
+            if self._object_size(full_path) not in (None, size_bytes):
+                self._remove_file(full_path)
 
-    def _staged(self, pieces: Iterable[Buffer], what: str) -> tuple[str, int] | None:
-        """Write `pieces` under a hidden name, and return it and their size; None on an object storage."""
-        if self._is_whole_or_nothing:
+    def _stage_object(self, pieces: Iterable[Buffer], operation: str) -> tuple[str, int] | None:
+        """Write `pieces` to a hidden path; return the path and the size. None on an object storage."""
+        if self._is_object_storage:
             return None
-        with self._store_errors(what):
-            hidden = self._hidden()
-            size_bytes = self._write(hidden, pieces)
-            if not self._has_swept:  # what killed writers left is removed a day later, by the target's own clock
+        with self._converting_errors(operation):
+            hidden_path = self._make_hidden_path()
+            size_bytes = self._write_object(hidden_path, pieces)
+            if not self._has_swept:  # remove files of killed writers after a day, by the target's own clock
                 self._has_swept = True
-                now = self._filesystem.get_file_info(hidden).mtime
-                for info in self._filesystem.get_file_info(arrow.FileSelector(hidden.rpartition("/")[0])):
-                    if now and info.mtime and now - info.mtime > _LEFTOVER_AFTER:
-                        self._remove(info.path)
-        return hidden, size_bytes
+                now = self._filesystem.get_file_info(hidden_path).mtime
+                for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):
+                    if now and info.mtime and now - info.mtime > _MAX_TEMPFILE_AGE:
+                        self._remove_file(info.path)
+        return hidden_path, size_bytes
 
-    def _publish(self, staged: tuple[str, int] | None, path: str, pieces: Iterable[Buffer], what: str) -> None:
-        full = self._full(path)
-        with self._store_errors(what):
+    def _publish_object(self, staged: tuple[str, int] | None, path: str, pieces: Iterable[Buffer], action: str) -> None:
+        full_path = self._full_path(path)
+        with self._converting_errors(action):
             if staged is None:
-                self._write(full, pieces)
+                self._write_object(full_path, pieces)
                 return
-            hidden, size_bytes = staged
-            self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
-            if self._size_of(full) is not None:
-                self._remove(full)  # not every file system's move replaces
+            hidden_path, size_bytes = staged
+            self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
+            if self._object_size(full_path) is not None:
+                self._remove_file(full_path)  # on some file systems a move does not replace
             if self._fsspec is not None:
-                self._fsspec.mv(hidden, full)  # pyarrow's adapter adds an option that sftp does not know
+                self._fsspec.mv(hidden_path, full_path)  # pyarrow's adapter adds an option that sftp does not know
             else:
-                self._filesystem.move(hidden, full)
-            self._check_size(full, size_bytes)
+                self._filesystem.move(hidden_path, full_path)
+            self._check_size(full_path, size_bytes)
 
-    def _remove(self, full: str) -> None:
+    def _remove_file(self, full_path: str) -> None:
         with suppress(FileNotFoundError):
             if self._fsspec is not None:
-                self._fsspec.rm_file(full)
+                self._fsspec.rm_file(full_path)
             else:
-                self._filesystem.delete_file(full)
+                self._filesystem.delete_file(full_path)
 
 
 def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None) -> ArrowStore:
-    """Open the folder `root`, which the first write makes if it is missing, with fsspec's file system for `scheme`.
+    """Open the folder `root` with fsspec's file system for `scheme`; the first write creates a missing root.
 
     Raises:
         StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.
-        StoreUnavailable: it cannot be reached.
+        StoreUnavailable: the server cannot be reached.
     """
     import fsspec
 
     try:
         filesystem = fsspec.filesystem(scheme, **(options or {}))
-    except Exception as error:  # fsspec's clients have no common class of errors
+    except Exception as error:  # fsspec's clients share no error class
         raise as_arrow_error(error, f"opening {scheme}://") from error
     handler = _MemoryHandler(filesystem) if scheme == "memory" else arrow.FSSpecHandler(filesystem)
-    return ArrowStore(arrow.PyFileSystem(handler), root, makes_root=True)
+    return ArrowStore(arrow.PyFileSystem(handler), root, create_root=True)
 
 
 class _MemoryHandler(arrow.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Each reader gets a file of its own: fsspec's memory gives all threads one, with one position."""
+    """Opens a new file for each reader: fsspec's memory file system shares one file position among all threads."""
 
     def open_input_file(self, path: str) -> PythonFile:
         if not self.fs.isfile(path):

@@ -1,4 +1,4 @@
-"""A committed checkpoint as a read-only pyarrow file system, with its files below the checkpoint's path."""
+"""A read-only pyarrow file system with the files of one committed checkpoint, below the checkpoint's path."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetPlace
 
 _TIMEOUT = timedelta(minutes=5)
-_BUFFER_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 25
+_BUFFER_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 25
 
 
-def committed_view(place: TargetPlace) -> arrow.FileSystem:
-    """Return a read-only file system that shows the files of the checkpoint at `place` below `place.path`.
+def committed_view(folder: TargetPlace) -> arrow.FileSystem:
+    """Return a read-only file system that shows the files of the checkpoint at `folder` below `folder.path`.
 
-    Bytes are read when they are used, and verified. The file system can be pickled.
+    Bytes are read and verified on demand. The file system can be pickled.
     """
-    return arrow.PyFileSystem(_View(place))
+    return arrow.PyFileSystem(_CheckpointHandler(folder))
 
 
-class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
-    def __init__(self, place: TargetPlace) -> None:
-        self._place = place
+class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
+    def __init__(self, folder: TargetPlace) -> None:
+        self._target_folder = folder
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _View) and other._place == self._place
+        return isinstance(other, _CheckpointHandler) and other._target_folder == self._target_folder
 
     def __hash__(self) -> int:
-        return hash(self._place.path)
+        return hash(self._target_folder.path)
 
-    def __reduce__(self) -> tuple[type[_View], tuple[TargetPlace]]:
-        return _View, (self._place,)  # the manifest is read again where it is unpickled
+    def __reduce__(self) -> tuple[type[_CheckpointHandler], tuple[TargetPlace]]:
+        return _CheckpointHandler, (self._target_folder,)  # unpickling does not read the manifest; the first use does
 
     def get_type_name(self) -> str:
         return "prefect-tune"
@@ -51,23 +51,23 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         return path.rstrip("/")
 
     def get_file_info(self, paths: Sequence[str]) -> list[arrow.FileInfo]:
-        return [self._info(path) for path in paths]
+        return [self._file_info(path) for path in paths]
 
     def get_file_info_selector(self, selector: arrow.FileSelector) -> list[arrow.FileInfo]:
         base = selector.base_dir.rstrip("/")
-        if self._info(base).type != arrow.FileType.Directory:
+        if self._file_info(base).type != arrow.FileType.Directory:
             if selector.allow_not_found:
                 return []
             raise FileNotFoundError(base)
-        below = [path for path in (*self._files, *self._folders) if path.startswith(f"{base}/")]
-        wanted = below if selector.recursive else [path for path in below if "/" not in path[len(base) + 1 :]]
-        return [self._info(path) for path in sorted(wanted)]
+        paths = [path for path in (*self._files_by_path, *self._folder_paths) if path.startswith(f"{base}/")]
+        selected = paths if selector.recursive else [path for path in paths if "/" not in path[len(base) + 1 :]]
+        return [self._file_info(path) for path in sorted(selected)]
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        if not (file := self._files.get(path.rstrip("/"))):
+        if not (file := self._files_by_path.get(path.rstrip("/"))):
             raise FileNotFoundError(path)
-        manifest, metadata = self._copy
-        content: Any = _VerifiedFile(self._place, manifest, file)
+        manifest, metadata = self._manifest_and_metadata
+        content: Any = _VerifiedFile(self._target_folder, manifest, file)
         if file.path == METADATA_FILE and metadata is not None:
             content = io.BytesIO(metadata)
         return pa.PythonFile(io.BufferedReader(content, _BUFFER_BYTES), mode="r")
@@ -75,52 +75,52 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
     def open_input_stream(self, path: str) -> pa.PythonFile:
         return self.open_input_file(path)
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise PermissionError(f"{self._place.name}: a committed checkpoint is read-only; save a new one")
+    def _reject_write(self, *_: object) -> NoReturn:
+        raise PermissionError(f"{self._target_folder.name}: a committed checkpoint is read-only; save a new one")
 
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _reject_write
+    move = copy_file = open_output_stream = open_append_stream = _reject_write
 
     @cached_property
-    def _copy(self) -> tuple[Manifest, bytes | None]:
-        """The manifest of a copy, and the bytes of its metadata file."""
-        with self._place.open(timeout=_TIMEOUT) as store:
-            manifest = self._place.manifest(store)
+    def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
+        """The manifest of a local copy, and the bytes of the copy's metadata file."""
+        with self._target_folder.open(timeout=_TIMEOUT) as store:
+            manifest = self._target_folder.manifest(store)
             if manifest is None:
                 expected = "expected a committed checkpoint, found a plain directory"
-                raise CheckpointNotFound(f"{self._place.name}: {expected}")
+                raise CheckpointNotFound(f"{self._target_folder.name}: {expected}")
             metadata = metadata_of_copy(store, manifest.key.metadata_folder, manifest)
         return manifest_of_copy(manifest, metadata), metadata
 
     @cached_property
-    def _files(self) -> dict[str, FileRef]:
-        return {f"{self._place.path}/{file.path}": file for file in self._copy[0].files}
+    def _files_by_path(self) -> dict[str, FileRef]:
+        return {f"{self._target_folder.path}/{file.path}": file for file in self._manifest_and_metadata[0].files}
 
     @cached_property
-    def _folders(self) -> frozenset[str]:
-        manifest, _ = self._copy
+    def _folder_paths(self) -> frozenset[str]:
+        manifest, _ = self._manifest_and_metadata
         paths = [PurePosixPath(path) for path in (*(file.path for file in manifest.files), *manifest.empty_directories)]
-        above = {str(folder) for path in paths for folder in path.parents} - {"."}
-        return frozenset(f"{self._place.path}/{folder}" for folder in above.union(manifest.empty_directories))
+        parents = {str(folder) for path in paths for folder in path.parents} - {"."}
+        return frozenset(f"{self._target_folder.path}/{folder}" for folder in parents.union(manifest.empty_directories))
 
-    def _info(self, path: str) -> arrow.FileInfo:
-        bare = path.rstrip("/")
-        if file := self._files.get(bare):
-            return arrow.FileInfo(bare, arrow.FileType.File, size=file.size_bytes)
-        is_folder = bare == self._place.path or bare in self._folders
-        return arrow.FileInfo(bare, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
+    def _file_info(self, path: str) -> arrow.FileInfo:
+        normalized = path.rstrip("/")
+        if file := self._files_by_path.get(normalized):
+            return arrow.FileInfo(normalized, arrow.FileType.File, size=file.size_bytes)
+        is_folder = normalized == self._target_folder.path or normalized in self._folder_paths
+        return arrow.FileInfo(normalized, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
 
 
 class _VerifiedFile(io.RawIOBase):
-    """One file of a checkpoint, read by chunks: those of one call side by side. The last chunk is kept."""
+    """One file of a checkpoint. Each call reads whole chunks in parallel; the last chunk stays in memory."""
 
-    def __init__(self, place: TargetPlace, manifest: Manifest, file: FileRef) -> None:
-        self._place = place
+    def __init__(self, folder: TargetPlace, manifest: Manifest, file: FileRef) -> None:
+        self._target_folder = folder
         self._manifest = manifest
         self._file = file
-        self._at = 0
-        self._kept_from = 0
-        self._kept = bytearray()
+        self._position = 0
+        self._cache_start = 0
+        self._cache = bytearray()
 
     def readable(self) -> bool:
         return True
@@ -129,35 +129,35 @@ class _VerifiedFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = max(0, start + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        if self._at >= self._file.size_bytes:
+        if self._position >= self._file.size_bytes:
             return 0
-        begins, found = self._kept_from, self._kept
-        if not begins <= self._at < begins + len(found):
-            is_small = len(buffer) <= _BUFFER_BYTES  # what follows the chunk may never be asked for
-            begins, found = self._chunks_of(1 if is_small else min(len(buffer), _AT_ONCE_BYTES))
-        data = memoryview(found)[self._at - begins :][: len(buffer)]
+        start, cached = self._cache_start, self._cache
+        if not start <= self._position < start + len(cached):
+            is_small = len(buffer) <= _BUFFER_BYTES  # the next chunk may never be needed
+            start, cached = self._read_chunks(1 if is_small else min(len(buffer), _MAX_READ_BYTES))
+        data = memoryview(cached)[self._position - start :][: len(buffer)]
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
-    def _chunks_of(self, length: int) -> tuple[int, bytearray]:
-        """Read the chunks that hold `length` bytes from the current position on; return where they begin, and them."""
-        first, end = self._at, self._at + length
-        placed = self._file.placed_chunks()
-        wanted = [(start, each) for start, each in placed if start < end and first < start + each.length]
-        chunks = tuple(each for _, each in wanted)
-        alone = FileRef(path=self._file.path, size_bytes=sum(each.length for each in chunks), chunks=chunks)
-        with self._place.open(timeout=_TIMEOUT) as store:
-            found = read_committed(store, self._manifest, alone)
+    def _read_chunks(self, length: int) -> tuple[int, bytearray]:
+        """Read the chunks with the next `length` bytes; return the offset of the first chunk, and their bytes."""
+        first, end = self._position, self._position + length
+        offsets = self._file.placed_chunks()
+        wanted = [(start, chunk) for start, chunk in offsets if start < end and first < start + chunk.length]
+        chunks = tuple(chunk for _, chunk in wanted)
+        part = FileRef(path=self._file.path, size_bytes=sum(chunk.length for chunk in chunks), chunks=chunks)
+        with self._target_folder.open(timeout=_TIMEOUT) as store:
+            data = read_committed(store, self._manifest, part)
         last_start, last = wanted[-1]
-        kept = found[-last.length :]
-        self._kept_from, self._kept = last_start, kept
-        return wanted[0][0], found
+        cached = data[-last.length :]
+        self._cache_start, self._cache = last_start, cached
+        return wanted[0][0], data

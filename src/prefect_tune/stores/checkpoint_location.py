@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
-_COMMITTED = re.compile(
+_CHECKPOINT_PATH = re.compile(
     r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/(?P<generation>[1-9]\d*)/trials/(?P<trial>[^/]+)"
     r"/checkpoints/(?P<step>\d{10,})-(?P<sequence>\d{10,}))"
 )
 
 
 class Opener(Protocol):
-    """Opens a target's root, as the `open` of a target block does. Must be picklable."""
+    """Opens a target's root, like `StorageTarget.open`. Must be picklable."""
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
 
 
 def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
-    """Return the location that `path` names, on `filesystem` if one is given. Opens and requests nothing.
+    """Return the location of `path`, on `filesystem` if one is given. Opens and requests nothing.
 
     Raises:
-        InvalidInput: `path` is not valid, or has a scheme besides `filesystem`.
+        InvalidInput: `path` is not valid, or it has a scheme and `filesystem` is given too.
     """
     text = os.fspath(path)
     if filesystem is None:
         location = read_uri(text)
-        return LocalPlace(location.path) if location.client is Client.FILES else _at(location)
+        return LocalPlace(location.path) if location.client is Client.FILES else _locate_on_target(location)
     if "://" in text:
         raise InvalidInput(f"{text!r}: with a filesystem, expected a path on it, without a scheme")
     if not hasattr(filesystem, "type_name"):
@@ -64,22 +64,22 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
 
         filesystem = arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
     if filesystem.type_name == "local":
-        return LocalPlace(os.path.abspath(text))  # noqa: PTH100  links are kept, as they were written
-    bare = text.rstrip("/")
-    root, folder = _split(bare)
-    itself = partial(_identity, filesystem)
+        return LocalPlace(os.path.abspath(text))  # noqa: PTH100  keep links as written
+    normalized = text.rstrip("/")
+    root, folder = _split_root(normalized)
+    factory = partial(_return_filesystem, filesystem)
     return TargetPlace(
-        open=partial(open_arrow, itself, root, filesystem.type_name),
+        open=partial(open_arrow, factory, root, filesystem.type_name),
         folder=folder,
-        name=f"{filesystem.type_name}:{bare}",
-        path=bare,
+        name=f"{filesystem.type_name}:{normalized}",
+        path=normalized,
         kind=filesystem.type_name,
-        plain_filesystem=itself,
+        plain_filesystem=factory,
     )
 
 
-def _at(location: Location) -> TargetPlace:
-    root, folder = _split(location.path)
+def _locate_on_target(location: Location) -> TargetPlace:
+    root, folder = _split_root(location.path)
     return TargetPlace(
         open=partial(open_location, location.at(root)),
         folder=folder,
@@ -90,18 +90,18 @@ def _at(location: Location) -> TargetPlace:
     )
 
 
-def _split(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder: before the experiment of a checkpoint, else before the name.
+def _split_root(path: str) -> tuple[str, str]:
+    """Split `path` into a target's root and a folder: before a checkpoint's experiment, else before the last name.
 
-    So that a missing directory and a missing target give different errors.
+    A missing directory and a missing target then raise different errors.
     """
-    if committed := _COMMITTED.fullmatch(path):
-        return committed["root"] or "", committed["folder"]
-    above, slash, name = path.rpartition("/")
-    return (above or slash, name) if slash else (path, "")
+    if match := _CHECKPOINT_PATH.fullmatch(path):
+        return match["root"] or "", match["folder"]
+    parent, slash, name = path.rpartition("/")
+    return (parent or slash, name) if slash else (path, "")
 
 
-def _identity(filesystem: FileSystem) -> FileSystem:
+def _return_filesystem(filesystem: FileSystem) -> FileSystem:
     return filesystem
 
 
@@ -118,11 +118,11 @@ class LocalPlace:
         return self.path
 
     def now(self) -> LocalPlace | TargetPlace:
-        """Return itself, or a `TargetPlace` if this is the folder of a committed checkpoint on a local target."""
-        committed = _COMMITTED.fullmatch(self.path)
-        if not committed or not Path(self.path, "manifest.json").is_file():
+        """Return a `TargetPlace` if this is the folder of a committed checkpoint on a local target, else itself."""
+        match = _CHECKPOINT_PATH.fullmatch(self.path)
+        if not match or not Path(self.path, "manifest.json").is_file():
             return self
-        return _at(Location(Client.FILES, "file", "", self.path))
+        return _locate_on_target(Location(Client.FILES, "file", "", self.path))
 
     def filesystem(self) -> FileSystem:
         import pyarrow.fs as arrow
@@ -130,8 +130,8 @@ class LocalPlace:
         return arrow.LocalFileSystem()
 
     @contextmanager
-    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
-        self.require_there()
+    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  it waits for nothing
+        self.require_directory()
         yield self.path
 
     @contextmanager
@@ -139,16 +139,16 @@ class LocalPlace:
         from prefect_tune.stores.local.scratch import DirectoryContent
         from prefect_tune.stores.local.staging import copy_directory, seal_of
 
-        self.require_there()
-        here = f"{self.path} as {seal_of(Path(self.path))}"
+        self.require_directory()
+        content_id = f"{self.path} as {seal_of(Path(self.path))}"
         yield DirectoryContent(
-            here, here, lambda destination, _: copy_directory(Path(self.path), destination), lambda _: False
+            content_id, content_id, lambda destination, _: copy_directory(Path(self.path), destination), lambda _: False
         )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata
 
-        self.require_there()
+        self.require_directory()
         file = Path(self.path, METADATA_FILE)
         return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
 
@@ -159,12 +159,12 @@ class LocalPlace:
         from prefect_tune.stores.local.scratch import locked_folder
         from prefect_tune.stores.local.staging import METADATA_FILE, replace_file
 
-        self.require_there()
+        self.require_directory()
         with locked_folder(f"the metadata of {os.path.realpath(self.path)}", deadline):
-            said = plain_metadata(change(self.metadata(deadline)))
-            replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
+            metadata = plain_metadata(change(self.metadata(deadline)))
+            replace_file(Path(self.path, METADATA_FILE), json.dumps(metadata).encode())
 
-    def require_there(self) -> None:
+    def require_directory(self) -> None:
         """Raise `CheckpointNotFound` if there is no such directory."""
         if not Path(self.path).is_dir():
             raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
@@ -172,7 +172,7 @@ class LocalPlace:
 
 @dataclass(frozen=True, slots=True)
 class TargetPlace:
-    """A folder of a store: how to open the store, the folder's path below its root, and its names."""
+    """A folder of a store: how to open the store, the folder's path below the store's root, and names for messages."""
 
     open: Opener
     folder: str
@@ -186,7 +186,7 @@ class TargetPlace:
         return self
 
     def filesystem(self) -> FileSystem:
-        if self.plain_filesystem is None or self._key() is not None:
+        if self.plain_filesystem is None or self._checkpoint_key() is not None:
             from prefect_tune.stores.checkpoint_filesystem import committed_view
 
             return committed_view(self)
@@ -213,8 +213,8 @@ class TargetPlace:
             metadata_of_copy,
         )
 
-        with self._opened(deadline) as (store, manifest):
-            versions = self._versions(manifest)
+        with self._open_store(deadline) as (store, manifest):
+            versions = self._metadata_folder(manifest)
             metadata = metadata_of_copy(store, versions, manifest)
 
             def fetch(destination: Path, metadata: bytes | None) -> None:
@@ -224,7 +224,7 @@ class TargetPlace:
                     fetch_plain(store, self.folder, destination, without=versions, metadata=metadata)
 
             yield DirectoryContent(
-                # A plain directory may change: its bytes are those that this object has fetched.
+                # A plain directory may change: only this object's own fetch has the same bytes.
                 hashlib.blake2b(seal(manifest), digest_size=16).hexdigest() if manifest else token,
                 self.name,
                 fetch,
@@ -237,62 +237,62 @@ class TargetPlace:
     def metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.manifest import newest_metadata
 
-        with self._opened(deadline) as (store, manifest):
-            newest = newest_metadata(store, self._versions(manifest))
-            return self._first_metadata(store, manifest) if newest is None else newest
+        with self._open_store(deadline) as (store, manifest):
+            newest = newest_metadata(store, self._metadata_folder(manifest))
+            return self._initial_metadata(store, manifest) if newest is None else newest
 
     def revise_metadata(self, change: Change, deadline: Deadline) -> None:
         from prefect_tune.core.checkpoints.manifest import revise_metadata
 
-        with self._opened(deadline) as (store, manifest):
+        with self._open_store(deadline) as (store, manifest):
             revise_metadata(
                 store,
-                self._versions(manifest),
+                self._metadata_folder(manifest),
                 change,
-                before=self._first_metadata(store, manifest),
+                before=self._initial_metadata(store, manifest),
                 write_id=uuid.uuid4().hex,
             )
 
     def manifest(self, store: ObjectStore) -> Manifest | None:
-        """Return the manifest of the checkpoint here; None if this is a plain directory.
+        """Return the manifest of this checkpoint; None for a plain directory.
 
         Raises:
-            CheckpointNotFound: it is neither.
+            CheckpointNotFound: neither a checkpoint nor a plain directory.
             CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
         """
         from prefect_tune.core.restore import read_manifest
 
-        key = self._key()
+        key = self._checkpoint_key()
         if key is None:
             return None
         try:
             return read_manifest(store, key)
         except CheckpointNotFound:
             if store.list(self.folder):
-                return None  # a directory without a manifest, whose path only looks like a checkpoint's
+                return None  # a plain directory whose path looks like a checkpoint's
             raise
 
     @contextmanager
-    def _opened(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
+    def _open_store(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
         deadline.check(f"opening {self.name}")
         with self.open(timeout=timedelta(seconds=deadline.remaining_seconds)) as store:
             yield store, self.manifest(store)
 
-    def _key(self) -> CheckpointKey | None:
+    def _checkpoint_key(self) -> CheckpointKey | None:
         from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
-        found = _COMMITTED.fullmatch(self.folder)
-        if not found:
+        match = _CHECKPOINT_PATH.fullmatch(self.folder)
+        if not match:
             return None
-        trial = TrialKey(experiment=found["experiment"], generation=int(found["generation"]), trial=found["trial"])
-        return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
+        trial = TrialKey(experiment=match["experiment"], generation=int(match["generation"]), trial=match["trial"])
+        return CheckpointKey(trial=trial, step=int(match["step"]), sequence=int(match["sequence"]))
 
-    def _versions(self, manifest: Manifest | None) -> str:
-        """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
-        key = self._key() if manifest else None
+    def _metadata_folder(self, manifest: Manifest | None) -> str:
+        """Return the folder for versions of the metadata; in a plain directory, a hidden subfolder."""
+        key = self._checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
-    def _first_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
+    def _initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
         from prefect_tune.core.storage.documents import read_document
         from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata, written_metadata
 
@@ -305,36 +305,36 @@ class TargetPlace:
             return {}
 
 
-# A checkpoint as a notebook shows it: its location, what its manifest says, and how to open it.
+# A checkpoint in a notebook: its location, facts from its manifest, and how to open it.
 
-_OPENS = "with checkpoint.as_directory() as directory: ..."
+_OPEN_EXAMPLE = "with checkpoint.as_directory() as directory: ..."
 
 
-def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> str:
-    """Return the checkpoint at `place`. Its manifest is read; an error of the target is shown, and not raised."""
+def checkpoint_html(location: LocalPlace | TargetPlace, timeout: timedelta) -> str:
+    """Return HTML for the checkpoint at `location`; read its manifest. An error of the target is shown, not raised."""
     from prefect_tune.core.page_elements import Block, Cell, Table, Text, Verbatim, cell_html, values_table
     from prefect_tune.core.shown_text import plural, shorten, shown_size
     from prefect_tune.core.values import flat
 
     title, metrics, problem = "Checkpoint", list[Block](), list[Block]()
-    rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(place.name, 1000)))]
+    rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(location.name, 1000)))]
     try:
-        there = place.now()
-        if isinstance(there, LocalPlace):
-            there.require_there()
+        resolved = location.now()
+        if isinstance(resolved, LocalPlace):
+            resolved.require_directory()
         else:
-            with there.open(timeout=timeout) as store:
-                found = there.manifest(store)
-            if found:
-                title = f"Checkpoint of step {found.step}, trial {found.trial} of {found.experiment}"
-                size = shown_size(sum(file.size_bytes for file in found.files))
+            with resolved.open(timeout=timeout) as store:
+                manifest = resolved.manifest(store)
+            if manifest:
+                title = f"Checkpoint of step {manifest.step}, trial {manifest.trial} of {manifest.experiment}"
+                about, size = manifest.about, shown_size(sum(file.size_bytes for file in manifest.files))
                 rows += [
-                    ("step", f"{found.step:,}"),
-                    ("size", f"{size} in {plural(len(found.files), 'file', 'files')}"),
-                    ("saved", f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
+                    ("step", f"{manifest.step:,}"),
+                    ("size", f"{size} in {plural(len(manifest.files), 'file', 'files')}"),
+                    ("saved", f"{about.created_at.replace('T', ' ')[:19]} UTC, attempt {about.attempt}"),
                 ]
-                metrics = [values_table("metric", flat(found.about.metrics))]
+                metrics = [values_table("metric", flat(about.metrics))]
     except TuneError as error:
         problem = [Text([shorten(f"{type(error).__name__}: {error}", 300)], kind="bad")]
-    rows.append(("open", Verbatim(_OPENS)))
+    rows.append(("open", Verbatim(_OPEN_EXAMPLE)))
     return cell_html(Text([title], kind="strong"), *metrics, Table((), rows), *problem)

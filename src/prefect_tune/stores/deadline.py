@@ -1,4 +1,4 @@
-"""The point in time by which all operations of an open store must have ended, and a lock that is awaited until then."""
+"""The deadline of all operations of an open store, and a lock with a deadline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from prefect_tune.core.errors import DeadlineExceeded
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on the monotonic clock of this process, and the timeout it was made from."""
+    """A point in time on this process's monotonic clock, and the timeout that it was made from."""
 
     timeout: timedelta
     at_seconds: float
 
     @classmethod
     def after(cls, timeout: timedelta) -> Deadline:
-        """Return the deadline that is `timeout` from now."""
+        """Return the deadline `timeout` from now."""
         return cls(timeout, time.monotonic() + timeout.total_seconds())
 
     @classmethod
@@ -36,39 +36,39 @@ class Deadline:
         """Seconds left: 0.0 after the deadline, infinity for `never`."""
         return max(0.0, self.at_seconds - time.monotonic())
 
-    def check(self, doing: str) -> None:
+    def check(self, operation: str) -> None:
         """Do nothing before the deadline.
 
         Raises:
-            DeadlineExceeded: the deadline has passed; the message names `doing` and the timeout.
+            DeadlineExceeded: the deadline has passed. The message names `operation` and the timeout.
         """
         if time.monotonic() >= self.at_seconds:
-            raise self.exceeded(doing)
+            raise self.exceeded(operation)
 
-    def exceeded(self, doing: str) -> DeadlineExceeded:
-        """Return the error to raise when `doing` did not end in time."""
-        return DeadlineExceeded(f"{doing}: not done within {self.timeout.total_seconds():g} s; the work was ended")
+    def exceeded(self, operation: str) -> DeadlineExceeded:
+        """Return the error to raise if `operation` did not end in time."""
+        return DeadlineExceeded(f"{operation}: not done within {self.timeout.total_seconds():g} s; the work was ended")
 
 
-# A lock by name among the threads of this process, for creates on a target without conditional create.
+# A named lock among the threads of this process, for creates on a target without conditional create.
 #
-# It does not exclude other processes: such a target is safe for one writer process only.
+# It does not lock out other processes: such a target supports one writer process only.
 
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-_guard = threading.Lock()
+_locks_guard = threading.Lock()
 
 
 @contextmanager
-def one_at_a_time(place: str, what: str, deadline: Deadline) -> Iterator[None]:
-    """Hold the lock named `place`, which one thread of this process can hold at a time.
+def one_at_a_time(name: str, operation: str, deadline: Deadline) -> Iterator[None]:
+    """Hold the lock `name`. Only one thread of this process can hold it at a time.
 
     Raises:
-        DeadlineExceeded: other threads still held it at the deadline; `what` was not begun.
+        DeadlineExceeded: another thread still held the lock at the deadline; `operation` did not begin.
     """
-    with _guard:
-        lock = _locks.setdefault(place, threading.Lock())
+    with _locks_guard:
+        lock = _locks.setdefault(name, threading.Lock())
     if not lock.acquire(timeout=min(deadline.remaining_seconds, threading.TIMEOUT_MAX)):
-        raise deadline.exceeded(what)
+        raise deadline.exceeded(operation)
     try:
         yield
     finally:

@@ -1,16 +1,15 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
-It uses obstore's blocking calls, from the caller's threads. They need as much CPU as its asyncio calls for a write,
-and a quarter less for a read (one thread collects and frees the reply, so its memory is used again). A blocking
-call cannot be interrupted from outside; only the timeout of its client ends it and its connection. Therefore
-clients are made for a series of timeouts, and a request goes to the client with the longest timeout that still
-ends before the deadline.
+It uses obstore's blocking calls, from the caller's threads. For a write they need as much CPU as obstore's asyncio
+calls, for a read a quarter less (one thread collects and frees the reply, so its memory is reused). A blocking call
+cannot be interrupted from outside: only the client's timeout ends the call and its connection. Therefore there are
+clients with a series of timeouts; a request uses the longest timeout that ends before the deadline.
 
-Large ranges are read by the same client. A reader of our own, over signed URLs into buffers that are used again, saved
-0.25 of 2.0 CPU seconds per GiB restored without TLS and nothing over TLS, and took twice the time (obstore 0.12.1).
+Large ranges use the same client. An own reader, over signed URLs into reused buffers, saved 0.25 of 2.0 CPU seconds
+per GiB restored without TLS and nothing over TLS, and took twice the time (obstore 0.12.1).
 
-The client's own retries are switched off, because they know neither the deadline nor that the outcome of a create
-may be unknown. This module retries instead.
+The client's own retries are off, because they ignore the deadline and the unknown outcome of a create. This module
+retries instead.
 """
 
 from __future__ import annotations
@@ -51,36 +50,36 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 
-# The error codes of object storage that say more than their HTTP status; all others are judged by that status alone.
+# Error codes of object storages that say more than the HTTP status. For any other code, only the status counts.
 #
-# Three groups are here: codes that are temporary though their status says otherwise, codes that are final though a 409
-# or 412 says otherwise, and the refusals that people meet, each with the next move. A code is temporary if its vendor
-# says that the request may be repeated, if the request was cut, altered or stalled on the way, or if the server is
-# full: room comes back by itself, or by retention. Sources: the lists of error codes of S3, Azure, Google Cloud
-# Storage, R2 and MinIO, and botocore's list of what it retries, as of 2026.
+# There are three groups: temporary codes with the status of a permanent error, permanent codes with the temporary
+# status 409 or 412, and common refusals, each with the next step. A code is temporary if the vendor says that the
+# request may be repeated, if the request was cut, altered or stalled on the way, or if the server is full: space
+# becomes free later, also by retention. Sources: the lists of error codes of S3, Azure, Google Cloud Storage, R2 and
+# MinIO, and botocore's list of retried errors, as of 2026.
 
 
 class Meaning(Enum):
     """What an error code says about the request."""
 
-    PASSING = "not done; the same request may succeed in a moment"
-    UNKNOWN = "perhaps done; the same request may succeed in a moment"
-    REFUSED = "not done, and not before a person changes something"
+    PASSING = "not done; a retry may succeed"
+    UNKNOWN = "perhaps done; a retry may succeed"
+    REFUSED = "not done; a retry fails too until the user changes something"
     NO_BUCKET = "refused: there is no such bucket or container"
-    ABSENT = "the object is not there"
-    PRESENT = "the object is there already"
+    ABSENT = "the object does not exist"
+    PRESENT = "the object exists already"
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCode:
-    """A code, its meaning, and the next move; the latter is empty where there is none."""
+    """A code, its meaning, and advice to the user; "" if there is no advice."""
 
     code: str
     meaning: Meaning
     advice: str
 
 
-_TABLE: Final = """
+_ERROR_CODE_TEXT: Final = """
 passing: the network between here and the server cuts or alters requests: look at proxies and firewalls
     RequestTimeout RequestTimeoutException IncompleteBody BadDigest CrcMismatch Md5Mismatch Crc64Mismatch
     XAmzContentSHA256Mismatch XAmzContentChecksumMismatch ConnectionClosedByRequester ResponseInterrupted
@@ -106,11 +105,11 @@ refused: a retention policy, a legal hold, a lease or a snapshot forbids it: lif
     RetentionPolicyNotMet ObjectLockedByBucketPolicy
 refused: the object is archived: restore it there, and use a storage class without archiving
     InvalidObjectState BlobArchived BlobBeingRehydrated
-refused: the server does not accept this request: see the reason that it gives
+refused: the server does not accept this request: see its reason
     InvalidRequest BlobUsesCustomerSpecifiedEncryption FeatureVersionMismatch ContainerDisabled
 refused: the server does not know this access key: correct the credentials
     InvalidAccessKeyId InvalidClientTokenId
-refused: the secret does not belong to the access key: correct the credentials
+refused: the secret does not match the access key: correct the credentials
     SignatureDoesNotMatch
 refused: the credentials have expired: give fresh ones
     ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken RequestExpired
@@ -145,10 +144,10 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 """
 
 
-def _rows() -> Iterator[ErrorCode]:
-    """Yield a row for each code: a line with a meaning and an advice is followed by its codes."""
+def _parse_error_codes() -> Iterator[ErrorCode]:
+    """Yield each code: a line `meaning: advice` is followed by indented lines with its codes."""
     meaning, advice = Meaning.REFUSED, ""
-    for line in _TABLE.strip().splitlines():
+    for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
             yield from (ErrorCode(code, meaning, advice) for code in line.split())
         else:
@@ -156,24 +155,24 @@ def _rows() -> Iterator[ErrorCode]:
             meaning, advice = Meaning[name.upper()], advice.strip()
 
 
-CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row in _rows()})
+CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row in _parse_error_codes()})
 
 
-# Classify an object storage's failed request: which error to raise, and whether to retry.
+# Classify a failed request: which error to raise, and whether to retry.
 
-# The client has status and kind only in its error text, which ends with a dump of the error's fields.
+# The client gives status and kind only in its error text, which ends with a dump of the error's fields.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-# XML of S3, Google and Azure; an entry of a batch delete; JSON of Google; JSON of OAuth.
+# XML of S3, Google and Azure; one entry of a batch delete; JSON of Google; JSON of OAuth.
 _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
-_BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client refuses before it sends a request
+_CLIENT_REJECTION = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client refuses before it sends a request
 _INSTANCE_METADATA = re.compile(
     r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)|/latest/api/token|/computeMetadata/"
 )
-_PASSING_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
-_FINAL_STATUSES = frozenset({501, 505})
+_TRANSIENT_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
+_PERMANENT_STATUSES = frozenset({501, 505})
 _UNKNOWN_STATUSES = frozenset({499})
 _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
     {
@@ -200,34 +199,34 @@ class Fault:
     def of(cls, error: Exception) -> Fault:
         """Parse the client's error."""
         text = str(error)
-        status, kind = _first(_STATUS, text), _first(_KIND, text)
-        code = _first(_CODE, text) or (None if status else _first(_BEFORE_ASKING, text))
-        said = text.partition("\n")[0]
-        details = [part for part in (kind, code) if part and f">{part}<" not in said]
-        return cls(int(status) if status else None, kind, code, f"{said} ({', '.join(details)})" if details else said)
+        status, kind = _first_group(_STATUS, text), _first_group(_KIND, text)
+        code = _first_group(_CODE, text) or (None if status else _first_group(_CLIENT_REJECTION, text))
+        line = text.partition("\n")[0]
+        details = [part for part in (kind, code) if part and f">{part}<" not in line]
+        return cls(int(status) if status else None, kind, code, f"{line} ({', '.join(details)})" if details else line)
 
     @property
     def meaning(self) -> Meaning:
-        """The documented meaning of the code, or else that of the status, or else of the connection's failure."""
-        if row := self._row:
+        """The documented meaning of the code; without one, the meaning of the status or of the connection error."""
+        if row := self._error_code:
             return row.meaning
         if self.status is None and self.kind is None:
             return Meaning.REFUSED
         if self.status is None:  # the connection failed
             return Meaning.PASSING if self.kind == "Connect" else Meaning.UNKNOWN
-        if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _FINAL_STATUSES):
+        if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _PERMANENT_STATUSES):
             return Meaning.UNKNOWN
         if self.status == 412:
             return Meaning.PRESENT
-        return Meaning.PASSING if self.status in _PASSING_STATUSES else Meaning.REFUSED
+        return Meaning.PASSING if self.status in _TRANSIENT_STATUSES else Meaning.REFUSED
 
     @property
-    def _row(self) -> ErrorCode | None:
+    def _error_code(self) -> ErrorCode | None:
         return CODES.get(self.code or "")
 
     @property
     def transient(self) -> bool:
-        """Whether to retry: the same request may succeed in a moment."""
+        """Whether to retry: the same request may succeed soon."""
         return self.meaning in (Meaning.PASSING, Meaning.UNKNOWN)
 
     @property
@@ -236,66 +235,66 @@ class Fault:
         return self.meaning is Meaning.UNKNOWN or (self.transient and (self.status or 0) >= 500)
 
     @property
-    def is_present(self) -> bool:
-        """Whether a create failed because the object exists; a 409 without a documented code counts as that."""
-        return self.meaning is Meaning.PRESENT or (self.status == 409 and self._row is None)
+    def reports_existing_object(self) -> bool:
+        """Whether a create failed because the object exists. A 409 without a documented code counts too."""
+        return self.meaning is Meaning.PRESENT or (self.status == 409 and self._error_code is None)
 
     @property
-    def is_absent(self) -> bool:
-        """Whether an answered batch request says that one of its objects does not exist."""
+    def reports_missing_object(self) -> bool:
+        """Whether the answer to a batch request says that one of its objects does not exist."""
         return self.meaning is Meaning.ABSENT and self.status in (None, 200)
 
-    def error(self, doing: str) -> TuneError:
-        """Return the error to raise when `doing` is not retried any more."""
+    def error(self, operation: str) -> TuneError:
+        """Return the error to raise if `operation` is not retried."""
         if _INSTANCE_METADATA.search(self.said):
             return StoreRefused(
-                f"{doing}: no credentials were given and this machine has none of its own: give keys, a "
+                f"{operation}: no credentials given, and this machine has none of its own: set keys, a "
                 f"credentials block or a profile ({self.said})"
             )
-        advice = self._row.advice if self._row else _ADVICE_BY_STATUS.get(self.status or 0, "")
+        advice = self._error_code.advice if self._error_code else _ADVICE_BY_STATUS.get(self.status or 0, "")
         if self.transient:
-            return StoreUnavailable(f"{doing}: {advice} ({self.said})" if advice else f"{doing}: {self.said}")
+            return StoreUnavailable(f"{operation}: {advice} ({self.said})" if advice else f"{operation}: {self.said}")
         if self.status is None and "redirect" in self.said:
             advice = _ADVICE_BY_STATUS[301]
-        return StoreRefused(f"{doing}: {advice or 'the client or the server refused'} ({self.said})")
+        return StoreRefused(f"{operation}: {advice or 'the client or the server refused'} ({self.said})")
 
 
-def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return next(filter(None, found.groups()), None) if found else None
+def _first_group(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return next(filter(None, match.groups()), None) if match else None
 
 
 _T = TypeVar("_T")
-_Faults: TypeAlias = list[Fault]
+_Failures: TypeAlias = list[Fault]
 _REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _SMALL_BYTES: Final = 1 << 20
-_PAGE_COUNT: Final = 1000  # what S3 lists, and deletes, in one request
-_PART_BYTES: Final = 8 << 20  # S3 takes 10,000 parts of at least 5 MiB
-_PARTS_AT_ONCE: Final = 2
-_RUNG: Final = 0.8
-_SHORTEST_SECONDS: Final = 0.02
+_PAGE_COUNT: Final = 1000  # S3's limit for one list or delete request
+_PART_BYTES: Final = 8 << 20  # S3 accepts 10,000 parts of at least 5 MiB
+_MAX_CONCURRENT_PARTS: Final = 2
+_TIMEOUT_RATIO: Final = 0.8
+_MIN_REQUEST_SECONDS: Final = 0.02
 
 
-def connected(constructor: Callable[..., Client], limit: timedelta, options: Mapping[str, Any]) -> Client:
-    """Return a client that does not retry, and ends every request within `limit`.
+def connected(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
+    """Return a client that never retries and ends every request within `timeout`.
 
     Raises:
         ValueError: the client does not accept its settings.
     """
-    times = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=10))}
+    timeouts = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=10))}
     try:
-        return constructor(client_options={**times, **options}, retry_config={"max_retries": 0, "retry_timeout": limit})
+        retries = {"max_retries": 0, "retry_timeout": timeout}
+        return constructor(client_options={**timeouts, **options}, retry_config=retries)
     except (BaseError, ValueError) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
 class ObstoreStore(ParallelStore):
-    """An open `ObjectStore` on a bucket, or below a prefix of one.
+    """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect` makes a client whose requests end within a time (`connected`); it is called a few times. No
-    request takes longer than `request_limit` (a quarter of it for at most 1 MiB), so that a lost request is
-    tried again before the deadline: at most eight tries, with growing pauses. Every method, and its connection,
-    ends at the deadline.
+    `connect` makes a client whose requests end within the given time (`connected`); it is called a few times. No
+    request takes longer than `request_timeout` (for up to 1 MiB, a quarter of it), so that a lost request is retried
+    before the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
     """
 
     def __init__(
@@ -303,35 +302,35 @@ class ObstoreStore(ParallelStore):
         connect: Callable[[timedelta], Client],
         *,
         deadline: Deadline,
-        request_limit: timedelta = timedelta(seconds=60),
+        request_timeout: timedelta = timedelta(seconds=60),
         conditional_create: bool = True,
     ) -> None:
         self._deadline = deadline
         self.conditional_create = conditional_create
-        self._limit_seconds = request_limit.total_seconds()
-        self._clients = _Ladder(connect, min(request_limit, deadline.timeout).total_seconds())
-        self._bucket_seen = False
+        self._request_limit_seconds = request_timeout.total_seconds()
+        self._clients = _Ladder(connect, min(request_timeout, deadline.timeout).total_seconds())
+        self._bucket_exists = False
 
     def close(self) -> None:
         """Close the connections."""
         self._clients.clear()
 
     def create(self, path: str, data: Buffer) -> None:
-        def write(client: Client) -> None:
+        def put_object(client: Client) -> None:
             try:
                 obstore.put(client, checked_path(path), data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
-                if not Fault.of(error).is_present:
+                if not Fault.of(error).reports_existing_object:
                     raise
                 raise AlreadyExists(f"{path}: an object with this name exists already") from error
 
-        faults: list[Fault] = []
+        failures: list[Fault] = []
         try:
-            self._ask(f"create {path}", write, moved_bytes=len(data), faults=faults)
+            self._ask(f"create {path}", put_object, transfer_bytes=len(data), failures=failures)
         except AlreadyExists:
             raise
         except TuneError as error:
-            if any(fault.perhaps_done for fault in faults):
+            if any(failure.perhaps_done for failure in failures):
                 raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
             raise
 
@@ -340,38 +339,38 @@ class ObstoreStore(ParallelStore):
         self._ask(
             f"write {path}",
             lambda client: obstore.put(client, checked, data, use_multipart=False),
-            moved_bytes=len(data),
+            transfer_bytes=len(data),
         )
 
     def copy(self, source: str, path: str) -> None:
-        start, end = checked_path(source), checked_path(path)
-        self._ask(f"copy {source}", lambda client: obstore.copy(client, start, end), moved_bytes=None)
+        source_path, destination = checked_path(source), checked_path(path)
+        self._ask(f"copy {source}", lambda client: obstore.copy(client, source_path, destination), transfer_bytes=None)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """Several pieces are sent as the parts of one upload; after a fault all of them are sent again.
+        """Several pieces become the parts of one upload; a retry sends all of them again.
 
-        The client removes the parts of an upload that failed, but not those of a process that was killed.
+        The client removes the parts of a failed upload, except after a killed process.
         """
         if len(list(islice(pieces, 2))) < 2:
             self.put(path, b"".join(pieces))
             return
         checked = checked_path(path)
-        limit_seconds = min(self._limit_seconds, self._deadline.remaining_seconds / 8)
+        limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
-        def check_time() -> None:  # for a part, the request that joins the parts, and the one that removes them
+        def check_remaining_time() -> None:  # for three requests: send a part, join the parts, remove the parts
             if self._deadline.remaining_seconds < 3 * limit_seconds:
                 raise self._deadline.exceeded(f"write {path}")
 
-        def parts() -> Iterator[Buffer]:
+        def iter_parts() -> Iterator[Buffer]:
             for piece in pieces:
-                check_time()
+                check_remaining_time()
                 yield piece
 
-        def write(client: Client) -> None:
-            check_time()
-            obstore.put(client, checked, parts(), chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+        def put_parts(client: Client) -> None:
+            check_remaining_time()
+            obstore.put(client, checked, iter_parts(), chunk_size=_PART_BYTES, max_concurrency=_MAX_CONCURRENT_PARTS)
 
-        self._ask(f"write {path}", write, limit_seconds=limit_seconds)
+        self._ask(f"write {path}", put_parts, limit_seconds=limit_seconds)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         checked = checked_path(path)
@@ -380,44 +379,44 @@ class ObstoreStore(ParallelStore):
                 raise ObjectNotFound(f"{path}: no such object")
             return b""
 
-        def fetch(client: Client) -> Buffer:
+        def get_bytes(client: Client) -> Buffer:
             try:
                 if length is not None:
                     return memoryview(obstore.get_range(client, checked, start=offset, length=length))
                 options: GetOptions = {"range": {"offset": offset}} if offset else {}
                 return memoryview(obstore.get(client, checked, options=options).bytes())
             except BaseError as error:
-                if Fault.of(error).status == 416:  # the range begins at or after the end
+                if Fault.of(error).status == 416:  # the range begins at or after the object's end
                     return b""
                 raise
 
-        return self._ask(f"read {path}", fetch, moved_bytes=length)
+        return self._ask(f"read {path}", get_bytes, transfer_bytes=length)
 
     def size(self, path: str) -> int | None:
         checked = checked_path(path)
 
-        def look_up(client: Client) -> int:
+        def get_size(client: Client) -> int:
             try:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
-                fault = Fault.of(error)
-                if fault.status is not None and fault.code is None and not fault.transient:
-                    _page(client, count=1)  # the answer to a HEAD has no error code; that to a listing has
+                failure = Fault.of(error)
+                if failure.status is not None and failure.code is None and not failure.transient:
+                    _list_page(client, count=1)  # the answer to a HEAD has no error code, a listing's has one
                 raise
 
         try:
-            return self._ask(f"look up {path}", look_up)
+            return self._ask(f"look up {path}", get_size)
         except ObjectNotFound:
             return None
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         folder = checked_folder(prefix)
-        found: list[Listed] = []
-        while True:  # each page is a request with retries of its own
-            page = self._ask(f"list {folder or '/'}", partial(_page, folder=folder, after=after))
-            found += (Listed(entry["path"], entry["size"]) for entry in page)
+        objects: list[Listed] = []
+        while True:  # each page is one request with its own retries
+            page = self._ask(f"list {folder or '/'}", partial(_list_page, folder=folder, after=after))
+            objects += (Listed(entry["path"], entry["size"]) for entry in page)
             if len(page) < _PAGE_COUNT:
-                return sorted(found, key=attrgetter("path"))
+                return sorted(objects, key=attrgetter("path"))
             after = page[-1]["path"]
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -425,83 +424,83 @@ class ObstoreStore(ParallelStore):
         for start in range(0, len(checked), _PAGE_COUNT):
             batch = checked[start : start + _PAGE_COUNT]
             try:
-                self._delete(batch)
-            except ObjectNotFound:  # clouds without a batch request stop at the first missing object
+                self._delete_batch(batch)
+            except ObjectNotFound:  # clouds without batch requests stop at the first missing object
                 for path in batch:
                     with suppress(ObjectNotFound):  # deleted already
-                        self._delete([path])
+                        self._delete_batch([path])
 
-    def _delete(self, paths: Sequence[str]) -> None:
-        what = paths[0] if len(paths) == 1 else f"{len(paths)} objects from {paths[0]}"
-        self._ask(f"delete {what}", lambda client: obstore.delete(client, paths))
+    def _delete_batch(self, paths: Sequence[str]) -> None:
+        description = paths[0] if len(paths) == 1 else f"{len(paths)} objects from {paths[0]}"
+        self._ask(f"delete {description}", lambda client: obstore.delete(client, paths))
 
     def _ask(
         self,
-        doing: str,
+        operation: str,
         request: Callable[[Client], _T],
         *,
-        moved_bytes: int | None = 0,
+        transfer_bytes: int | None = 0,
         limit_seconds: float | None = None,
-        faults: _Faults | None = None,
+        failures: _Failures | None = None,
     ) -> _T:
-        """Make `request`, and retry after transient faults; every fault is appended to `faults`."""
+        """Make `request`, and retry transient failures; append every failure to `failures`."""
         if limit_seconds is None:
-            small = moved_bytes is not None and moved_bytes <= _SMALL_BYTES
-            limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
-        faults = [] if faults is None else faults
+            is_small = transfer_bytes is not None and transfer_bytes <= _SMALL_BYTES
+            limit_seconds = self._request_limit_seconds / 4 if is_small else self._request_limit_seconds
+        failures = [] if failures is None else failures
         for pause_seconds in _REQUEST_PAUSES_SECONDS:
             if pause_seconds:
                 jitter = random.uniform(0.5, 1.5)  # noqa: S311  it spreads retries, it keeps no secret
                 time.sleep(min(pause_seconds * jitter, self._deadline.remaining_seconds))
-            left_seconds = min(limit_seconds, self._deadline.remaining_seconds)
-            if left_seconds < _SHORTEST_SECONDS:
-                raise self._deadline.exceeded(str(faults[-1].error(doing)) if faults else doing)
-            client = self._clients.within(left_seconds)
+            timeout_seconds = min(limit_seconds, self._deadline.remaining_seconds)
+            if timeout_seconds < _MIN_REQUEST_SECONDS:
+                raise self._deadline.exceeded(str(failures[-1].error(operation)) if failures else operation)
+            client = self._clients.client_for(timeout_seconds)
             try:
-                answer = request(client)
-            except FileNotFoundError as absent:
-                raise self._absence(doing, Fault.of(absent)) from absent
+                result = request(client)
+            except FileNotFoundError as missing:
+                raise self._not_found_error(operation, Fault.of(missing)) from missing
             except BaseError as error:
-                faults.append(Fault.of(error))
-                if faults[-1].is_absent:
-                    raise self._absence(doing, faults[-1]) from error
-                if not faults[-1].transient:
-                    raise faults[-1].error(doing) from error
+                failures.append(Fault.of(error))
+                if failures[-1].reports_missing_object:
+                    raise self._not_found_error(operation, failures[-1]) from error
+                if not failures[-1].transient:
+                    raise failures[-1].error(operation) from error
             else:
-                self._bucket_seen = True
-                return answer
-        raise faults[-1].error(f"{doing}, {len(faults)} times")
+                self._bucket_exists = True
+                return result
+        raise failures[-1].error(f"{operation}, {len(failures)} times")
 
-    def _absence(self, doing: str, fault: Fault) -> TuneError:
-        """Return the error for a 404: the object is missing only if the bucket exists, so look that up once."""
-        if fault.meaning is Meaning.NO_BUCKET:
-            return fault.error(doing)
-        if not self._bucket_seen:
-            self._ask("list the bucket", lambda client: _page(client, count=1))
-        return ObjectNotFound(f"{doing}: no such object")
+    def _not_found_error(self, operation: str, failure: Fault) -> TuneError:
+        """Return the error for a 404. The object is missing only if the bucket exists, so check the bucket once."""
+        if failure.meaning is Meaning.NO_BUCKET:
+            return failure.error(operation)
+        if not self._bucket_exists:
+            self._ask("list the bucket", lambda client: _list_page(client, count=1))
+        return ObjectNotFound(f"{operation}: no such object")
 
 
-def _page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_COUNT) -> Sequence[Any]:
+def _list_page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_COUNT) -> Sequence[Any]:
     stream = obstore.list(client, folder or None, offset=after or None, chunk_size=count)
     return next(stream, ())
 
 
 class _Ladder:
-    """Clients with decreasing timeouts, each 20 % shorter than the one before, made when first needed."""
+    """Clients with decreasing timeouts, each 20 % shorter than the previous one; created on first use."""
 
-    def __init__(self, connect: Callable[[timedelta], Client], longest_seconds: float) -> None:
+    def __init__(self, connect: Callable[[timedelta], Client], max_seconds: float) -> None:
         self._connect = connect
-        self._longest_seconds = longest_seconds
+        self._max_seconds = max_seconds
         self._clients: dict[int, Client] = {}
         self._lock = threading.Lock()
 
-    def within(self, seconds: float) -> Client:
+    def client_for(self, seconds: float) -> Client:
         """Return a client whose requests end within `seconds`."""
-        rung = max(0, math.ceil(math.log(seconds / self._longest_seconds, _RUNG)))
+        index = max(0, math.ceil(math.log(seconds / self._max_seconds, _TIMEOUT_RATIO)))
         with self._lock:
-            if rung not in self._clients:
-                self._clients[rung] = self._connect(timedelta(seconds=self._longest_seconds * _RUNG**rung))
-            return self._clients[rung]
+            if index not in self._clients:
+                self._clients[index] = self._connect(timedelta(seconds=self._max_seconds * _TIMEOUT_RATIO**index))
+            return self._clients[index]
 
     def clear(self) -> None:
         with self._lock:

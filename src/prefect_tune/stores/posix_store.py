@@ -1,11 +1,11 @@
 """An object store in files, on a local disk, NFS, or any other mounted file system.
 
-An object is written under a hidden name, synced, and hard-linked to its own name: atomic between writers on all
-machines that mount the directory, and complete after a power cut. The file has two links until its own name is synced;
-a reader that finds two links syncs the folder before it uses the object.
+An object is written to a hidden file, synced, and hard-linked to its own name: atomic between writers on all machines
+that mount the directory, and complete after a power cut. The file keeps two links until its own name is synced; a
+reader of a file with two links syncs the folder before it uses the object.
 
-Never: a symbolic link followed below the root; a name in a folder whose own name is not synced; another file replaced
-by a create.
+Never: follow a symbolic link below the root; put a name into a folder whose own name is not synced; replace another
+file by a create.
 """
 
 from __future__ import annotations
@@ -33,67 +33,67 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.parallel_map import ParallelStore
 
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
-"""Error numbers by which a file system says that it does not support an operation."""
+"""Error numbers of an operation that the file system does not support."""
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_INSTEAD = "use a local disk, NFS, or the storage's own target (S3, GCS, Azure) in place of this mount"
-_CANNOT = f"this file system does not support an operation that a store needs: {_INSTEAD}"
-_NO_LINKS = f"this file system has no hard links, which create-if-absent needs: {_INSTEAD}"
-_KEYS = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
-_KEY_ERRORS = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only
-_REFUSED: Mapping[int, str] = MappingProxyType(
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_TARGET_ADVICE = "use a local disk, NFS, or the storage's own target (S3, GCS, Azure) instead of this mount"
+_UNSUPPORTED_MESSAGE = f"this file system does not support an operation that a store needs: {_TARGET_ADVICE}"
+_NO_HARD_LINKS_MESSAGE = f"this file system has no hard links, which create-if-absent needs: {_TARGET_ADVICE}"
+_EXPIRED_KEY_MESSAGE = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
+_KEY_ERROR_NAMES = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only
+_REFUSAL_REASONS: Mapping[int, str] = MappingProxyType(
     {
         errno.EACCES: "this user has no permission",
-        errno.EPERM: "this user has no permission, or the file system forbids it to all users",
+        errno.EPERM: "this user has no permission, or the file system forbids it for all users",
         errno.EROFS: "the file system is mounted read-only",
-        **{getattr(errno, name): _KEYS for name in _KEY_ERRORS if hasattr(errno, name)},
-        errno.EEXIST: "a name exists that is not a plain file",
+        **{getattr(errno, name): _EXPIRED_KEY_MESSAGE for name in _KEY_ERROR_NAMES if hasattr(errno, name)},
+        errno.EEXIST: "the name exists, and is not a plain file",
         errno.EFBIG: "the file is too large for this file system or this user's limit",
         errno.EISDIR: "a folder has this name",
         errno.ELOOP: "a symbolic link is in the path, and links are not followed",
         errno.EMLINK: "too many links or folders for this file system",
         errno.ENAMETOOLONG: "the name is too long for this file system",
         errno.ENOTDIR: "expected a folder, found a file or a symbolic link",
-        errno.EXDEV: "a part of the target is another file system; mount it elsewhere",
+        errno.EXDEV: "a part of the target is another file system; mount that file system elsewhere",
     }
 )
-_PASSING: Mapping[int, str] = MappingProxyType(
+_TRANSIENT_REASONS: Mapping[int, str] = MappingProxyType(
     {
         errno.ESTALE: "the server has replaced the mounted directory; if retries do not help, mount it again",
         errno.ENOTCONN: "the process that serves this mount has ended: mount it again",
-        errno.EIO: "the disk or the mount fails: look at the kernel's log",
+        errno.EIO: "the disk or the mount failed: see the kernel's log",
         errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
         errno.ENFILE: "this machine has too many open files",
     }
 )
 
-_NOT_LINKED = (_FULL | UNSUPPORTED | _REFUSED.keys() | {errno.ENOENT}) - {errno.EEXIST}
-"""Error numbers after which a link was certainly not made."""
+_LINK_NOT_MADE = (_DISK_FULL | UNSUPPORTED | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
+"""Error numbers that prove that a link was not made."""
 
 
-def as_store_error(error: OSError, what: str) -> StoreRefused | StoreUnavailable:
-    """Return the store error for `error`, with advice; `what` is the operation and its path."""
-    number = error.errno or 0
-    if number in _FULL:
-        return StoreUnavailable(f"{what}: the disk is full ({error.strerror}); free some space and try again")
-    if number in UNSUPPORTED:
-        return StoreRefused(f"{what}: {_CANNOT} ({error.strerror})")
-    if number in _REFUSED:
-        return StoreRefused(f"{what}: {_REFUSED[number]} ({error.strerror})")
-    reason = _PASSING.get(number)
-    return StoreUnavailable(f"{what}: {reason} ({error.strerror})" if reason else f"{what}: {error}")
+def as_store_error(error: OSError, operation: str) -> StoreRefused | StoreUnavailable:
+    """Return the store error for `error`, with advice; `operation` names the operation and its path."""
+    code = error.errno or 0
+    if code in _DISK_FULL:
+        return StoreUnavailable(f"{operation}: the disk is full ({error.strerror}); free some space and try again")
+    if code in UNSUPPORTED:
+        return StoreRefused(f"{operation}: {_UNSUPPORTED_MESSAGE} ({error.strerror})")
+    if code in _REFUSAL_REASONS:
+        return StoreRefused(f"{operation}: {_REFUSAL_REASONS[code]} ({error.strerror})")
+    reason = _TRANSIENT_REASONS.get(code)
+    return StoreUnavailable(f"{operation}: {reason} ({error.strerror})" if reason else f"{operation}: {error}")
 
 
-# The system calls, which tests replace by those of a simulated disk.
+# The system calls. Tests replace them with the calls of a simulated disk.
 
-_NOTHING_TO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
+_FOLDER_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """What `stat` says about a name or an open file."""
+    """The result of `stat` for a name or an open file."""
 
     mode: int
     device: int
@@ -116,19 +116,19 @@ class FileStatus:
 
 
 class FileSystemCalls:
-    """The calls of this machine's kernel, one per method; names are single path components below an open folder.
+    """One method per system call. A name is one path component below an open folder.
 
-    Only `open_root` follows symbolic links. Every call raises the system's `OSError`.
+    Only `open_root` follows symbolic links. Every method raises the system's `OSError`.
     """
 
     def open_root(self, path: str) -> int:
-        return os.open(path, _FOLDER)
+        return os.open(path, _FOLDER_FLAGS)
 
     def open_folder(self, name: str, folder: int) -> int:
-        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        return os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
 
     def open_file(self, name: str, folder: int) -> int:
-        # O_NONBLOCK: opening a named pipe must not block for ever.
+        # O_NONBLOCK: opening a named pipe must not block forever.
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
 
     def new_file(self, name: str, folder: int) -> int:
@@ -147,8 +147,8 @@ class FileSystemCalls:
         return copy_range(source, file, length, offset)
 
     def fsync(self, file: int) -> None:
-        if _FULL_SYNC is not None:  # pragma: no cover - macOS only
-            fcntl.fcntl(file, _FULL_SYNC)
+        if _FULL_FSYNC is not None:  # pragma: no cover - macOS only
+            fcntl.fcntl(file, _FULL_FSYNC)
         else:
             os.fsync(file)
 
@@ -156,8 +156,8 @@ class FileSystemCalls:
         try:
             os.fsync(folder)
         except OSError as error:
-            # Some network and FUSE file systems have nothing to sync in a folder, and say so this way.
-            if error.errno not in _NOTHING_TO_SYNC:
+            # Some network and FUSE file systems have nothing to sync in a folder, and return these errors.
+            if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
                 raise
 
     def sync(self) -> None:
@@ -179,10 +179,10 @@ class FileSystemCalls:
         os.rmdir(name, dir_fd=folder)
 
     def status(self, file: int) -> FileStatus:
-        return _status(os.fstat(file))
+        return _to_file_status(os.fstat(file))
 
     def status_of(self, name: str, folder: int) -> FileStatus:
-        return _status(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        return _to_file_status(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def names(self, folder: int) -> list[str]:
         return os.listdir(folder)
@@ -192,20 +192,20 @@ class FileSystemCalls:
             return next(entries, None) is None
 
 
-def _status(found: os.stat_result) -> FileStatus:
-    return FileStatus(found.st_mode, found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns)
+def _to_file_status(status: os.stat_result) -> FileStatus:
+    return FileStatus(status.st_mode, status.st_dev, status.st_ino, status.st_nlink, status.st_size, status.st_mtime_ns)
 
 
 # The store.
 
-_LEFTOVER_AFTER = timedelta(days=1)
-_WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
-_READ_BYTES = 64 << 20
-_RACES = 100  # tries to publish, while deletes prune the folder
+_MAX_TEMPFILE_AGE = timedelta(days=1)
+_MAX_WRITE_BYTES = 16 << 20  # of one write; the deadline is checked before each write
+_MAX_READ_BYTES = 64 << 20
+_MAX_PUBLISHES = 100  # tries to publish one file while deletes prune its folder
 
 
 @dataclass(frozen=True, slots=True)
-class _Temporary:
+class _TempFile:
     """A complete, synced file that is not published yet."""
 
     name: str
@@ -216,15 +216,15 @@ class _Temporary:
 class PosixStore(ParallelStore):
     """Objects as files below `root`, which must exist (`make_root`).
 
-    Hidden files of killed writers are removed by a later writer, after a day. The deadline is checked between system
-    calls. A call that hangs (a dead NFS server) can only be ended by `IsolatedStore`, from outside.
+    A later writer removes the hidden files of killed writers after a day. The deadline is checked between system
+    calls. Only `IsolatedStore` can end a call that hangs (a dead NFS server), from outside.
     """
 
     def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
         self._calls = calls or FileSystemCalls()
-        self._identity: tuple[int, int] | None = None
+        self._root_identity: tuple[int, int] | None = None
         self._has_swept = False
 
     @property
@@ -233,39 +233,39 @@ class PosixStore(ParallelStore):
 
     def create(self, path: str, data: Buffer) -> None:
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("create", path) as root, self._temporary(root, partial(self._write, (data,))) as fresh:
-            self._publish(root, folder, fresh, lambda target: self._link_new(fresh, target, name, path))
+        with self._open_root("create", path) as root, self._temp_file(root, partial(self._write_all, (data,))) as temp:
+            self._publish_file(root, folder, temp, lambda target: self._create_link(temp, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
         """An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("put", path) as root:
-            if self._size(root, path) == memoryview(data).nbytes:
+        with self._open_root("put", path) as root:
+            if self._object_size(root, path) == memoryview(data).nbytes:
                 return
-            with self._temporary(root, partial(self._write, (data,))) as fresh:
-                self._publish(root, folder, fresh, lambda target: self._link_or_rename(fresh, target, name))
+            with self._temp_file(root, partial(self._write_all, (data,))) as temp:
+                self._publish_file(root, folder, temp, lambda target: self._link_or_replace(temp, target, name))
 
     def copy(self, source: str, path: str) -> None:
         """An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("copy", path) as root, self._opened_file(root, source) as (file, size_bytes):
-            if self._size(root, path) == size_bytes:
+        with self._open_root("copy", path) as root, self._open_object(root, source) as (file, size_bytes):
+            if self._object_size(root, path) == size_bytes:
                 return
-            with self._temporary(root, partial(self._copy_bytes, file, size_bytes)) as fresh:
-                self._publish(root, folder, fresh, lambda target: self._link_or_rename(fresh, target, name))
+            with self._temp_file(root, partial(self._copy_bytes, file, size_bytes)) as temp:
+                self._publish_file(root, folder, temp, lambda target: self._link_or_replace(temp, target, name))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         folder, _, name = checked_path(path).rpartition("/")
-        with self._operation("replace", path) as root, self._temporary(root, partial(self._write, pieces)) as fresh:
-            self._publish(root, folder, fresh, lambda target: self._overwrite(fresh, target, name))
+        with self._open_root("replace", path) as root, self._temp_file(root, partial(self._write_all, pieces)) as temp:
+            self._publish_file(root, folder, temp, lambda target: self._replace_object(temp, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
+        with self._open_root("read", path) as root, self._open_object(root, path) as (file, size_bytes):
             end = size_bytes if length is None else min(size_bytes, offset + length)
             pieces: list[bytes] = []
             while offset < end:
                 self._deadline.check(f"read of {path}")
-                piece = self._calls.pread(file, min(end - offset, _READ_BYTES), offset)
+                piece = self._calls.pread(file, min(end - offset, _MAX_READ_BYTES), offset)
                 if not piece:
                     break
                 pieces.append(piece)
@@ -273,318 +273,318 @@ class PosixStore(ParallelStore):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def size(self, path: str) -> int | None:
-        with self._operation("size", path) as root:
-            return self._size(root, path)
+        with self._open_root("size", path) as root:
+            return self._object_size(root, path)
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         folder = checked_folder(prefix)
-        with self._operation("list", prefix) as root, ExitStack() as opened:
-            start = self._walk(opened, root, folder)
-            found = [] if start is None else list(self._below(start, f"{folder}/" if folder else "", after))
-        return sorted(found, key=lambda listed: listed.path)
+        with self._open_root("list", prefix) as root, ExitStack() as stack:
+            start = self._open_folder(stack, root, folder)
+            objects = [] if start is None else list(self._iter_objects(start, f"{folder}/" if folder else "", after))
+        return sorted(objects, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Folders that become empty are removed too."""
-        split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
-        with self._operation("delete", ", ".join(paths[:3])) as root:
-            for folder, of_folder in groupby(split, key=lambda of: of[0]):
-                with ExitStack() as opened:
-                    where = self._walk(opened, root, folder)
-                    if where is not None:
-                        for _, name in of_folder:
+        folders_and_names = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
+        with self._open_root("delete", ", ".join(paths[:3])) as root:
+            for folder, names in groupby(folders_and_names, key=lambda pair: pair[0]):
+                with ExitStack() as stack:
+                    fd = self._open_folder(stack, root, folder)
+                    if fd is not None:
+                        for _, name in names:
                             self._deadline.check(f"delete of {name!r}")
                             with suppress(FileNotFoundError, IsADirectoryError):
-                                self._calls.unlink(name, where)
-                        self._calls.fsync_folder(where)  # a manifest must not come back after its blobs have gone
-                self._prune(root, folder)
+                                self._calls.unlink(name, fd)
+                        self._calls.fsync_folder(fd)  # a manifest must not reappear without its blobs
+                self._prune_empty_folders(root, folder)
 
     # Names and folders.
 
     @contextmanager
-    def _operation(self, doing: str, path: str) -> Iterator[int]:
-        """Open the root for one operation, and raise its `OSError`s as store errors."""
-        what = f"{doing} of {path!r} in {self.root}"
-        self._deadline.check(what)
+    def _open_root(self, operation: str, path: str) -> Iterator[int]:
+        """Open the root for one operation; convert each `OSError` of the operation to a store error."""
+        description = f"{operation} of {path!r} in {self.root}"
+        self._deadline.check(description)
         try:
-            with ExitStack() as opened:
+            with ExitStack() as stack:
                 try:
-                    root = self._enter(opened, self._calls.open_root(os.fspath(self.root)))
+                    root = self._close_on_exit(stack, self._calls.open_root(os.fspath(self.root)))
                     status = self._calls.status(root)
                 except FileNotFoundError as error:
                     raise StoreUnavailable(
-                        f"{what}: the root itself does not exist: correct its path, mount its file system, or create it"
+                        f"{description}: the root does not exist: correct its path, mount its file system, or create it"
                     ) from error
                 identity = (status.device, status.inode)
-                if identity != (self._identity or identity):
+                if identity != (self._root_identity or identity):
                     raise StoreUnavailable(
-                        f"{what}: the root is another directory than before; was it unmounted or replaced?"
+                        f"{description}: the root is not the same directory as before; was it unmounted or replaced?"
                     )
-                self._identity = identity
+                self._root_identity = identity
                 yield root
         except OSError as error:
-            raise as_store_error(error, what) from error
+            raise as_store_error(error, description) from error
 
-    def _enter(self, opened: ExitStack, file: int) -> int:
-        opened.callback(self._calls.close, file)
+    def _close_on_exit(self, stack: ExitStack, file: int) -> int:
+        stack.callback(self._calls.close, file)
         return file
 
-    def _walk(self, opened: ExitStack, root: int, folder: str) -> int | None:
-        """Open `folder` component by component, following no link; None if it does not exist."""
-        where = root
+    def _open_folder(self, stack: ExitStack, root: int, folder: str) -> int | None:
+        """Open `folder` component by component without following links; None if it does not exist."""
+        fd = root
         for name in folder.split("/") if folder else ():
             try:
-                where = self._enter(opened, self._calls.open_folder(name, where))
+                fd = self._close_on_exit(stack, self._calls.open_folder(name, fd))
             except FileNotFoundError:
                 return None
             except NotADirectoryError:
-                if self._calls.status_of(name, where).is_link:
+                if self._calls.status_of(name, fd).is_link:
                     raise
                 return None  # an object has this name
-        return where
+        return fd
 
-    def _make(self, opened: ExitStack, root: int, folder: str) -> int:
-        """Open `folder`, creating missing parts; each new name is synced before anything is put into the folder."""
-        parent, where, is_old = root, root, True
+    def _open_or_create_folder(self, stack: ExitStack, root: int, folder: str) -> int:
+        """Open `folder` and create missing parts; sync each new name before anything is put into the folder."""
+        parent, fd, exists = root, root, True
         for name in folder.split("/") if folder else ():
             try:
-                parent, where = where, self._enter(opened, self._calls.open_folder(name, where))
+                parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
             except FileNotFoundError:
-                if is_old:
-                    self._settle_name(where, parent)
-                is_old = False
+                if exists:
+                    self._sync_folder_name(fd, parent)
+                exists = False
                 with suppress(FileExistsError):
-                    self._calls.mkdir(name, where)
-                parent, where = where, self._enter(opened, self._calls.open_folder(name, where))
+                    self._calls.mkdir(name, fd)
+                parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
                 self._calls.fsync_folder(parent)
-        if is_old:
-            self._settle_name(where, parent)
-        return where
+        if exists:
+            self._sync_folder_name(fd, parent)
+        return fd
 
-    def _settle_name(self, folder: int, parent: int) -> None:
-        """Sync the name of an empty folder, whose maker may have died before the sync.
+    def _sync_folder_name(self, folder: int, parent: int) -> None:
+        """Sync the name of an empty folder: its creator may have died before the sync.
 
-        A folder with entries needs no sync: its name, and those above it, were synced before the first entry.
+        A folder with entries needs no sync: its name and its parents' names were synced before the first entry.
         """
         if folder != parent and self._calls.is_empty(folder):
             self._calls.fsync_folder(parent)
 
-    def _status_at(self, folder: int, name: str) -> FileStatus | None:
+    def _stat_or_none(self, folder: int, name: str) -> FileStatus | None:
         try:
             return self._calls.status_of(name, folder)
         except FileNotFoundError:
             return None
 
-    def _settle(self, folder: int, status: FileStatus) -> None:
-        """Sync the folder of an object that has two links, so that the object survives a power cut; refuse a link."""
+    def _sync_second_link(self, folder: int, status: FileStatus) -> None:
+        """Sync the folder of an object with two links, so that it survives a power cut; reject a symbolic link."""
         if status.is_link:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if status.links > 1:
             self._calls.fsync_folder(folder)
 
-    def _size(self, root: int, path: str) -> int | None:
+    def _object_size(self, root: int, path: str) -> int | None:
         folder, _, name = checked_path(path).rpartition("/")
-        with ExitStack() as opened:
-            where = self._walk(opened, root, folder)
-            status = None if where is None else self._status_at(where, name)
-            if where is None or status is None or status.is_folder:
+        with ExitStack() as stack:
+            fd = self._open_folder(stack, root, folder)
+            status = None if fd is None else self._stat_or_none(fd, name)
+            if fd is None or status is None or status.is_folder:
                 return None
-            self._settle(where, status)
+            self._sync_second_link(fd, status)
             return status.size_bytes
 
     @contextmanager
-    def _opened_file(self, root: int, path: str) -> Iterator[tuple[int, int]]:
+    def _open_object(self, root: int, path: str) -> Iterator[tuple[int, int]]:
         folder, _, name = checked_path(path).rpartition("/")
-        with ExitStack() as opened:
-            where = self._walk(opened, root, folder)
+        with ExitStack() as stack:
+            fd = self._open_folder(stack, root, folder)
             try:
-                file = None if where is None else self._enter(opened, self._calls.open_file(name, where))
+                file = None if fd is None else self._close_on_exit(stack, self._calls.open_file(name, fd))
             except FileNotFoundError:
                 file = None
             status = None if file is None else self._calls.status(file)
-            if where is None or file is None or status is None or status.is_folder:
+            if fd is None or file is None or status is None or status.is_folder:
                 raise ObjectNotFound(f"{path}: no such object in {self.root}")
             if not status.is_file:
                 raise StoreRefused(f"{path} in {self.root}: expected a plain file, found something else")
-            self._settle(where, status)
+            self._sync_second_link(fd, status)
             yield file, status.size_bytes
 
-    def _below(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
-        """Yield the objects below an open folder, unordered; entries that vanish meanwhile are left out."""
+    def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
+        """Yield the objects below an open folder, unordered, without entries that are deleted meanwhile."""
         for name in self._calls.names(folder):
             path = prefix + name
-            status = None if path == TEMPORARY else self._status_at(folder, name)
+            status = None if path == TEMPORARY else self._stat_or_none(folder, name)
             if status is None:
                 continue
             if status.is_file and path > after:
                 yield Listed(path, status.size_bytes)
             elif status.is_folder and (f"{path}/" > after or after.startswith(f"{path}/")):
-                with ExitStack() as opened, suppress(FileNotFoundError):
+                with ExitStack() as stack, suppress(FileNotFoundError):
                     self._deadline.check(f"list of {path}")
-                    inner = self._enter(opened, self._calls.open_folder(name, folder))
-                    yield from self._below(inner, f"{path}/", after)
+                    inner = self._close_on_exit(stack, self._calls.open_folder(name, folder))
+                    yield from self._iter_objects(inner, f"{path}/", after)
 
-    # Writing a hidden file, and publishing it by a hard link, which never replaces another file.
+    # Write a hidden file, and publish it by a hard link, which never replaces another file.
 
     @contextmanager
-    def _temporary(self, root: int, fill: Callable[[int], None]) -> Iterator[_Temporary]:
-        """Let `fill` write a hidden file, and sync it; it is removed once the object is published or was not made."""
-        with ExitStack() as opened:
+    def _temp_file(self, root: int, fill: Callable[[int], None]) -> Iterator[_TempFile]:
+        """Let `fill` write a hidden file, and sync it. The hidden name is removed at the end, also after an error."""
+        with ExitStack() as stack:
             try:
-                folder = self._enter(opened, self._calls.open_folder(TEMPORARY, root))
+                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY, root))
             except FileNotFoundError:
                 with suppress(FileExistsError):
                     self._calls.mkdir(TEMPORARY, root)
-                folder = self._enter(opened, self._calls.open_folder(TEMPORARY, root))
+                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY, root))
             name = uuid.uuid4().hex
-            file = self._enter(opened, self._calls.new_file(name, folder))
+            file = self._close_on_exit(stack, self._calls.new_file(name, folder))
             try:
                 fill(file)
                 self._calls.fsync(file)
                 status = self._calls.status(file)
-                self._sweep(folder, status.modified_ns)
-                yield _Temporary(name, folder, status)
+                self._remove_leftovers(folder, status.modified_ns)
+                yield _TempFile(name, folder, status)
             except BaseException:
-                # If it was published, keep the second link: it makes the next reader sync.
-                if not self._may_be_published(file):
-                    self._discard(name, folder)
+                # If the file was published, keep the second link: it makes the next reader sync.
+                if not self._may_have_second_link(file):
+                    self._remove_temporary(name, folder)
                 raise
-            self._discard(name, folder)
+            self._remove_temporary(name, folder)
 
-    def _write(self, pieces: Iterable[Buffer], file: int) -> None:
+    def _write_all(self, pieces: Iterable[Buffer], file: int) -> None:
         for piece in pieces:
-            left = memoryview(piece).cast("B")
-            while left:
+            unwritten = memoryview(piece).cast("B")
+            while unwritten:
                 self._deadline.check("write")
-                left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
+                unwritten = unwritten[self._calls.write(file, unwritten[:_MAX_WRITE_BYTES]) :]
 
     def _copy_bytes(self, source: int, size_bytes: int, file: int) -> None:
         offset = 0
         while offset < size_bytes:
             self._deadline.check("copy")
-            count = self._calls.copy_range(source, file, min(size_bytes - offset, _WRITE_BYTES), offset)
+            count = self._calls.copy_range(source, file, min(size_bytes - offset, _MAX_WRITE_BYTES), offset)
             if not count:
                 raise StoreUnavailable(f"copy: expected {size_bytes} bytes, found {offset}; try again")
             offset += count
 
-    def _may_be_published(self, file: int) -> bool:
+    def _may_have_second_link(self, file: int) -> bool:
         try:
             return self._calls.status(file).links > 1
         except OSError:
             return True
 
-    def _publish(self, root: int, folder: str, fresh: _Temporary, into: Callable[[int], None]) -> None:
-        """Call `into` with the open folder; create the folder again if a delete pruned it meanwhile."""
-        for _ in range(_RACES):
+    def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
+        """Call `publish` with the open folder; if a delete pruned the folder meanwhile, create it again."""
+        for _ in range(_MAX_PUBLISHES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
-                with ExitStack() as opened:
-                    into(self._make(opened, root, folder))
+                with ExitStack() as stack:
+                    publish(self._open_or_create_folder(stack, root, folder))
                 return
             except FileNotFoundError as error:
-                if self._status_at(fresh.folder, fresh.name) is None:
-                    gone = f"{fresh.name}: was removed from {TEMPORARY!r} before it was published; try again"
-                    raise StoreUnavailable(gone) from error
-        raise StoreUnavailable(f"{folder!r} in {self.root}: deleted {_RACES} times during one publish; try again")
+                if self._stat_or_none(temp.folder, temp.name) is None:
+                    message = f"{temp.name}: removed from {TEMPORARY!r} before it was published; try again"
+                    raise StoreUnavailable(message) from error
+        raise StoreUnavailable(f"{folder!r} in {self.root}: deleted {_MAX_PUBLISHES} times during one write; try again")
 
-    def _link_new(self, fresh: _Temporary, folder: int, name: str, path: str) -> None:
-        """Publish `fresh` as `name`, which must not exist.
+    def _create_link(self, temp: _TempFile, folder: int, name: str, path: str) -> None:
+        """Publish `temp` as `name`, which must not exist.
 
         Raises:
-            AlreadyExists: another file has that name.
-            CommitUnknown: the link may have been made, or is made and its folder cannot be synced.
+            AlreadyExists: another file has this name.
+            CommitUnknown: the link may exist, or it exists and its folder cannot be synced.
         """
         try:
-            self._link(fresh, name, folder)
+            self._link_file(temp, name, folder)
         except OSError as error:
-            if not self._is_linked(fresh, folder, name, error):
+            if not self._check_link_made(temp, folder, name, error):
                 raise AlreadyExists(f"{path}: exists already in {self.root}") from error
         try:
             self._calls.fsync_folder(folder)
         except OSError as error:
             raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
-    def _is_linked(self, fresh: _Temporary, folder: int, name: str, error: OSError) -> bool:
-        """Return whether a link that raised `error` was made (NFS lost the reply); False if another file is there.
+    def _check_link_made(self, temp: _TempFile, folder: int, name: str, error: OSError) -> bool:
+        """Return whether the link exists although `error` was raised (NFS lost the reply); False if another file does.
 
         Raises:
             OSError: the link was not made.
-            CommitUnknown: it is not known whether the link was made.
+            CommitUnknown: the link may have been made.
         """
-        if error.errno in _NOT_LINKED:
+        if error.errno in _LINK_NOT_MADE:
             raise error
         try:
-            there = self._status_at(folder, name)
-        except OSError as blind:
-            raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {blind}") from error
-        if there is None:
+            existing = self._stat_or_none(folder, name)
+        except OSError as stat_error:
+            raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {stat_error}") from error
+        if existing is None:
             raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
-        if there.inode == fresh.status.inode:
+        if existing.inode == temp.status.inode:
             return True
-        if there.is_folder:
+        if existing.is_folder:
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        self._settle(folder, there)
+        self._sync_second_link(folder, existing)
         return False
 
-    def _link_or_rename(self, fresh: _Temporary, folder: int, name: str) -> None:
-        """Publish `fresh` as `name`, replacing a file only if its size differs: another writer or a disk damaged it."""
+    def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:
+        """Publish `temp` as `name`; replace an existing file only if its size differs, which means damage."""
         try:
-            self._link(fresh, name, folder)
+            self._link_file(temp, name, folder)
         except FileExistsError:
-            there = self._status_at(folder, name)
-            if there is not None and not there.is_file:
+            existing = self._stat_or_none(folder, name)
+            if existing is not None and not existing.is_file:
                 raise
-            if there is None or there.size_bytes != fresh.status.size_bytes:
-                self._rename(fresh, folder, name)
+            if existing is None or existing.size_bytes != temp.status.size_bytes:
+                self._rename_file(temp, folder, name)
         self._calls.fsync_folder(folder)
 
-    def _overwrite(self, fresh: _Temporary, folder: int, name: str) -> None:
-        """Publish `fresh` as `name`, replacing the file of that name; refuse a link or anything else but a file."""
-        there = self._status_at(folder, name)
-        if there is not None and not there.is_file:
+    def _replace_object(self, temp: _TempFile, folder: int, name: str) -> None:
+        """Publish `temp` as `name` and replace the file of this name; reject anything but a plain file."""
+        existing = self._stat_or_none(folder, name)
+        if existing is not None and not existing.is_file:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self._rename(fresh, folder, name)
+        self._rename_file(temp, folder, name)
         self._calls.fsync_folder(folder)
 
-    def _link(self, fresh: _Temporary, name: str, folder: int) -> None:
+    def _link_file(self, temp: _TempFile, name: str, folder: int) -> None:
         try:
-            self._calls.link(fresh.name, fresh.folder, name, folder)
+            self._calls.link(temp.name, temp.folder, name, folder)
         except OSError as error:
             if error.errno in UNSUPPORTED | {errno.EPERM}:
-                raise StoreRefused(f"link in {self.root}: {_NO_LINKS} ({error.strerror})") from error
+                raise StoreRefused(f"link in {self.root}: {_NO_HARD_LINKS_MESSAGE} ({error.strerror})") from error
             raise
 
-    def _rename(self, fresh: _Temporary, folder: int, name: str) -> None:
-        second = f"{fresh.name}-again"
-        self._link(fresh, second, fresh.folder)  # two links until the folder is synced
+    def _rename_file(self, temp: _TempFile, folder: int, name: str) -> None:
+        second_name = f"{temp.name}-again"
+        self._link_file(temp, second_name, temp.folder)  # two links until the folder is synced
         try:
-            self._calls.rename(second, fresh.folder, name, folder)
+            self._calls.rename(second_name, temp.folder, name, folder)
         except BaseException:
-            self._discard(second, fresh.folder)
+            self._remove_temporary(second_name, temp.folder)
             raise
 
-    # Removing.
+    # Remove hidden files and empty folders.
 
-    def _discard(self, name: str, folder: int) -> None:
-        """Remove a hidden name; on an error it stays, and a later sweep removes it."""
+    def _remove_temporary(self, name: str, folder: int) -> None:
+        """Remove a hidden name; after an error a later sweep removes it."""
         with suppress(OSError):
             self._calls.unlink(name, folder)
 
-    def _prune(self, root: int, folder: str) -> None:
+    def _prune_empty_folders(self, root: int, folder: str) -> None:
         while folder:
             parent, _, name = folder.rpartition("/")
-            with ExitStack() as opened:
-                where = self._walk(opened, root, parent)
+            with ExitStack() as stack:
+                fd = self._open_folder(stack, root, parent)
                 try:
-                    if where is not None:
-                        self._calls.rmdir(name, where)
+                    if fd is not None:
+                        self._calls.rmdir(name, fd)
                 except OSError:  # not empty, in use, or not permitted: an empty folder does no harm
                     return
             folder = parent
 
-    def _sweep(self, folder: int, now_ns: int) -> None:
-        """Remove, once per store, hidden files that were not written to for a day, by the file system's clock `now_ns`.
+    def _remove_leftovers(self, folder: int, now_ns: int) -> None:
+        """Remove, once per store, hidden files older than a day, by the file system's clock `now_ns`.
 
-        A live writer whose file was removed fails to link it, and publishes nothing.
+        A live writer whose file was removed cannot link it, and publishes nothing.
         """
         if self._has_swept:
             return
@@ -592,8 +592,8 @@ class PosixStore(ParallelStore):
         for name in self._calls.names(folder):
             with suppress(OSError):  # another writer removed it first, or it belongs to another user
                 status = self._calls.status_of(name, folder)
-                if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _LEFTOVER_AFTER:
-                    if status.links > 1:  # published, but perhaps not synced: only the second link shows that
+                if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
+                    if status.links > 1:  # published, but perhaps not synced, which only the second link shows
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 
@@ -602,7 +602,7 @@ def make_root(root: Path) -> None:
     """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
 
     Raises:
-        StoreRefused: not permitted, or `root` is not a directory.
+        StoreRefused: no permission, or `root` is not a directory.
         StoreUnavailable: the disk is full or does not answer.
     """
     if root.is_dir():
@@ -615,7 +615,7 @@ def make_root(root: Path) -> None:
             except FileNotFoundError as error:
                 if not folder.parent.is_dir():
                     raise
-                raise StoreRefused(  # such as /proc: a file system without files of one's own
+                raise StoreRefused(  # e.g. /proc, where users cannot create files
                     f"making {folder}: this file system cannot make a folder there ({error.strerror})"
                 ) from error
             sync_folder(folder.parent)
@@ -626,7 +626,7 @@ def make_root(root: Path) -> None:
 
 
 def open_folder(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
-    """Open the folder `root`; create it first unless it `must_exist`. Raises as `make_root`."""
+    """Open the folder `root`; create it first unless it `must_exist`. Raises the errors of `make_root`."""
     if not must_exist:
         make_root(root)
     return PosixStore(root, deadline=deadline)
@@ -634,16 +634,16 @@ def open_folder(root: Path, *, must_exist: bool, deadline: Deadline | None = Non
 
 def sync_folder(folder: Path) -> None:
     """Sync the names in `folder`, so that they survive a power cut."""
-    opened = os.open(folder, _FOLDER)
+    fd = os.open(folder, _FOLDER_FLAGS)
     try:
-        FileSystemCalls().fsync_folder(opened)
+        FileSystemCalls().fsync_folder(fd)
     finally:
-        os.close(opened)
+        os.close(fd)
 
 
 def remove_tree(directory: str | Path) -> None:
-    """Remove a directory and what a trainable has made below it; leave what cannot be removed."""
+    """Remove a directory and everything that a trainable created in it; keep files that cannot be removed."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
-    except RecursionError:  # Python calls itself for each level, and keeps a descriptor open
+    except RecursionError:  # for each level, Python recurses and keeps a descriptor open
         subprocess.run(["rm", "-rf", "--", str(directory)], stderr=subprocess.DEVNULL, check=False)

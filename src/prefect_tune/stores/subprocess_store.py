@@ -1,7 +1,7 @@
 """A store in child processes that are killed at the deadline: no other timeout ends a blocking C call.
 
-A timer kills the child that serves a call. So sending and receiving may block: the death of the child ends both.
-The child is `python -m prefect_tune.stores.subprocess_store`: it opens one store and serves one operation at a time.
+A timer kills the child that serves a call. Therefore sending and receiving may block: the child's exit ends both.
+The child is `python -m prefect_tune.stores.subprocess_store`. It opens one store and serves one operation at a time.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from prefect_tune.stores.deadline import Deadline, one_at_a_time
 from prefect_tune.stores.parallel_map import ParallelStore
 
 _CHILD_MODULE = "prefect_tune.stores.subprocess_store"
-_REAP_SECONDS = 2.0
-_ORPHANED = 75
+_REAP_TIMEOUT_SECONDS = 2.0
+_ORPHAN_EXIT_CODE = 75
 
 
 class IsolatedStore(ParallelStore):
     """Passes every operation to a store in a child process, which is killed when the deadline passes.
 
-    `factory` makes the store; it is pickled and called in the child. Children start on demand, at most
-    `children_max`, each in its own session and without Prefect. A caller that finds no free child waits until
-    its deadline. A child also ends when this process ends, even by SIGKILL. Do not use it for a store that keeps
-    its objects in memory (`memory://`): they would be lost with the child.
+    `factory` makes the store; it is pickled and called in the child. Children start on demand, at most `max_children`,
+    each in its own session and without Prefect. If no child is free, a caller waits until its deadline. A child
+    also exits when this process exits, even by SIGKILL. Do not use it for a store that keeps its objects in memory
+    (`memory://`): they would be lost with the child.
 
-    The caller closes it, by `close` or `with`; then all its children are killed.
+    The caller closes it, by `close` or `with`, which kills all children.
     """
 
     def __init__(
-        self, factory: Callable[[], ObjectStore], *, deadline: Deadline | None = None, children_max: int = 4
+        self, factory: Callable[[], ObjectStore], *, deadline: Deadline | None = None, max_children: int = 4
     ) -> None:
         self._factory = factory
         self._deadline = deadline or Deadline.never()
-        self._free_slots = threading.Semaphore(children_max)
+        self._free_children = threading.Semaphore(max_children)
         self._guard = threading.Lock()
-        self._children: list[_Child] = []
-        self._idle: list[_Child] = []
+        self._children: list[_ChildProcess] = []
+        self._idle_children: list[_ChildProcess] = []
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -65,22 +65,22 @@ class IsolatedStore(ParallelStore):
         """Kill the children. A running operation raises `StoreUnavailable` (`create`: `CommitUnknown`)."""
         with self._guard:
             self._is_closed = True
-            children, self._children, self._idle = self._children, [], []
+            children, self._children, self._idle_children = self._children, [], []
         for child in children:
             child.kill()
 
     @property
     def conditional_create(self) -> bool:
-        with self._leased_child("opening the store") as child:
+        with self._lease_child("opening the store") as child:
             return child.conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
-        """If the child dies or does not answer in time: `CommitUnknown`."""
+        """Raise `CommitUnknown` if the child dies or does not answer in time."""
         operation = f"create of {checked_path(path)!r}"
-        with self._leased_child(operation) as child:
-            # Children cannot lock each other out.
-            one_thread = one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
-            with nullcontext() if child.conditional_create else one_thread:
+        with self._lease_child(operation) as child:
+            # A lock in a child would not lock out the other children.
+            lock = one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
+            with nullcontext() if child.conditional_create else lock:
                 try:
                     child.call(operation, "create", path, body=data)
                 except StoreUnavailable as error:
@@ -89,27 +89,27 @@ class IsolatedStore(ParallelStore):
                     raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
 
     def put(self, path: str, data: Buffer) -> None:
-        self._call("put", checked_path(path), body=data)
+        self._call_child("put", checked_path(path), body=data)
 
     def copy(self, source: str, path: str) -> None:
-        self._call("copy", checked_path(source), path=checked_path(path))
+        self._call_child("copy", checked_path(source), path=checked_path(path))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._call("replace", checked_path(path), pieces=pieces)
+        self._call_child("replace", checked_path(path), pieces=pieces)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        return cast("bytes", self._call("read", checked_path(path), offset=offset, length=length))
+        return cast("bytes", self._call_child("read", checked_path(path), offset=offset, length=length))
 
     def size(self, path: str) -> int | None:
-        return cast("int | None", self._call("size", checked_path(path)))
+        return cast("int | None", self._call_child("size", checked_path(path)))
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return cast("Sequence[Listed]", self._call("list", checked_folder(prefix), after=after))
+        return cast("Sequence[Listed]", self._call_child("list", checked_folder(prefix), after=after))
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._call("delete", [checked_path(path) for path in paths])
+        self._call_child("delete", [checked_path(path) for path in paths])
 
-    def _call(
+    def _call_child(
         self,
         method: str,
         argument: object,
@@ -119,26 +119,26 @@ class IsolatedStore(ParallelStore):
         **options: object,
     ) -> object:
         operation = f"{method} of {argument!r}"
-        with self._leased_child(operation) as child:
+        with self._lease_child(operation) as child:
             return child.call(operation, method, argument, body=body, pieces=pieces, **options)
 
     @contextmanager
-    def _leased_child(self, operation: str) -> Iterator[_Child]:
-        """Yield a child for one operation; afterwards it is idle again, if it is still alive."""
-        if not self._free_slots.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
+    def _lease_child(self, operation: str) -> Iterator[_ChildProcess]:
+        """Yield a child for one operation; afterwards it is idle again, unless it died."""
+        if not self._free_children.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
             raise self._deadline.exceeded(operation)
         try:
             self._deadline.check(operation)
             with self._guard:
                 if self._is_closed:
                     raise StoreUnavailable(f"{operation}: the store was closed")
-                is_new = not self._idle
+                is_new = not self._idle_children
                 try:
-                    child = _Child(self._deadline) if is_new else self._idle.pop()
-                except OSError as error:  # this machine has no more processes, files or memory
+                    child = _ChildProcess(self._deadline) if is_new else self._idle_children.pop()
+                except OSError as error:  # this machine is out of processes, files or memory
                     raise StoreUnavailable(f"{operation}: its child process cannot be started: {error}") from error
                 if is_new:
-                    self._children = [*(each for each in self._children if each.is_alive), child]
+                    self._children = [*(old for old in self._children if old.is_alive), child]
             if is_new:
                 child.open(self._factory, operation)
             try:
@@ -146,12 +146,12 @@ class IsolatedStore(ParallelStore):
             finally:
                 with self._guard:
                     if child.is_alive and not self._is_closed:
-                        self._idle.append(child)
+                        self._idle_children.append(child)
         finally:
-            self._free_slots.release()
+            self._free_children.release()
 
 
-class _Child:
+class _ChildProcess:
     """One child process and the connection to it."""
 
     def __init__(self, deadline: Deadline) -> None:
@@ -159,19 +159,19 @@ class _Child:
         self._guard = threading.Lock()
         self.is_alive = True
         self.conditional_create = False
-        self._connection, childs_end = Pipe()
-        with childs_end:
+        self._connection, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD_MODULE, str(childs_end.fileno())],
+                [sys.executable, "-m", _CHILD_MODULE, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path)},
-                pass_fds=[childs_end.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
 
     def open(self, factory: Callable[[], ObjectStore], operation: str) -> None:
-        """Let the child make its store; kill the child if it cannot."""
+        """Let the child make its store; kill the child if that fails."""
         try:
             self.conditional_create = self.call(operation, "open", body=cloudpickle.dumps(factory))
         except BaseException:
@@ -189,12 +189,12 @@ class _Child:
     ) -> Any:
         """Return the child's answer, or raise the store's error.
 
-        Each of the `pieces` is a message of its own, and an empty message ends them.
+        Each of the `pieces` is one message; an empty message ends them.
 
         Raises:
             DeadlineExceeded: no answer in time; the child was killed.
             StoreUnavailable: the child died.
-            RuntimeError: the store raised something else than a store error.
+            RuntimeError: the store raised an error that is not a store error.
         """
         timer = threading.Timer(min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX), self.kill)
         timer.daemon = True
@@ -208,53 +208,53 @@ class _Child:
                     if len(piece):
                         self._connection.send_bytes(memoryview(piece).cast("B"))
                 self._connection.send_bytes(b"")
-            kind, answer = self._connection.recv()
+            kind, result = self._connection.recv()
             if kind == "bytes":
-                answer = self._connection.recv_bytes()
+                result = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             exit_text = self.kill()
             self._deadline.check(operation)
-            message = f"{operation}: its child process died ({exit_text}); whether it was done is not known"
+            message = f"{operation}: its child process died ({exit_text}); the operation may have been done"
             raise StoreUnavailable(message) from error
-        except BaseException:  # such as a signal: the next caller must not get this call's answer
+        except BaseException:  # e.g. a signal: the next caller must not get this call's answer
             self.kill()
             raise
         finally:
             timer.cancel()
         if kind == "error":
-            raise answer
+            raise result
         if kind == "bug":
-            raise RuntimeError(f"{operation}: expected a store error, but the store raised:\n{answer}")
-        return answer
+            raise RuntimeError(f"{operation}: expected a store error, but the store raised:\n{result}")
+        return result
 
     def kill(self) -> str:
-        """Kill the process and its process group; return how it ended, for a message.
+        """Kill the process and its process group; return its exit code as text.
 
-        The connection stays open: another thread may be in `call`, and must not read from a file that got its number.
+        The connection stays open: a thread in `call` must not read from another file that reuses the descriptor.
         """
         with self._guard:
             if self.is_alive:
                 self.is_alive = False
-                with suppress(ProcessLookupError, PermissionError):  # it died by itself; the second: on macOS
+                with suppress(ProcessLookupError, PermissionError):  # it has exited; the second error: on macOS
                     os.killpg(self._process.pid, signal.SIGKILL)
-        # A process in an uninterruptible system call stays until that call returns, and then ends.
+        # A process in an uninterruptible system call ends only when that call returns.
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_REAP_SECONDS)
+            self._process.wait(_REAP_TIMEOUT_SECONDS)
         return f"exit code {self._process.returncode}"
 
 
 # The child process.
 
 
-def _end_with_parent(channel: int) -> None:
+def _exit_with_parent(channel: int) -> None:
     """Exit at once when the parent's end of the channel closes: an orphan must not continue to write."""
-    hang_up = select.poll()
-    hang_up.register(channel, 0)
-    hang_up.poll()
-    os._exit(_ORPHANED)
+    poll = select.poll()
+    poll.register(channel, 0)
+    poll.poll()
+    os._exit(_ORPHAN_EXIT_CODE)
 
 
-def _serve(connection: Connection) -> None:
+def _serve_requests(connection: Connection) -> None:
     store: Any = None
     while True:
         method, arguments, options, has_body = connection.recv()
@@ -275,7 +275,7 @@ def _serve(connection: Connection) -> None:
                 reply = "value", getattr(store, method)(*arguments, **options)
         except TuneError as error:
             reply = "error", error
-        except Exception:  # noqa: BLE001  the edge of a process: the parent raises it
+        except Exception:  # noqa: BLE001  the edge of a process: the parent raises the error
             reply = "bug", traceback.format_exc()
         if isinstance(reply[1], bytes | bytearray | memoryview):
             connection.send(("bytes", None))
@@ -286,7 +286,7 @@ def _serve(connection: Connection) -> None:
 
 def _open_store(pickled_factory: bytes) -> ObjectStore:
     try:
-        # Pickled by the parent process and sent over a socket pair that no other process has.
+        # The parent pickled it, and sent it over a socket pair that no other process has.
         store: ObjectStore = pickle.loads(pickled_factory)()  # noqa: S301  from our parent
     except TuneError:
         raise
@@ -297,6 +297,6 @@ def _open_store(pickled_factory: bytes) -> ObjectStore:
 
 if __name__ == "__main__":
     _connection = Connection(int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(_connection.fileno(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(_connection.fileno(),), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent closed the channel: end
-        _serve(_connection)
+        _serve_requests(_connection)

@@ -213,9 +213,9 @@ MUTANTS = {
         every_death,
         {object_store.create_or_recognize: {"if stored != data:": "if True:"}},
     ),
-    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temporary: {"self._calls.fsync(file)": "pass"}}),
+    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temp_file: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(
-        every_power_cut, {PosixStore._link_new: {"self._calls.fsync_folder(folder)": "pass"}}
+        every_power_cut, {PosixStore._create_link: {"self._calls.fsync_folder(folder)": "pass"}}
     ),
     "no term check": Mutant(
         meeting_owners,

@@ -18,7 +18,7 @@ def object_store(
     endpoint: str,
     *,
     seconds: float = 60,
-    request_limit: timedelta = timedelta(seconds=60),
+    request_timeout: timedelta = timedelta(seconds=60),
     bucket: str = "bucket",
     prefix: str = "below/a prefix",
     **options: object,
@@ -31,4 +31,4 @@ def object_store(
         return connected(made, request_timeout, {"allow_http": True, **options})
 
     deadline = Deadline.after(timedelta(seconds=seconds))
-    return ObstoreStore(connect, deadline=deadline, request_limit=request_limit)
+    return ObstoreStore(connect, deadline=deadline, request_timeout=request_timeout)

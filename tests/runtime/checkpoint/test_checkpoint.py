@@ -475,7 +475,7 @@ def test_damaged_metadata_costs_no_copy_its_files(
 ) -> None:
     checkpoint.set_metadata({"a": 1})
     next((target / KEY.folder / "metadata").iterdir()).write_bytes(b"{")
-    with pytest.warns(UserWarning, match=r"no metadata that was set after the commit: .*metadata/0000000001.json"):
+    with pytest.warns(UserWarning, match=r"lacks metadata that was set after the commit: .*metadata/0000000001.json"):
         copied_by(checkpoint, tmp_path / "copy")
     assert files_in(tmp_path / "copy") == FILES
 

@@ -19,7 +19,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local import scratch
-from prefect_tune.stores.local.scratch import ScratchDirectory, _this_machine, locked_folder, user_folder
+from prefect_tune.stores.local.scratch import ScratchDirectory, _machine_digest, locked_folder, user_folder
 from tests.trainables.unreadable import make_deep
 
 FOLDERS = ("staging", "artifacts")
@@ -74,7 +74,7 @@ def test_that_of_a_process_stays_while_it_lives_and_goes_when_the_next_one_start
                 assert Path(path, "staging").is_dir()
             process.kill()
             process.wait()
-            scratch._process_folder.cache_clear()  # as in another process
+            scratch._make_process_folder.cache_clear()  # as in another process
             with ScratchDirectory():
                 assert not Path(path).parent.exists()
                 assert len([*tmp_path.glob("*/*.lock")]) == 2  # of this process, twice
@@ -111,7 +111,7 @@ def test_a_parent_that_was_tidied_away_is_made_again() -> None:
 def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket's path has at most 107 bytes, and multiprocessing uses 32 of them."""
     monkeypatch.setattr(socket, "gethostname", lambda: "m" * 64)
-    scratch._process_folder.cache_clear()
+    scratch._make_process_folder.cache_clear()
     with ScratchDirectory("1") as path:
         assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48
 
@@ -147,7 +147,7 @@ def test_a_link_that_leads_nowhere_is_removed(monkeypatch: pytest.MonkeyPatch) -
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         folder = _below(Path(base), 70)
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        left = scratch._make_link(folder / f"{scratch._this_machine()}-left")
+        left = scratch._make_short_link(folder / f"{scratch._machine_digest()}-left")
         assert left is not None
         with ScratchDirectory() as path:
             assert not left.is_symlink()
@@ -297,12 +297,12 @@ def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("precious")
-    left = user_folder() / f"{_this_machine()}-left"
+    left = user_folder() / f"{_machine_digest()}-left"
     (left / "temporary").mkdir(parents=True)
     left.with_name(f"{left.name}.lock").touch()
     (left / "temporary" / "folder").symlink_to(outside / "folder")
     (left / "temporary" / "file").symlink_to(outside / "file")
-    link = user_folder() / f"{_this_machine()}-link"
+    link = user_folder() / f"{_machine_digest()}-link"
     link.symlink_to(outside / "folder")
     link.with_name(f"{link.name}.lock").touch()
     with ScratchDirectory():

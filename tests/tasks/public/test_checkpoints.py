@@ -42,7 +42,7 @@ def test_a_trial_without_a_checkpoint_restores_nothing(caller: Caller) -> None:
     assert caller.restore() is None
     caller.sync(config={"lr": 1})
     assert caller.restore() is None
-    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 4 is committed; those that are: none"):
+    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 4 is committed; committed steps: none"):
         caller.restore(4)
 
 

@@ -50,7 +50,7 @@ def test_a_name_that_may_be_misspelt_is_a_warning_and_no_error(
     assert pt.restore_checkpoint.fn(**{**place, "experiment": "decsent"}) is None
     said = f"There is no experiment 'decsent' at {uri}; did you mean 'descent'?"
     assert warnings_of(caplog) == [f"Nothing was restored. {said}"]
-    with pytest.raises(pt.CheckpointNotFound, match=r"those that are: none\. There is no experiment 'decsent' at"):
+    with pytest.raises(pt.CheckpointNotFound, match=r"committed steps: none\. There is no experiment 'decsent' at"):
         pt.restore_checkpoint.fn(**{**place, "experiment": "decsent"}, step=1)
 
     assert caller.restore(trial="Slow") is None
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
 def test_a_step_that_retention_deletes_meanwhile_is_not_found(caller: Caller) -> None:
     caller.save(1)
     train_on_after_each_look(caller, [2])
-    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 1 is committed; those that are: \[2\]"):
+    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 1 is committed; committed steps: \[2\]"):
         caller.restore(1)
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_s
     caller.patch.setattr(checkpoints, "MOST_RACES", 3)
     caller.save(1)
     train_on_after_each_look(caller, list(range(2, 9)))
-    with pytest.raises(pt.CheckpointNotFound, match="3 times its run deleted the checkpoint during the download"):
+    with pytest.raises(pt.CheckpointNotFound, match="3 times the trial's run deleted the checkpoint during"):
         caller.restore()
 
 

@@ -1,13 +1,12 @@
-"""Temporary directories of this user on this machine: those of one process, and copies that processes share.
+"""Temporary directories of this user on this machine: scratch directories of one process, and shared copies.
 
-A process has one folder for all its scratch directories and holds a lock beside it until the process ends. A process
-that makes its first scratch directory removes the folders whose lock no process holds: those of killed processes.
+A process has one folder for all its scratch directories and holds a lock file next to it until it exits. A process that
+makes its first scratch directory removes the folders of killed processes, whose locks no process holds.
 
-A copy of a checkpoint is made by one process, and the others wait. `fill_directory` fills a directory that the caller
-names. `shared_copy` gives each reader a directory of its own, with hard links to the files of one copy; the last reader
-removes the copy. A copy gets its name only when it is complete. What killed readers left is removed when it was not
-used for seven days. Locks, notes and copies bear the name of this boot, so that copies from before a power cut are
-never used.
+One process copies a checkpoint, and the others wait. `fill_directory` fills a directory that the caller names.
+`shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last reader removes
+the copy. A copy gets its name only when it is complete. Leftovers of killed readers are removed after seven days
+without use. The names of locks, notes and copies contain the boot id, so that copies from an earlier boot are not used.
 """
 
 from __future__ import annotations
@@ -45,32 +44,32 @@ _log = logging.getLogger(__name__)
 
 
 def user_folder(base: str | None = None) -> Path:
-    """Return the folder for temporary files of this user's processes, below `base`; make it if it is not there.
+    """Return the folder for temporary files of this user's processes, below `base`; create it if it is missing.
 
-    By default it is below `TMPDIR`, and not in the user's home: staged checkpoints are large, and homes may be shared
-    by machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user can
-    write to it.
+    By default it is below `TMPDIR`, not in the user's home: staged checkpoints are large, and homes may be shared by
+    machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user can write
+    to it.
 
     Raises:
-        StoreRefused: something else has the name, or the file system keeps no owners or modes.
+        StoreRefused: another user or a file has this name, or the file system stores no owners or modes.
     """
     user = os.geteuid()
     folder = Path(base or tempfile.gettempdir(), f"prefect-tune-{user}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return folder
     raise StoreRefused(
         f"{folder}: expected a folder of user {user} that only this user can write to, found "
-        f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR to a folder of your own"
+        f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set TMPDIR to a folder of your own"
     )
 
 
-def _remove_unlocked(folder: Path, names: str, *, unused_for: timedelta) -> None:
-    """Remove the directories in `folder` that have a lock file `<name>.lock`, unchanged for `unused_for` and not held.
+def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timedelta) -> None:
+    """Remove each directory in `folder` whose lock file `<name>.lock` is free and unchanged for `unused_for`.
 
-    `names` is a pattern of the directories' names. A lock file whose directory is missing is removed, too.
+    `names` is a pattern of the directories' names. A lock file whose directory is missing is removed too.
     """
     for lock_file in folder.glob(f"{names}.lock"):
         with suppress(FileNotFoundError, Timeout):  # another process removed it, or holds it
@@ -82,26 +81,26 @@ def _remove_unlocked(folder: Path, names: str, *, unused_for: timedelta) -> None
 
 # The scratch directories of a process.
 
-_LINK = "link-"
+_LINK_PREFIX = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
 _MAX_SOCKET_BYTES = 107 if is_linux() else 103  # of a socket's path
-# Below a scratch directory: two numbers, then what PyTorch appends ("/torch-shm-dir-XXXXXX/manager.sock"); 32 bytes
-# in multiprocessing.
+# A socket's path below a scratch directory: two numbers, then PyTorch's "/torch-shm-dir-XXXXXX/manager.sock" (34 bytes)
+# or multiprocessing's 32 bytes.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
 _MAX_TMPDIR_CHARACTERS = 80
-_numbers = itertools.count(1)
+_directory_numbers = itertools.count(1)
 
 
 class ScratchDirectory:
-    """A new directory below the system's temporary directory, with empty `folders` in it, removed by `close`."""
+    """A new directory with empty `folders`, below the system's temporary directory; `close` removes it."""
 
     def __init__(self, *folders: str) -> None:
-        self.path = _process_folder(os.getpid(), tempfile.gettempdir()) / str(next(_numbers))
+        self.path = _make_process_folder(os.getpid(), tempfile.gettempdir()) / str(next(_directory_numbers))
         for directory in (self.path, *(self.path / name for name in folders)):
             directory.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
 
     def close(self) -> None:
-        """Remove it with its content."""
+        """Remove the directory and its content."""
         remove_tree(self.path)
 
     def __enter__(self) -> Path:
@@ -112,40 +111,40 @@ class ScratchDirectory:
 
 
 @lru_cache
-def _process_folder(process: int, base: str) -> Path:
-    """Make and lock the parent of this process's scratch directories below `base`; first remove those of dead ones.
+def _make_process_folder(process: int, base: str) -> Path:
+    """Make and lock the parent of this process's scratch directories below `base`; remove folders of dead processes.
 
-    A forked child has a folder of its own. The path is short enough for sockets, if a link can make it so.
+    A forked child has its own folder. The path is short enough for sockets, if necessary by a link.
     """
-    shared = user_folder(base)
-    _remove_unlocked(shared, f"{_this_machine()}-*", unused_for=timedelta(0))
-    folder = shared / f"{_this_machine()}-{uuid4().hex[:8]}"
+    user_directory = user_folder(base)
+    _remove_unlocked_directories(user_directory, f"{_machine_digest()}-*", unused_for=timedelta(0))
+    folder = user_directory / f"{_machine_digest()}-{uuid4().hex[:8]}"
     lock = FileLock(f"{folder}.lock", thread_local=False)
     lock.acquire()
     folder.mkdir(mode=0o700)
-    short = _short_path(folder, base)
+    short_path = _shorten_path(folder, base)
 
-    def remove() -> None:
+    def remove_folder() -> None:
         if os.getpid() == process:
-            if short != folder:
-                short.unlink(missing_ok=True)
+            if short_path != folder:
+                short_path.unlink(missing_ok=True)
             remove_tree(folder)
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
 
-    atexit.register(remove)
-    return short
+    atexit.register(remove_folder)
+    return short_path
 
 
-def _short_path(folder: Path, base: str) -> Path:
-    """Return a path to `folder` below which sockets can be made: itself, or a link to it if it is too long."""
+def _shorten_path(folder: Path, base: str) -> Path:
+    """Return a path to `folder` that is short enough for sockets: `folder`, or a link to it."""
     if len(os.fsencode(folder)) <= _MAX_DIRECTORY_BYTES:
         return folder
-    link = _make_link(folder)
+    link = _make_short_link(folder)
     if link is None or len(base) > _MAX_TMPDIR_CHARACTERS:
         _log.warning(
-            "the directory for temporary files, %s, has %d characters. Below it a program cannot open sockets, whose "
-            "paths have at most %d bytes: multiprocessing.Manager fails, and a DataLoader may hang. Set TMPDIR to a "
+            "the path of the temporary directory, %s, has %d characters: too long for sockets below it, whose paths "
+            "have at most %d bytes. multiprocessing.Manager fails, and a DataLoader may hang. Set TMPDIR to a "
             "shorter path",
             base,
             len(base),
@@ -154,33 +153,33 @@ def _short_path(folder: Path, base: str) -> Path:
     return link or folder
 
 
-def _make_link(folder: Path) -> Path | None:
+def _make_short_link(folder: Path) -> Path | None:
     for base in _SHORT_FOLDERS:
         with suppress(OSError, StoreRefused):
             links = user_folder(base)
-            for link in links.glob(f"{_LINK}{_this_machine()}-*"):
-                if not link.exists():  # what it led to was removed
+            for link in links.glob(f"{_LINK_PREFIX}{_machine_digest()}-*"):
+                if not link.exists():  # its folder was removed
                     link.unlink(missing_ok=True)
-            (link := links / f"{_LINK}{folder.name}").symlink_to(folder)
+            (link := links / f"{_LINK_PREFIX}{folder.name}").symlink_to(folder)
             return link
     return None
 
 
-def _this_machine() -> str:
-    """Return eight characters for this machine, whose name may have 64."""
+def _machine_digest() -> str:
+    """Return eight characters that identify this machine: a host name may have 64."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-# Copies that processes share.
+# Copies of checkpoints that processes share.
 
-_UNUSED_FOR = timedelta(days=7)
+_MAX_UNUSED_AGE = timedelta(days=7)
 _REMOVAL_TIMEOUT = timedelta(seconds=10)
 _LOCK_POLL_INTERVAL_SECONDS = 0.01
 
 
 @contextmanager
 def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
-    """Hold the lock `name` among this user's threads and processes on this machine; yield the path of a folder for it.
+    """Hold the lock `name` among this user's threads and processes on this machine; yield the path of its folder.
 
     The kernel releases the lock of a dead process. The folder may be missing.
 
@@ -188,10 +187,10 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
         DeadlineExceeded: another process or thread held the lock at the deadline.
         StoreRefused: there is no folder that only this user can write to.
     """
-    node = user_folder() / "node"
-    node.mkdir(mode=0o700, exist_ok=True)
-    named = f"{socket.gethostname()}.{boot_id()} {name}"  # machines may share their temporary folder
-    folder = node / hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    locks = user_folder() / "node"
+    locks.mkdir(mode=0o700, exist_ok=True)
+    lock_name = f"{socket.gethostname()}.{boot_id()} {name}"  # machines may share their temporary folder
+    folder = locks / hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()
     lock = FileLock(f"{folder}.lock")
     try:
         lock.acquire(deadline.remaining_seconds, poll_interval=_LOCK_POLL_INTERVAL_SECONDS)
@@ -206,27 +205,27 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
-    """The content wanted in a directory.
+    """The content that a directory should have.
 
-    `bytes_named` names fixed bytes. `source_named` names a source that may change: what another process
-    fetched from it is used only if that fetch ended after this request began.
+    `bytes_named` identifies fixed bytes. `source_named` identifies a source that may change: another process's fetch
+    from this source is used only if it ended after this request began.
     """
 
     bytes_named: str
     source_named: str
     fetch: Callable[[Path, bytes | None], None]
-    """Makes the directory at the given path, which must not exist, with this metadata; on an error there is none."""
+    """Creates the directory at the given path, which must not exist, with this metadata; on an error, creates none."""
     verifies: Callable[[Path], bool]
-    """Whether a directory holds exactly these bytes, and `metadata`."""
+    """Returns whether a directory has exactly these bytes, and `metadata`."""
     metadata: bytes | None = None
-    """The bytes of the file with the checkpoint's metadata, which may change; None for those that are named."""
+    """The content of the metadata file, which may change; None if `bytes_named` covers it."""
 
 
 @contextmanager
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
-    """Yield a directory with `content`; fetch it only if no other reader on this machine has an unchanged copy.
+    """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    If several readers ask at once, one fetches and the others wait; if it fails or dies, another fetches.
+    Of several concurrent readers one fetches and the others wait; if it fails or dies, another reader fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -238,8 +237,8 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
         with locked_folder(name, deadline) as folder:
             copy, seal = folder / "copy", folder / "seal"
             if not (copy.is_dir() and seal.exists() and seal.read_text(encoding="ascii") == seal_of(copy)):
-                _remove_unlocked(folder.parent, "*", unused_for=_UNUSED_FOR)
-                remove_tree(folder)  # changed by a reader, or left unfinished by a killed process
+                _remove_unlocked_directories(folder.parent, "*", unused_for=_MAX_UNUSED_AGE)
+                remove_tree(folder)  # a reader changed it, or a killed process did not finish it
                 content.fetch(copy, None)
                 seal.write_text(seal_of(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
@@ -264,14 +263,14 @@ def _link_or_copy(file: str, destination: str) -> None:
 
 
 class DestinationInUse(InvalidInput):
-    """The directory has other content: remove it, or choose another directory."""
+    """The destination has other content: remove it, or choose another directory."""
 
 
 def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadline) -> None:
-    """Put `content` into `destination` by one rename; fetch nothing if it has that content already.
+    """Put `content` into `destination` by one rename; fetch nothing if `destination` has it already.
 
     Raises:
-        DestinationInUse: `destination` has other content, which is not changed.
+        DestinationInUse: `destination` has other content, which stays unchanged.
         InvalidInput: `destination` cannot be replaced by a rename.
         DeadlineExceeded: another process was still filling it at the deadline.
     """
@@ -283,7 +282,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
     with locked_folder(str(destination), deadline) as folder:
         folder.mkdir(mode=0o700, exist_ok=True)
         note = _read_note(folder / "note")
-        if "unfinished" in note:  # a killed process has left it; only the holder of the lock makes one
+        if "unfinished" in note:  # left by a killed process: only the lock's holder writes it
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):
                 shutil.rmtree(path, ignore_errors=True)
         if destination.exists() and any(destination.iterdir()):
@@ -296,7 +295,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
                 )
             metadata = destination / METADATA_FILE
             if content.metadata is not None and not (metadata.is_file() and metadata.read_bytes() == content.metadata):
-                replace_file(metadata, content.metadata)  # set anew since the directory was filled
+                replace_file(metadata, content.metadata)  # it changed after the directory was filled
         else:
             destination.parent.mkdir(parents=True, exist_ok=True)
             (folder / "note").write_text(json.dumps({"unfinished": True}))
@@ -306,7 +305,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
 
 
 def _read_note(path: Path) -> dict[str, Any]:
-    """Return what the last process noted of a destination; nothing if it was killed while it wrote."""
+    """Return the last process's note on a destination; {} without a note, or if the process died while it wrote."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError):

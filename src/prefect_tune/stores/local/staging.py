@@ -1,6 +1,6 @@
-"""Local directories on both ends of a transfer: files to upload, the directories that a download fills, and copies.
+"""Local directories at both ends of a transfer: directories to upload, to fill by a download, or to copy.
 
-A directory or file appears whole or not at all: it is made beside its destination, and then renamed.
+A directory or file appears complete or not at all: it is created next to its destination and then renamed.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from prefect_tune.core.values import digest_of
 from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
 
-_Status: TypeAlias = tuple[int, int, int, int]
+_FileStatus: TypeAlias = tuple[int, int, int, int]
 """Size, mode, modification time in ns and inode of a file when its directory was listed; a later write changes it."""
 
 
 class StagedFiles:
-    """A directory as a `Source`: listed once, read by position, never written."""
+    """A `Source` of a local directory: listed once, read by position, never written."""
 
     def __init__(self, directory: Path) -> None:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is not a directory, or has an entry that cannot be read, or not be restored elsewhere
-                (a link to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
+            InvalidInput: it is not a directory, or an entry cannot be read, or could not be restored elsewhere (a link
+                to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
             StagedFilesChanged: a file was deleted meanwhile.
         """
         self.directory = directory
         if not directory.is_dir():
             raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found none")
-        self._found, self.empty_directories = _found_in(directory)
-        self.files = tuple(FileStat(path, size_bytes, mode) for path, (size_bytes, mode, *_) in self._found.items())
+        self._statuses, self.empty_directories = _list_directory(directory)
+        self.files = tuple(FileStat(path, size_bytes, mode) for path, (size_bytes, mode, *_) in self._statuses.items())
 
     def require_unchanged(self) -> None:
-        now, empty_directories = _found_in(self.directory)
-        if (now, empty_directories) != (self._found, self.empty_directories):
-            names = {path for path in {*self._found, *now} if self._found.get(path) != now.get(path)}
+        statuses, empty_directories = _list_directory(self.directory)
+        if (statuses, empty_directories) != (self._statuses, self.empty_directories):
+            names = {path for path in {*self._statuses, *statuses} if self._statuses.get(path) != statuses.get(path)}
             raise StagedFilesChanged(
                 f"{self.directory}: {sorted(names)[:3] or 'its directories'} changed while it was being saved"
             )
@@ -90,25 +90,25 @@ class StagedFiles:
             )
 
 
-def _found_in(directory: Path) -> tuple[dict[str, _Status], tuple[str, ...]]:
+def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str, ...]]:
     """Return the files below `directory`, sorted, and its empty directories."""
-    files: dict[str, _Status] = {}
-    empty: list[str] = []
+    files: dict[str, _FileStatus] = {}
+    empty_directories: list[str] = []
     with naming_unreadable(directory):
-        _scan(str(directory), "", files, empty)
-    return dict(sorted(files.items())), tuple(sorted(empty))
+        _scan_directory(str(directory), "", files, empty_directories)
+    return dict(sorted(files.items())), tuple(sorted(empty_directories))
 
 
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""The errors of a file that another attempt on another machine would meet too."""
+_READ_ERRORS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+"""Errors of a file that an attempt on another machine would raise too."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
-"""Of a file within a checkpoint: its path in the directory of a restore is longer, and 4,095 bytes is Linux's limit."""
-_SHOWN = 200
+"""Limits of a path within a checkpoint: the path after a restore is longer, and Linux's limit is 4,095 bytes."""
+_SHOWN_CHARACTERS = 200
 
 
 @contextmanager
 def naming_unreadable(directory: Path) -> Iterator[None]:
-    """Raise errors of files below `directory` as the user's, with the path.
+    """Convert errors of files below `directory` to the user's errors, with the path.
 
     Raises:
         InvalidInput: an entry cannot be read.
@@ -117,26 +117,26 @@ def naming_unreadable(directory: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as gone:
-        raise StagedFilesChanged(f"{gone.filename}: was deleted while it was being saved") from gone
+        raise StagedFilesChanged(f"{gone.filename}: deleted while it was being saved") from gone
     except OSError as error:
-        if error.errno in _UNREADABLE:
+        if error.errno in _READ_ERRORS:
             raise InvalidInput(
-                f"{_shown(str(error.filename or directory))}: cannot be read, so it cannot be saved: {error.strerror}"
+                f"{_shorten_path(str(error.filename or directory))}: cannot be read, so not saved: {error.strerror}"
             ) from error
         raise
 
 
-def _shown(path: str) -> str:
-    """Return a path for a message; of a very long one its begin and its end."""
-    return path if len(path) <= 2 * _SHOWN else f"{path[:_SHOWN]}…{path[-_SHOWN:]}"
+def _shorten_path(path: str) -> str:
+    """Return a path for a message, shortened in the middle if it is very long."""
+    return path if len(path) <= 2 * _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}…{path[-_SHOWN_CHARACTERS:]}"
 
 
-def _scan(directory: str, below: str, files: dict[str, _Status], empty: list[str]) -> None:
+def _scan_directory(directory: str, below: str, files: dict[str, _FileStatus], empty_directories: list[str]) -> None:
     with os.scandir(directory) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    if not found and below:
-        empty.append(below)
-    for entry in found:
+        sorted_entries = sorted(entries, key=lambda entry: entry.name)
+    if not sorted_entries and below:
+        empty_directories.append(below)
+    for entry in sorted_entries:
         path = f"{below}/{entry.name}" if below else entry.name
         _require_portable(entry, path)
         status = entry.stat()
@@ -144,7 +144,7 @@ def _scan(directory: str, below: str, files: dict[str, _Status], empty: list[str
             mode = stat.S_IMODE(status.st_mode) & 0o777
             files[path] = (status.st_size, mode, status.st_mtime_ns, status.st_ino)
         else:
-            _scan(entry.path, path, files, empty)
+            _scan_directory(entry.path, path, files, empty_directories)
 
 
 def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
@@ -156,8 +156,8 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
     size_bytes, levels = len(relative.encode()), relative.count("/") + 1
     if size_bytes > _MAX_PATH_BYTES or levels > _MAX_LEVELS:
         raise InvalidInput(
-            f"{_shown(path)}: the path within the checkpoint has {size_bytes:,} bytes and {levels} levels, expected at "
-            f"most {_MAX_PATH_BYTES:,} bytes and {_MAX_LEVELS} levels, so that it can be restored elsewhere"
+            f"{_shorten_path(path)}: the path within the checkpoint has {size_bytes:,} bytes and {levels} levels, "
+            f"expected at most {_MAX_PATH_BYTES:,} bytes and {_MAX_LEVELS} levels, so that it can be restored elsewhere"
         )
     if "\\" in entry.name:
         raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
@@ -170,7 +170,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 def has_same_files(manifest: Manifest, source: Source) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
-    It reads the directory, and nothing from the target.
+    It reads the directory and nothing from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -187,16 +187,16 @@ def has_same_files(manifest: Manifest, source: Source) -> bool:
         for offset, chunk in file.placed_chunks()
     )
 
-    def is_same(wanted: tuple[Piece, ChunkRef]) -> bool:
-        buffer = memoryview(bytearray(wanted[0].length))
-        source.read_into(wanted[0], buffer)
-        return digest_of(buffer) == wanted[1].digest
+    def has_same_digest(pair: tuple[Piece, ChunkRef]) -> bool:
+        buffer = memoryview(bytearray(pair[0].length))
+        source.read_into(pair[0], buffer)
+        return digest_of(buffer) == pair[1].digest
 
-    return all(parallel_map(is_same, chunks))
+    return all(parallel_map(has_same_digest, chunks))
 
 
 def holds_exactly(manifest: Manifest, directory: Path) -> bool:
-    """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""
+    """Read `directory`; return whether its files and folders equal those of `manifest`, byte for byte."""
     try:
         return has_same_files(manifest, StagedFiles(directory))
     except (InvalidInput, StagedFilesChanged):
@@ -204,17 +204,17 @@ def holds_exactly(manifest: Manifest, directory: Path) -> bool:
 
 
 class DirectorySink:
-    """The files of a manifest below a directory in which all of them exist already."""
+    """Writes the files of a manifest below a directory in which all of them already exist."""
 
     def __init__(self, manifest: Manifest, directory: Path) -> None:
         self._manifest = manifest
         self._directory = directory
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        _write_at(f"{self._directory}/{self._manifest.files[file].path}", offset, data)
+        _write_range(f"{self._directory}/{self._manifest.files[file].path}", offset, data)
 
 
-def _write_at(path: str, offset: int, data: memoryview) -> None:
+def _write_range(path: str, offset: int, data: memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         done = 0
@@ -226,13 +226,13 @@ def _write_at(path: str, offset: int, data: memoryview) -> None:
 
 @contextmanager
 def restored_directory(manifest: Manifest, destination: Path) -> Iterator[DirectorySink]:
-    """Yield a sink for the files of `manifest`; at the end of the block, when all are written, they get their place.
+    """Yield a sink for the files of `manifest`; at the end of the block rename their directory to `destination`.
 
     Raises:
         InvalidInput: the file system cannot hold one of their paths.
     """
-    other_modes: list[tuple[str, int]] = []  # set at the end: read-only, or against the umask
-    with fresh_directory(destination) as building:
+    other_modes: list[tuple[str, int]] = []  # to set at the end: read-only files, and modes that the umask forbids
+    with building_directory(destination) as building:
         try:
             building.mkdir()
             folders = {file.path.rpartition("/")[0] for file in manifest.files}
@@ -267,38 +267,38 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
-    """Return what a copy has in its `METADATA_FILE`; None for what the checkpoint's own files have there.
+    """Return the content of a copy's `METADATA_FILE`; None if the checkpoint's own file stays.
 
-    `folder` has the versions that were written later. Metadata that cannot be read is left out, with a warning: the
-    files are whole.
+    `folder` has the versions that were written after the commit. Unreadable metadata is left out with a warning,
+    because the files are complete.
     """
     try:
-        said = newest_metadata(store, folder)
-        if said is None and manifest and manifest.about.metadata:
-            said = written_metadata(store, manifest)
+        metadata = newest_metadata(store, folder)
+        if metadata is None and manifest and manifest.about.metadata:
+            metadata = written_metadata(store, manifest)
     except CheckpointCorrupt as damaged:
-        warnings.warn(f"the copy has no metadata that was set after the commit: {damaged}", stacklevel=2)
+        warnings.warn(f"the copy lacks metadata that was set after the commit: {damaged}", stacklevel=2)
         return None
-    return None if said is None else json.dumps(said).encode()
+    return None if metadata is None else json.dumps(metadata).encode()
 
 
 def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return the manifest with `metadata` as its last file, in place of one that was committed; no blob holds it."""
+    """Return the manifest with `metadata` as its last file, instead of a committed metadata file; no blob has it."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
-    cuts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
-    chunks = tuple(ChunkRef(blob=0, offset=start, length=len(cut), digest=digest_of(cut)) for start, cut in cuts)
+    parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
+    chunks = tuple(ChunkRef(blob=0, offset=start, length=len(part), digest=digest_of(part)) for start, part in parts)
     last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=chunks)
     return manifest.model_copy(
-        update={"files": (*(each for each in manifest.files if each.path != METADATA_FILE), last)}
+        update={"files": (*(file for file in manifest.files if file.path != METADATA_FILE), last)}
     )
 
 
 def fetch_committed(
     store: ObjectStore, manifest: Manifest, destination: Path, *, metadata: bytes | None = None
 ) -> None:
-    """Download the checkpoint of `manifest` to `destination` with this `METADATA_FILE`, and verify every byte.
+    """Download the checkpoint of `manifest` to `destination`, with `metadata` as its metadata file; verify every byte.
 
     Raises:
         CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
@@ -312,23 +312,23 @@ def fetch_committed(
 
 
 def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
-    """Return the metadata with which a checkpoint was committed."""
-    only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
-    if not only:
+    """Return the metadata that the checkpoint was committed with."""
+    files = tuple(file for file in manifest.files if file.path == METADATA_FILE)
+    if not files:
         return dict(manifest.about.metadata)
-    if only[0].size_bytes > DOCUMENT_BYTES:
-        raise CheckpointCorrupt(f"{METADATA_FILE}: {only[0].size_bytes} bytes are no metadata")
-    return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
+    if files[0].size_bytes > DOCUMENT_BYTES:
+        raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {DOCUMENT_BYTES}")
+    return {**read_metadata(read_committed(store, manifest, files[0]), METADATA_FILE), **manifest.about.metadata}
 
 
 def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
-    """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
-    memory = _Memory(file.size_bytes)
-    restore(store, manifest.model_copy(update={"files": (file,)}), memory)
-    return memory.data
+    """Return the verified bytes of the chunks of `file`, which is a file of `manifest` or a part of one."""
+    sink = _MemorySink(file.size_bytes)
+    restore(store, manifest.model_copy(update={"files": (file,)}), sink)
+    return sink.data
 
 
-class _Memory:
+class _MemorySink:
     def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
 
@@ -341,15 +341,15 @@ def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
     """Return the metadata in the bytes of a `.metadata.json`.
 
     Raises:
-        CheckpointCorrupt: they are not a JSON object.
+        CheckpointCorrupt: `data` is not a JSON object.
     """
     try:
-        found = json.loads(data)
+        metadata = json.loads(data)
     except ValueError as unreadable:
         raise CheckpointCorrupt(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
-    if not isinstance(found, dict):
-        raise CheckpointCorrupt(f"{where}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(metadata, dict):
+        raise CheckpointCorrupt(f"{where}: expected a JSON object, found {type(metadata).__name__}")
+    return metadata
 
 
 # Directories without a manifest.
@@ -357,7 +357,7 @@ def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class PlainTree:
-    """Files with their sizes, and folders; all paths are relative to one folder and stay inside it."""
+    """Files with sizes, and folders. All paths are relative to one folder and stay inside it."""
 
     files: tuple[Listed, ...]
     folders: tuple[str, ...]
@@ -366,9 +366,9 @@ class PlainTree:
 def fetch_plain(
     store: ObjectStore, folder: str, destination: Path, *, without: str = "", metadata: bytes | None = None
 ) -> None:
-    """Download every file below `folder`, except those below `without`, to `destination`, with this `METADATA_FILE`.
+    """Download all files below `folder`, but not below `without`, to `destination`; add `metadata` as metadata file.
 
-    There are no digests. Checked are the sizes, and that the listing is the same before and after.
+    There are no digests: it checks the sizes, and that the listing is the same before and after.
 
     Raises:
         CheckpointNotFound: there are no files.
@@ -377,32 +377,32 @@ def fetch_plain(
     """
     tree = plain_tree(store, folder, without=without)
 
-    def copy(run: tuple[str, int, int]) -> None:
-        name, offset, length = run
+    def copy_range(file_range: tuple[str, int, int]) -> None:
+        name, offset, length = file_range
         path = f"{folder}/{name}" if folder else name
         try:
             data = memoryview(store.read(path, offset=offset, length=length))
         except ObjectNotFound as gone:
-            raise StoreUnavailable(f"{path}: was deleted after it was listed; read the directory again") from gone
+            raise StoreUnavailable(f"{path}: deleted after it was listed; read the directory again") from gone
         if len(data) != length:
             raise StoreUnavailable(f"{path} at {offset}: expected {length} bytes, found {len(data)}; read it again")
-        _write_at(f"{building}/{name}", offset, data)
+        _write_range(f"{building}/{name}", offset, data)
 
-    with fresh_directory(destination) as building:
+    with building_directory(destination) as building:
         building.mkdir()
-        for each in tree.folders:
-            (building / each).mkdir(parents=True, exist_ok=True)
+        for name in tree.folders:
+            (building / name).mkdir(parents=True, exist_ok=True)
         for file in tree.files:
             (building / file.path).touch()
-        runs = (
+        file_ranges = (
             (file.path, offset, min(_READ_BYTES, file.size_bytes - offset))
             for file in tree.files
             for offset in range(0, file.size_bytes, _READ_BYTES)
         )
-        for _ in store.map(copy, runs):
+        for _ in store.map(copy_range, file_ranges):
             pass
         if plain_tree(store, folder, without=without) != tree:
-            raise StoreUnavailable(f"{folder or 'the directory'}: was written to while it was read; read it again")
+            raise StoreUnavailable(f"{folder or 'the directory'}: changed while it was read; read it again")
         if metadata is not None:
             (building / METADATA_FILE).write_bytes(metadata)
 
@@ -411,31 +411,31 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
     """List the files and folders below `folder`, and check that no name leads out of it.
 
     Raises:
-        CheckpointNotFound, CheckpointCorrupt: as `fetch_plain`.
+        CheckpointNotFound, CheckpointCorrupt: see `fetch_plain`.
     """
     start = f"{folder}/" if folder else ""
-    found = [each for each in store.list(folder) if each.path.rstrip("/") != folder]
-    listed = [each for each in found if not (without and each.path.startswith(f"{without}/"))]
+    objects = [entry for entry in store.list(folder) if entry.path.rstrip("/") != folder]
+    listed = [entry for entry in objects if not (without and entry.path.startswith(f"{without}/"))]
     if not listed:
         raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
-    inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed}
-    folders = {str(above) for path in inside for above in PurePosixPath(path).parents} - {"."}
-    for path, each in inside.items():
+    by_path = {entry.path.removeprefix(start).rstrip("/"): entry for entry in listed}
+    folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents} - {"."}
+    for path, entry in by_path.items():
         if not is_inside(path) or "\\" in path:
-            raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
+            raise CheckpointCorrupt(f"{entry.path!r}: the name leads out of {folder or 'its directory'}")
         if is_too_long(path):
             raise CheckpointCorrupt(f"{path[:40]!r}…: the name is longer than 255 bytes, or the path longer than 4096")
-        if path in folders and each.size_bytes:
-            raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")
-    folders |= {path for path, each in inside.items() if path not in folders and _is_mark(store, each)}
-    files = (Listed(path, inside[path].size_bytes) for path in sorted(inside.keys() - folders))
+        if path in folders and entry.size_bytes:
+            raise CheckpointCorrupt(f"{entry.path!r}: is both a file of {entry.size_bytes} bytes and a folder")
+    folders |= {path for path, entry in by_path.items() if path not in folders and _is_folder_marker(store, entry)}
+    files = (Listed(path, by_path[path].size_bytes) for path in sorted(by_path.keys() - folders))
     return PlainTree(tuple(files), tuple(sorted(folders)))
 
 
-def _is_mark(store: ObjectStore, listed: Listed) -> bool:
-    """Whether this is an empty object `folder/`, with which some clients mark a folder.
+def _is_folder_marker(store: ObjectStore, listed: Listed) -> bool:
+    """Return whether this is an empty object `folder/`, by which some clients mark a folder.
 
-    Not every client lists the closing slash; without it, an empty file has a size by its name and a mark has none.
+    Some clients do not list the closing slash. Then an empty file has a size under its listed name, a marker has none.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
@@ -444,54 +444,54 @@ def _is_mark(store: ObjectStore, listed: Listed) -> bool:
 
 
 def seal_of(directory: Path) -> str:
-    """Return a digest of its names, sizes, modification times and inodes, without reading files. A write changes it.
+    """Return a digest of a directory's names, sizes, modification times and inodes; every write changes it.
 
     Raises:
-        FileNotFoundError: there is no such directory.
+        FileNotFoundError: the directory does not exist.
     """
-    seen = hashlib.blake2b(digest_size=16)
-    for path, status in sorted(_below(directory, "")):
+    digest = hashlib.blake2b(digest_size=16)
+    for path, status in sorted(_iter_entries(directory, "")):
         kind, times = stat.S_IFMT(status.st_mode), (status.st_mtime_ns, status.st_ino)
-        about = (path, kind, *(() if stat.S_ISDIR(kind) else (status.st_size, *times)))
-        seen.update(repr(about).encode())
-    return seen.hexdigest()
+        identity = (path, kind, *(() if stat.S_ISDIR(kind) else (status.st_size, *times)))
+        digest.update(repr(identity).encode())
+    return digest.hexdigest()
 
 
-def _below(directory: Path, below: str) -> Iterator[tuple[str, os.stat_result]]:
+def _iter_entries(directory: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(directory) as entries:
         for entry in entries:
-            path = f"{below}{entry.name}"
+            path = f"{prefix}{entry.name}"
             status = entry.stat(follow_symlinks=False)
             yield path, status
             if stat.S_ISDIR(status.st_mode):
-                yield from _below(directory / entry.name, f"{path}/")
+                yield from _iter_entries(directory / entry.name, f"{path}/")
 
 
 def copy_directory(source: Path, destination: Path) -> None:
-    """Make the new directory `destination` a copy of `source`, whole or not at all.
+    """Copy `source` to the new directory `destination`, completely or not at all.
 
-    A link to a file inside becomes that file.
+    A link to a file inside `source` becomes a file.
 
     Raises:
-        InvalidInput: `source` has a link that leads out of it or to a directory, or cannot be saved (`StagedFiles`).
-        StagedFilesChanged: `source` was written to during the copy.
+        InvalidInput: a link in `source` leads out of it or to a directory, or an entry cannot be saved (`StagedFiles`).
+        StagedFilesChanged: `source` changed during the copy.
     """
     staged = StagedFiles(source)
-    with fresh_directory(destination) as copy:
+    with building_directory(destination) as copy:
         copy.mkdir()
         for folder in staged.empty_directories:
             (copy / folder).mkdir(parents=True)
         for file in staged.files:
-            if not (meant := (source / file.path).resolve()).is_relative_to(source.resolve()):
-                raise InvalidInput(f"{source / file.path}: a link that leads out of its directory, to {meant}")
+            if not (resolved := (source / file.path).resolve()).is_relative_to(source.resolve()):
+                raise InvalidInput(f"{source / file.path}: a link that leads out of its directory, to {resolved}")
             (copy / file.path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / file.path, copy / file.path)
         staged.require_unchanged()
 
 
 @contextmanager
-def fresh_directory(destination: Path) -> Iterator[Path]:
-    """Yield a path at which to make a directory; rename it to `destination` if nothing was raised.
+def building_directory(destination: Path) -> Iterator[Path]:
+    """Yield a path for a new directory; rename it to `destination` at the end, unless an error was raised.
 
     `destination` must be missing or empty.
     """
@@ -505,15 +505,15 @@ def fresh_directory(destination: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: readers see the old file or the new one, also after a power cut."""
-    fresh = path.with_name(f".{path.name}.{uuid4().hex}")
+    """Write `data` to `path` atomically: readers see the old or the new file, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with fresh.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
+        temporary.replace(path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
