@@ -92,7 +92,7 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     second.settle()
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one"}
     assert fetched(bucket, tmp_path, f"{TRIAL.artifacts}-2") == {"log-2": b"two"}
-    assert "beside the earlier ones" in caplog.text
+    assert "of this attempt are uploaded to" in caplog.text
 
 
 def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(

@@ -171,7 +171,7 @@ def test_all_save_and_then_the_main_thread_gets_the_signal(name: str, number: si
         if name in _READY:
             until(lambda: _READY[name] in log.read_text(), seconds=60, what=log.read_text)
             time.sleep(0.5)
-            assert "asked to stop" not in log.read_text()
+            assert "stop requested" not in log.read_text()
         os.kill(process.pid, number)
         until(lambda: log.read_text().count("saved") == count, seconds=120, what=log.read_text)
         if (name, number) == ("beside_c_code", signal.SIGINT):
@@ -195,7 +195,7 @@ def test_further_sigterms_change_nothing_and_a_second_interrupt_ends_the_wait(tm
         until(lambda: "trains" in log.read_text(), seconds=120, what=log.read_text)
         for _ in range(3):
             os.kill(process.pid, signal.SIGTERM)
-            until(lambda: "asked to stop" in log.read_text(), seconds=60, what=log.read_text)
+            until(lambda: "stop requested" in log.read_text(), seconds=60, what=log.read_text)
             time.sleep(0.3)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)

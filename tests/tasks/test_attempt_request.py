@@ -188,7 +188,7 @@ def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
 def test_a_request_of_an_experiment_that_was_deleted_begins_nothing(requests: Requests) -> None:
     late = attempt_request(requests.open())
     requests.delete()
-    with pytest.raises(Superseded, match="no longer exists"):
+    with pytest.raises(Superseded, match="was deleted after it requested"):
         requests.run(late)
     assert requests.objects() == ["e/generations/0000000002.json"]
 
@@ -199,7 +199,7 @@ def test_a_request_of_an_experiment_that_was_begun_again_under_its_name_leaves_i
     late = attempt_request(requests.open())
     requests.delete()
     now = attempt_request(requests.open(2))
-    with pytest.raises(Superseded, match="no longer exists"):
+    with pytest.raises(Superseded, match="was deleted after it requested"):
         requests.run(late)
     requests.plan = replace(requests.plan, trial=TrialKey(experiment="e", generation=2, trial="00000"))
     with pytest.raises(OSError, match="cannot fork"):
@@ -260,4 +260,4 @@ def test_an_error_of_a_deleted_experiment_is_no_reason_to_leave_out_a_traceback(
         log_failure(ERROR.model_copy(update={"trial": trial}), 1, spec, 1, logging.getLogger("a run"))
     traced = ["Traceback" in each for each in caplog.messages]
     assert traced == [True, False, True, False]
-    assert caplog.messages[3].endswith("the same error as that of trial 00001")
+    assert caplog.messages[3].endswith("the same error as trial 00001")

@@ -1,11 +1,11 @@
-"""One attempt of a trial: restore its newest good checkpoint, train, journal the end.
+"""One attempt of a trial: restore its newest valid checkpoint, train, and journal how it ended.
 
     restored ──► Started ──► process ══ reports, checkpoints ══► outcome ──► its events journaled
                                 └─ supervisor (this thread)  └─ commit worker (its own thread)
 
-The request has the trial's state; what the attempt adds to it is in the journal (`search_link`).
-Never: a process that trains before `Started` is durable; an end that is journaled before the saves handed over before
-it; a trial that starts from nothing while it has checkpoints that cannot be used.
+The request carries the trial's state; the attempt journals every change to it (`search_link`).
+Never: a process that trains before `Started` is durable; an end that is journaled before an earlier save; a trial that
+starts from scratch although it has checkpoints, all of them unusable.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Attempt:
         return self.spec.trial.trial
 
     def run(self) -> AttemptResult:
-        """Train, and journal how it ended.
+        """Train, and journal how the attempt ended.
 
-        Every checkpoint that the trial reports is persisted, then committed, then acknowledged to it. If the task runs
-        it again, this is a further attempt, unless the trial has ended.
+        Each reported checkpoint is uploaded, then committed, then acknowledged to the trial. A retry of the task is a
+        new attempt, unless the trial has ended.
 
         Raises:
-            Superseded: another process owns the experiment or trains the trial, and the trial's process has been ended;
-                or the requesting experiment was deleted.
+            Superseded: another process owns the experiment or trains the trial (this trial's process has been killed),
+                or the experiment that requested the attempt was deleted.
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
         """
@@ -101,12 +101,12 @@ class Attempt:
         if journal.trial.phase is Phase.RUNNING:
             reason = make_reason("supervisor-failed")
             journal.write([AttemptEnded(trial=self._name, cause=Cause.MACHINE, reason=reason)])
-        return self._ended(journal.trial) or self.run_in(journal)
+        return self._get_journaled_result(journal.trial) or self.run_in(journal)
 
     def run_in(self, journal: TrialJournal) -> AttemptResult:
-        """Train a trial that waits for an attempt, and journal how it ended. Raises as `run`."""
-        spec, link, log = self.spec, self.link, self.log
-        if link.stop.is_set():
+        """Train a trial that waits for an attempt, and journal how it ended. Raises the errors of `run`."""
+        spec, channel, log = self.spec, self.link, self.log
+        if channel.stop.is_set():
             stopped = AttemptEnded(trial=self._name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
             return AttemptResult(stopped, journal.trial)
         with ScratchDirectory("staging", "artifacts") as scratch:
@@ -114,7 +114,7 @@ class Attempt:
             with self.meter.restoring():
                 restored = self._restore_newest(journal, scratch / "restored")
             self._log_lost_steps(journal.trial)
-            start = self._begin(journal, scratch, restored)
+            start = self._journal_start(journal, scratch, restored)
             artifacts.begin(start.attempt)
             self.meter.environment = self.request.environment
             nodes, term = None, self.request.search_term
@@ -124,33 +124,33 @@ class Attempt:
             open_parts = nodes.parts if nodes is not None else None
             with CommitWorker(spec, term, journal, artifacts, self.tasks, log, self.meter, open_parts) as commit_worker:
                 try:
-                    with self._ranks(start, nodes) as group:
+                    with self._open_rank_group(start, nodes) as group:
                         self.meter.last_output = group.last_output
-                        outcome = supervise(group, commit_worker, spec, link, self.meter)
-                        if isinstance(outcome, Finished):  # the process exits by itself while its end is journaled
+                        outcome = supervise(group, commit_worker, spec, channel, self.meter)
+                        if isinstance(outcome, Finished):  # the process exits while its end is journaled
                             commit_worker.end(outcome)
                             group.end_all()
                         else:
                             group.end_all()
                             commit_worker.end(outcome)
-                        # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
+                        # Before the channel closes: a running save still sends its acknowledgment.
                         commit_worker.close()
-                except NodesMissing as missing:
-                    cause = Cause.PREEMPTED if missing.is_stopped else Cause.MACHINE
-                    reason = make_reason("nodes-missing", error=str(missing))
+                except NodesMissing as error:
+                    cause = Cause.PREEMPTED if error.is_stopped else Cause.MACHINE
+                    reason = make_reason("nodes-missing", error=str(error))
                     outcome = AttemptEnded(trial=self._name, cause=cause, reason=reason)
                     commit_worker.end(outcome)
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
-        if isinstance(outcome, AttemptEnded) and (ended := self._ended(journal.trial)) is not None:
-            why = visible(outcome.reason)  # such as an exception in `cleanup`
-            log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
-            return ended
+        if isinstance(outcome, AttemptEnded) and (result := self._get_journaled_result(journal.trial)) is not None:
+            late_reason = visible(outcome.reason)  # such as an exception in `cleanup`
+            log.warning("error after the trial finished and committed its last checkpoint: %s", late_reason)
+            return result
         return AttemptResult(outcome, journal.trial)
 
     @contextmanager
-    def _ranks(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
-        """Open the processes of the attempt, those on other nodes too. Raises NodesMissing."""
+    def _open_rank_group(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
+        """Open the processes of the attempt, including those on other nodes. Raises NodesMissing."""
         if nodes is None:
             processes = processes_here(self.spec.processes_per_trial, self.request.environment)
             if processes != self.spec.processes_per_trial:
@@ -159,20 +159,20 @@ class Attempt:
                 yield group
             return
         with nodes:
-            elsewhere = nodes.begin(self.link.stop)
-            with rank_group(start, nodes.placement, self._open_process, elsewhere) as group:
+            remote_channels = nodes.begin(self.link.stop)
+            with rank_group(start, nodes.placement, self._open_process, remote_channels) as group:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        """Open the process of one rank; the lines of other ranks than the first name it."""
+        """Open the process of one rank. Log lines of every rank but the first name their rank."""
         if self.spec.isolation == "thread":
             return trial_in_place(start, self.log)
         rank = start.rank.rank
         log = rank_log(self.log, rank) if rank else self.log
         return self.link.process(start, log, self.request.environment)
 
-    def _ended(self, trial: Trial) -> AttemptResult | None:
-        """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
+    def _get_journaled_result(self, trial: Trial) -> AttemptResult | None:
+        """Return the end of the trial if it is journaled; None otherwise."""
         if trial.phase is Phase.FINISHED:
             kind = trial.finish_kind or FinishKind.CRITERION
             return AttemptResult(Finished(trial=self._name, reason=trial.end_reason, kind=kind), trial)
@@ -181,31 +181,31 @@ class Attempt:
         return None
 
     def _restore_newest(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
+        """Restore the newest checkpoint that verifies. Quarantine the others in the journal, and log them."""
         spec, name = self.spec, self._name
         _log_quarantined(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
             key = spec.trial.checkpoint_key(newest)
             try:
                 return self.tasks.restore(key, destination)
-            except (CheckpointCorrupt, CheckpointNotFound) as bad:
-                reason = f"{type(bad).__name__}: {bad}"
-                # If another process owns the trial, it may have retired the checkpoint: then this raises `Superseded`.
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
+                reason = f"{type(error).__name__}: {error}"
+                # Raises `Superseded` if another process owns the trial, and may have retired the checkpoint.
                 journal.write([Quarantined(trial=name, sequence=newest.sequence, reason=reason)])
-                self.log.error("step %d cannot be restored, and is quarantined: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
+                self.log.error("quarantined step %d: cannot be restored: %s", key.step, error)  # noqa: TRY400 - no trace: it is handled
         if lost := journal.trial.lost_checkpoints:
             raise ResumeFailed(
                 f"trial {name!r} of {spec.trial.experiment!r} at {spec.target.uri}: all its {lost} committed "
-                "checkpoints are damaged or kill the trainable. Nothing was restarted from zero: repair the damaged "
+                "checkpoints are damaged or crash the trainable. Nothing was restarted from zero: repair the damaged "
                 "objects and release the checkpoints (prefect-tune verify --release), or use another experiment name"
             )
         return None
 
-    def _begin(self, journal: TrialJournal, scratch: Path, restored: Path | None) -> Start:
-        spec, request = self.spec, self.request
-        supervisor = self.link.supervisor
-        where = {"supervisor": supervisor, "task_run": None if supervisor else task_run.id}
-        journal.write([next_start(journal.trial, self.meter.began_at).model_copy(update=where)])
+    def _journal_start(self, journal: TrialJournal, scratch: Path, restored: Path | None) -> Start:
+        """Journal the start of the attempt; return the start message for its processes."""
+        spec, request, supervisor = self.spec, self.request, self.link.supervisor
+        origin = {"supervisor": supervisor, "task_run": None if supervisor else task_run.id}
+        journal.write([next_start(journal.trial, self.meter.began_at).model_copy(update=origin)])
         trial, newest = journal.trial, newest_checkpoint(journal.trial)
         curve: Sequence[StepReport] = ()
         if newest is not None and spec.needs_curve:
@@ -235,7 +235,7 @@ class Attempt:
         )
 
     def _log_lost_steps(self, trial: Trial) -> None:
-        """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
+        """Warn that all trained steps are lost if the trial has no checkpoint."""
         if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
             self.log.warning(
                 "no checkpoint was committed: its %s trained again; save%s",
@@ -245,17 +245,17 @@ class Attempt:
 
 
 def _log_quarantined(trial: Trial, log: Log) -> None:
-    """Log the quarantined checkpoints newer than the one being resumed; nothing else reports them."""
+    """Log the quarantined checkpoints that are newer than the restored one; nothing else reports them."""
     newest = newest_checkpoint(trial)
     for quarantined in trial.quarantined_checkpoints:
         step, reason = quarantined.checkpoint.step, visible(quarantined.reason)
         if quarantined.checkpoint.sequence > (newest.sequence if newest else 0):
-            where = f"step {newest.step}" if newest else "nothing"
-            log.error("step %d was quarantined; the trial resumes from %s: %s", step, where, reason)
+            resume_point = f"resumes from step {newest.step}" if newest else "starts from scratch"
+            log.error("step %d was quarantined; the trial %s: %s", step, resume_point, reason)
 
 
 def next_start(trial: Trial, at: str | None = None) -> Started:
-    """Return the event with which the next attempt of `trial` begins at the time `at`, at its newest checkpoint."""
+    """Return the event that starts the next attempt of `trial`, from its newest checkpoint, at the time `at`."""
     newest = newest_checkpoint(trial)
     return Started(
         trial=trial.trial,
@@ -267,41 +267,41 @@ def next_start(trial: Trial, at: str | None = None) -> Started:
 
 
 class CurveReader:
-    """Reads the curves of an experiment's trials from its journal, each entry once."""
+    """Reads the reports of an experiment's trials from its journal; reads each entry once."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey) -> None:
         self._target, self._journal = target, journal
-        self._curves, self._number = Curves(), 0
+        self._curves, self._last_entry_number = Curves(), 0
 
     def of(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
         reports = self._curves.of(trial.trial)
         if not reports or reports[-1].step < trial.step:
             with self._target.open(timeout=timedelta(minutes=5)) as store:
-                for entry in history(store, self._journal, self._number):
+                for entry in history(store, self._journal, self._last_entry_number):
                     self._curves.tell(entry)
-                    self._number = entry.number
+                    self._last_entry_number = entry.number
         return [report for report in self._curves.of(trial.trial) if report.step <= trial.step]
 
 
 def has_had_enough(trial: Trial, stopper: Stopper, curves: CurveReader) -> bool:
-    """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
+    """Return whether a finished trial meets the current stop criterion, or was not ended by a stop criterion."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = curves.of(trial) if stopper.looks_back else [last_report(trial)]
     return bool(reports) and stopper.why_stop(reports) is not None
 
 
-# How an attempt is shown to have ended: the state of its task run, and the log of a failure.
+# The state of an attempt's task run, and the log of its failure.
 
 FIRST_NODE_SILENT = "FirstNodeSilent"
-"""The name of the state of a node's run that ended since node 0 of its attempt writes nothing any more."""
+"""The name of the final state of a node's flow run that lost contact with node 0."""
 
 
 def state_of(outcome: Outcome) -> State[Any]:
     """Return the final state of an attempt: Completed, Pruned, Paused, Interrupted or Failed.
 
-    Its message is the reason in one line; a Failed one holds a `TrialFailed` as its result.
+    Its message is the first line of the reason; the result of a Failed state is a `TrialFailed`.
     """
     message = first_line(outcome.reason)
     match outcome:
@@ -322,25 +322,25 @@ def state_of(outcome: Outcome) -> State[Any]:
 
 
 def state_of_node(reason: Reason) -> State[Any]:
-    """Return the final state of the run of another node than the first, which was over for this reason."""
+    """Return the final state of the flow run of a node other than node 0, which ended for this reason."""
     return states.Completed(name=FIRST_NODE_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
 def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
-    """Log a failure with its traceback and the last output; elsewhere only its first line is shown.
+    """Log a failure with its traceback and the last output; other places show only its first line.
 
-    An error that this process has logged for another trial, in the same run of the search, is logged in one line.
+    If this process has logged the same error for another trial of this experiment and owner, log one line.
     """
-    shown = with_last_output(failure.reason, failure.use.output if failure.use else "")
-    if failure.cause is Cause.PREEMPTED or "\n" not in shown:
+    text = with_last_output(failure.reason, failure.use.output if failure.use else "")
+    if failure.cause is Cause.PREEMPTED or "\n" not in text:
         return
     key = failure.reason.model_dump_json() if isinstance(failure.reason, Reason) else failure.reason
-    first = _logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(key, failure.trial)
-    same = f"{format_error(failure.reason)}, the same error as that of trial {first}"
-    log.error("attempt %d failed: %s", attempt, shown if first == failure.trial else same)
+    first = _get_logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(key, failure.trial)
+    repeated = f"{format_error(failure.reason)}, the same error as trial {first}"
+    log.error("attempt %d failed: %s", attempt, text if first == failure.trial else repeated)
 
 
 @lru_cache(maxsize=8)
-def _logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
-    """Return the errors that one run of a search has logged here with a traceback, and their trials."""
+def _get_logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
+    """Return the errors that this process has logged with a traceback in one term, each with its first trial."""
     return {}

@@ -1,12 +1,12 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-`attempt/search_link.py` says how the entries are written. Where reports wait for the next one, that is written every
-`sync_period_seconds`, and at once for a report that asks for a decision. The training loop waits for no entry: in
-`runtime/session.py` it waits for decisions (`heed_milestone`) and for saves.
+For how the entries are written, see `attempt/search_link.py`. Queued reports are written every `sync_period_seconds`,
+and immediately if one of them needs a decision. The training loop never waits for a journal entry, only for decisions
+and saves (`runtime/session.py`).
 
-A trial whose last step has a checkpoint has finished with the entry after its commit: only then it is known that no
-checkpoint was quarantined meanwhile, with which the last one may share its damage. Never: two files of one checkpoint
-with one name and other bytes; an end that is journaled before a save that was handed over before it.
+If the last step has a checkpoint, the trial finishes with the entry after its commit: only then it is certain that no
+checkpoint was quarantined during the save, since the last one may share its damage. Never: two files of one checkpoint
+with the same name and different bytes; an end that is journaled before an earlier save.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ from prefect_tune.stores.local.staging import naming_unreadable
 from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
-# The journal entry of a saved checkpoint: the commit, what it retires, and earlier checkpoints that share damage.
+# The journal entry of a saved checkpoint: the commit, the checkpoints it retires, and those that share its damage.
 
-_METRICS = 3
+_MAX_METRICS = 3
 
 
 def about_checkpoint(
     folder: TrialKey, trial: Trial, term: int, report: StepReport, reports: Sequence[StepReport], stamp: Stamp
 ) -> About:
-    """Return the metadata of the checkpoint of `report`'s step; `reports` are those that are not journaled yet."""
+    """Return the metadata of the checkpoint of `report`'s step; `reports` are the reports not yet journaled."""
     return About(
         attempt=trial.attempt,
         term=term,
@@ -95,15 +95,15 @@ def about_checkpoint(
 def commit_entry(
     target: StorageTarget, trial: Trial, save: Save, policy: Retention, upload_seconds: float, log: Log
 ) -> tuple[Committed, Sequence[Quarantined], Sequence[CheckpointKey]]:
-    """Return what the journal records when `save` becomes a checkpoint of its trial, which keeps those of `policy`.
+    """Return the events that commit `save`, and the retired checkpoints to delete once their entry is written.
 
-    That is the commit, then the quarantine of earlier checkpoints that refer to blobs which the save found damaged: for
-    these, this reads the manifests of the trial's other checkpoints; if that fails, a warning says so, since the new
-    checkpoint is whole. Last are the retired checkpoints, which may be deleted once the entry is written.
+    The events are the commit, and the quarantine of earlier checkpoints that refer to blobs which the save found
+    damaged. To find these, this reads the manifests of the trial's other checkpoints. If that fails, it only logs a
+    warning: the new checkpoint is complete. The retention `policy` determines which checkpoints are retired.
     """
     key, new = save.manifest.key, ref_of(save.manifest)
-    ending = retired_by_commit(trial, new, policy)
-    retires = tuple(ref.sequence for ref in ending)
+    retired = retired_by_commit(trial, new, policy)
+    retires = tuple(ref.sequence for ref in retired)
     committed = Committed(
         trial=trial.trial,
         checkpoint=new,
@@ -111,51 +111,51 @@ def commit_entry(
         sent_bytes=save.sent_bytes,
         upload_seconds=round(upload_seconds, 3),
     )
-    doomed = [key.trial.checkpoint_key(ref) for ref in ending if ref.origin is None]
+    to_delete = [key.trial.checkpoint_key(ref) for ref in retired if ref.origin is None]
     live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in retires]
-    sharing: Mapping[CheckpointKey, str] = {}
+    reasons: Mapping[CheckpointKey, str] = {}
     try:
         if save.damaged:
-            sharing = on_target(target, lambda store: checkpoints_with(store, live, save.damaged))
+            reasons = on_target(target, lambda store: checkpoints_with(store, live, save.damaged))
     except TuneError as error:
-        log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
-    quarantined = [Quarantined(trial=trial.trial, sequence=at.sequence, reason=why) for at, why in sharing.items()]
-    return committed, quarantined, doomed
+        log.warning("earlier checkpoints may share the damage, but could not be checked: %s", error)
+    quarantined = [Quarantined(trial=trial.trial, sequence=at.sequence, reason=text) for at, text in reasons.items()]
+    return committed, quarantined, to_delete
 
 
 def log_damage(save: Save, quarantined: Sequence[Quarantined], log: Log) -> None:
-    """Log the damaged blobs that the save found; call it once the entry of the commit is written."""
+    """Log the damaged blobs that the save found. Call this after the entry of the commit is written."""
     if save.damaged:
         log.error(
-            "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are quarantined: %s",
+            "step %d: %s damaged on the target, and uploaded again; %d earlier checkpoints are quarantined: %s",
             save.manifest.step,
-            plural(len(save.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
+            plural(len(save.damaged), "blob to be reused is", "blobs to be reused are"),
             len(quarantined),
             "; ".join(save.damaged.values()),
         )
 
 
-def log_commit(save: Save, log: Log, unlogged: int = 0) -> None:
-    """Log a committed checkpoint with its first metrics and its size, and how many commits before it have no line."""
+def log_commit(save: Save, log: Log, suppressed_count: int = 0) -> None:
+    """Log a committed checkpoint with its first metrics and size; `suppressed_count` commits before were not logged."""
     size_bytes, metrics = save.manifest.size_bytes, save.manifest.about.metrics
     new = "" if save.sent_bytes >= size_bytes else f", {shown_size(save.sent_bytes)} of it new"
-    named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_METRICS])
-    others = f"; {plural(unlogged, 'other', 'others')} since the last line" if unlogged else ""
+    named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_MAX_METRICS])
+    others = f"; {plural(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
     log.info("step %d committed%s: %s%s%s", save.manifest.step, visible(named), shown_size(size_bytes), new, others)
 
 
 def find_doomed(target: StorageTarget, folder: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
-    """Return what an earlier attempt retired and did not delete; nothing, with a warning, if the target fails now."""
+    """Return the checkpoints that earlier attempts retired but did not delete. On a target error, warn, return none."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
             return leftover(store, folder, trial)
     except TuneError as error:
-        log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
+        log.warning("retired checkpoints of earlier attempts could not be deleted: %s", error)
         return ()
 
 
 def delete_retired(delete: Callable[[], object], log: Log) -> None:
-    """Delete retired checkpoints. A failure only costs space: the next attempt deletes them, from the journal.
+    """Call `delete`. An error is only logged: the next attempt finds the retired checkpoints in the journal.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
@@ -165,7 +165,7 @@ def delete_retired(delete: Callable[[], object], log: Log) -> None:
     except Superseded:
         raise
     except TuneError as error:
-        log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
+        log.warning("retired checkpoints remain on the target until the next attempt: %s", error)
 
 
 # The files of a checkpoint of several ranks.
@@ -180,18 +180,18 @@ class GroupSave:
     parts: Mapping[int, Path]
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
-    """The other nodes that hold files of it."""
+    """The nodes besides node 0 that hold files of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A checkpoint that is not committed, since ranks did not add their part in time."""
+    """A checkpoint that is not committed because ranks did not add their parts in time."""
 
     done: StepDone
     """The report of rank 0."""
     reason: Reason
     ranks: Sequence[int] = ()
-    """Those that did not, where that is known."""
+    """The ranks without a part, if known."""
 
     @property
     def step(self) -> int:
@@ -199,18 +199,17 @@ class FailedSave:
 
 
 def remove_directory(directory: str | Path | None) -> None:
-    """Remove a directory of this machine, if there is one."""
+    """Remove a local directory if it exists; do nothing for None."""
     if directory is not None:
         remove_tree(directory)
 
 
 def merge(directory: Path, parts: Mapping[int, Path]) -> None:
-    """Move the files of all `parts` into the directory of rank 0; ranks may have written into one directory.
+    """Move the files of all `parts` into the directory of rank 0; ranks may share one directory.
 
     Raises:
-        InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder; or a
-            file cannot be read.
-        StagedFilesChanged: a part is not there any more.
+        InvalidInput: two ranks have different files of the same name, or a file and a folder; or a file is unreadable.
+        StagedFilesChanged: a part no longer exists.
     """
 
     def on_error(error: OSError) -> None:
@@ -225,14 +224,14 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
                 for name in (*folders, *files):
                     source = Path(parent, name)
                     path = str(source.relative_to(part))
-                    _move(source, directory / path, path, (owners.get(path, 0), rank))
+                    _move_path(source, directory / path, path, (owners.get(path, 0), rank))
                     owners.setdefault(path, rank)
                 folders[:] = [name for name in folders if Path(parent, name).exists()]  # a link to a folder was moved
             remove_directory(part)
 
 
-def _move(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
-    """Move a file or a link, unless it is there already; make a folder, whose files follow."""
+def _move_path(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
+    """Move a file or a link unless the target has the same; create a folder, whose files are moved later."""
     is_folder = source.is_dir() and not source.is_symlink()
     if is_folder and (target.is_dir() or not os.path.lexists(target)):
         target.mkdir(exist_ok=True)
@@ -241,24 +240,24 @@ def _move(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None
     elif source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
         first, second = ranks
         raise InvalidInput(
-            f"{path}: ranks {first} and {second} saved different files of this name: save it on one rank, or put "
-            "pt.get_trial().rank into the name"
+            f"{path}: ranks {first} and {second} saved different files of this name: save it on one rank only, or "
+            "put pt.get_trial().rank into the name"
         )
 
 
 # The worker.
 
 _LOG_PERIOD = timedelta(seconds=10)
-# Errors of a trial's checkpoint directory: the trainable caused them.
+# Errors in a trial's checkpoint directory, caused by the trainable.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
-OpenParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[PartsOfSave]]
-"""Has other nodes send their parts of a checkpoint of a trial in this state, and deletes the parts in the end."""
+RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[PartsOfSave]]
+"""Requests the parts of a checkpoint of this trial from other nodes; deletes them when its block ends."""
 
 
 class AttemptTasks(Protocol):
-    """What an attempt does through the tasks of `tasks/`, each with retries, a timeout and a task run to look at.
+    """The operations of an attempt that are Prefect tasks (`tasks/`), with retries, a timeout and a visible task run.
 
-    Each raises `StoreUnavailable` or `CommitUnknown` once its retries have failed.
+    Each raises `StoreUnavailable` or `CommitUnknown` when all its retries have failed.
     """
 
     def save(
@@ -270,10 +269,10 @@ class AttemptTasks(Protocol):
         reverification: Reverification,
         parts: PartsOfSave | None = None,
     ) -> Save:
-        """Publish `directory` as the checkpoint `key`; `before` is the trial's state, whose blobs can be reused.
+        """Publish `directory` as the checkpoint `key`; the save may reuse blobs of `before`, the trial's state.
 
         Raises:
-            PartMissing: a node did not add its part, of those that `parts` names.
+            PartMissing: a node that `parts` names did not add its part.
         """
         ...
 
@@ -286,16 +285,16 @@ class AttemptTasks(Protocol):
         ...
 
     def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
-        """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retired them."""
+        """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retires them."""
         ...
 
 
 class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
-    The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
+    The attempt's thread queues reports and saves; a worker thread processes them in that order. It runs in the context
     of the task that created the worker, so that Prefect shows its task runs under that task. The end of a `with`
-    block waits for the queued work, whether or not `close` was called: the directories that are saved outlive it.
+    block waits for the queued work even without `close`: the directories to save must exist until then.
     """
 
     def __init__(
@@ -307,7 +306,7 @@ class CommitWorker:
         tasks: AttemptTasks,
         log: Log,
         meter: UsageMeter | None = None,
-        open_parts: OpenParts | None = None,
+        request_parts: RequestParts | None = None,
     ) -> None:
         self._spec = spec
         self._term = term
@@ -316,19 +315,20 @@ class CommitWorker:
         self._tasks = tasks
         self.log = log
         self._meter = meter or UsageMeter()
-        self._open_parts = open_parts
+        self._request_parts = request_parts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._synced_at = time.monotonic()
+        self._last_write_at = time.monotonic()
         self.outcome: Outcome | None = None
-        """How the attempt has ended; once that is journaled, with what it has used."""
+        """How the attempt ended; with its resource usage after the end is journaled."""
         self._commit_count = 0
-        self._logged_at: float | None = None
-        self._unlogged = 0
+        self._last_log_at: float | None = None
+        self._suppressed_log_count = 0
         self.code = ""
-        """The digest of the trainable's source; empty until the trial has sent it."""
+        """The digest of the trainable's source; empty until the trial sends it."""
         self.error: BaseException | None = None
-        """The error that ended the worker thread; nothing is written after it."""
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
+        """The error that ended the worker thread; the thread writes nothing after it."""
+        run = copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run_queue,), name="commit-worker", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -339,40 +339,36 @@ class CommitWorker:
         self._thread.join()
 
     def note(self, report: StepReport, *, asks: bool = False) -> None:
-        """Have a report journaled with the next commit, or after `sync_period`.
+        """Queue a report, to be journaled with the next commit or after `sync_period`.
 
         Args:
-            asks: whether the trial waits for an answer that is given to the journaled report.
+            asks: whether the trial waits for a decision about the journaled report.
         """
         self._journal.report(Reported(trial=self._spec.trial.trial, report=report, asks=asks))
 
     def save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
-        """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.
-
-        If a node did not add its part, the worker thread calls `failed` instead.
-        """
-        self._work.put(lambda: self._save(save, committed, failed))
+        """Queue the commit of a checkpoint. The worker thread then calls `committed`, or `failed` without all parts."""
+        self._work.put(lambda: self._process_save(save, committed, failed))
 
     def flush(self) -> None:
-        """Queue a journal entry of the reports so far: the search reads them there, and answers."""
-        self._work.put(self._sync)
+        """Queue a journal entry of the reports so far: the search reads them there, and decides."""
+        self._work.put(self._sync_reports)
 
     def end(self, outcome: Outcome) -> None:
-        """Queue the last entry: the remaining reports, then `outcome`, with what the attempt has used by then.
+        """Queue the last entry: the remaining reports, then `outcome` with the resource usage of the attempt.
 
-        It is not written if a committed checkpoint has finished the trial already.
+        The entry is not written if a committed checkpoint has already finished the trial.
         """
         self.outcome = outcome
         self._work.put(self._write_end)
 
     def close(self) -> None:
-        """Sync the artifacts a last time, after the trial has stopped writing them, and wait for the worker thread.
+        """Sync the artifacts a last time and wait for the worker thread. The trial must not write artifacts any more.
 
-        A checkpoint with invalid content does not raise here: it is a failure of the trial, recorded by its end.
+        Invalid checkpoint content does not raise here: it is a failure of the trial, and journaled as its end.
 
         Raises:
-            TuneError: the target failed, or another process owns the journal; the attempt's end is journaled if
-                that is still possible.
+            TuneError: the target failed, or another process owns the journal; the attempt's end may be journaled.
         """
         self._work.put(self._artifacts.close)
         self._work.put(None)
@@ -385,7 +381,7 @@ class CommitWorker:
             raise error
 
     def _end_all_the_same(self) -> None:
-        """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
+        """Try once more to write the pending entry and the attempt's end after the worker thread failed."""
         try:
             with suppress(SaveOvertaken):
                 self._journal.flush()
@@ -396,89 +392,93 @@ class CommitWorker:
     def _write_end(self) -> None:
         if self._journal.trial.phase is Phase.RUNNING and self.outcome is not None:
             self.outcome = self.outcome.model_copy(update={"use": self._meter.use()})
-            self._write([self.outcome])
+            self._write_entry([self.outcome])
 
-    def _run(self) -> None:
+    def _run_queue(self) -> None:
         try:
-            if self._journal.deletes_retired:  # what an earlier attempt retired and did not delete
-                self._delete(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
-            while (work := self._next()) is not None:
+            if self._journal.deletes_retired:  # earlier attempts may have left some
+                self._delete_retired(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
+            while (work := self._take_next_work()) is not None:
                 work()
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
+        except BaseException as error:  # noqa: BLE001 - `close` raises it in the attempt's thread
             self.error = error
 
-    def _next(self) -> Callable[[], None] | None:
-        """Return the next queued work; a sync of the reports if none arrives in time."""
-        elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
+    def _take_next_work(self) -> Callable[[], None] | None:
+        """Return the next queued work, or a sync of the reports if none arrives in time."""
+        elapsed = timedelta(seconds=time.monotonic() - self._last_write_at)
         timeout = (self._journal.flush_period(self._spec.sync) - elapsed).total_seconds()
         try:
             return self._work.get(timeout=max(0.0, timeout))
         except queue.Empty:
-            return self._sync
+            return self._sync_reports
 
-    def _sync(self) -> None:
+    def _sync_reports(self) -> None:
         """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
-        self._synced_at = time.monotonic()
+        self._last_write_at = time.monotonic()
         try:
             self._journal.flush()
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
-            self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
+            self.log.warning("reports could not be journaled; the next sync retries: %s", error)
         self._artifacts.after_report()
 
-    def _save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
+    def _process_save(
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
+    ) -> None:
         done, directory = save.done, Path(save.done.checkpoint or "")
         merge(directory, save.parts)
         try:
-            saved, doomed = self._commit(done, directory, save.nodes)
+            saved, to_delete = self._commit_checkpoint(save, directory)
         except PartMissing as missing:
             failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
             remove_directory(directory if done.moved else None)
             return
         committed(done.report.step)
-        # The first commit is logged, and then one in ten seconds: a trainable may save at each of many short steps.
+        # Log the first commit, then at most one in 10 s: a trainable may save at each of many short steps.
         now = time.monotonic()
-        if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
-            self._unlogged += 1
+        if self._last_log_at is not None and now - self._last_log_at < _LOG_PERIOD.total_seconds():
+            self._suppressed_log_count += 1
         else:
-            log_commit(saved, self.log, self._unlogged)
-            self._logged_at, self._unlogged = now, 0
+            log_commit(saved, self.log, self._suppressed_log_count)
+            self._last_log_at, self._suppressed_log_count = now, 0
         self._artifacts.after_commit()
         remove_directory(directory if done.moved else None)
-        self._delete(doomed)
+        self._delete_retired(to_delete)
 
-    def _commit(self, done: StepDone, directory: Path, nodes: Sequence[int]) -> tuple[Save, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time other checkpoints of the trial change meanwhile; then the end counts.
+    def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[Save, Sequence[CheckpointKey]]:
+        """Save and commit the checkpoint, and retry whenever other checkpoints of the trial change during the save.
 
-        Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
+        If the report has a `finish_reason`, journal the end of the trial after the commit.
+        Returns the saved checkpoint, and the checkpoints to delete: retired ones and overtaken saves.
         """
-        overtaken, name = list[CheckpointKey](), self._spec.trial.trial
+        done, overtaken, name = save.done, list[CheckpointKey](), self._spec.trial.trial
         while True:
-            began = time.monotonic()
+            start = time.monotonic()
             if is_overtaken(self._journal.trial, self._journal.trial.next_sequence):
-                self._write([Retired(trial=name, retires=())], up_to=0)
-            saved = self._publish(done.report, directory, nodes)
-            seconds = time.monotonic() - began
+                self._write_entry([Retired(trial=name, retires=())], up_to=0)
+            saved = self._upload_checkpoint(done.report, directory, save.nodes)
+            seconds = time.monotonic() - start
             event, quarantined, retired = commit_entry(
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
             event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
             journaled_sequences: tuple[int, ...] = ()
             with suppress(SaveOvertaken):
-                self._write((event, *quarantined), up_to=done.report.step)
+                self._write_entry((event, *quarantined), up_to=done.report.step)
                 self._commit_count += 1
                 log_damage(saved, quarantined, self.log)
                 if not is_quarantined(self._journal.trial, saved.manifest.key):
                     if done.finish_reason is not None:
-                        self._write([Finished(trial=name, reason=done.finish_reason, use=self._meter.use())], up_to=0)
+                        finished = Finished(trial=name, reason=done.finish_reason, use=self._meter.use())
+                        self._write_entry([finished], up_to=0)
                     return saved, [*overtaken, *retired]
                 journaled_sequences = (saved.manifest.sequence,)
-            warning = "step %d was saved while other checkpoints of the trial changed: it is saved again"
+            warning = "other checkpoints of the trial changed while step %d was saved: saving it again"
             self.log.warning(warning, saved.manifest.step)
-            # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
-            self._write([Retired(trial=name, retires=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # it has retired nothing
+            # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
+            self._write_entry([Retired(trial=name, retires=journaled_sequences)], up_to=0)
+            overtaken.append(saved.manifest.key)  # it retired nothing
 
-    def _publish(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
+    def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
         trial = self._journal.trial
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
         reports = self._journal.unjournaled(report.step)
@@ -486,111 +486,111 @@ class CommitWorker:
         if self.code:
             about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.code}})
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
-        opened = self._open_parts(key, trial, nodes) if self._open_parts is not None and nodes else nullcontext()
-        with opened as parts:
+        requested = self._request_parts(key, trial, nodes) if self._request_parts and nodes else nullcontext()
+        with requested as parts:
             return self._tasks.save(key, directory, about, trial, reverification, parts)
 
-    def _write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
+    def _write_entry(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
         self._journal.write(events, up_to=up_to)
-        self._synced_at = time.monotonic()
+        self._last_write_at = time.monotonic()
 
-    def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
+    def _delete_retired(self, retired: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
-        if doomed and self._journal.deletes_retired:
-            delete_retired(lambda: self._tasks.delete(self._journal.trial, doomed), self.log)
+        if retired and self._journal.deletes_retired:
+            delete_retired(lambda: self._tasks.delete(self._journal.trial, retired), self.log)
 
 
-# The trial's own files, such as logs and plots. A resume does not depend on them: errors are logged as warnings.
+# The trial's artifacts, such as logs and plots. A resume does not depend on them: errors are logged as warnings.
 
-_RETRIES = 2
+_MAX_RETRIES = 2
 _BACKOFF_SECONDS = 1.0
 
 
 class TrialArtifacts:
-    """Syncs the artifact directory of one attempt; does nothing if the specification has no syncer.
+    """Syncs the artifact directory of one attempt; does nothing if the sync configuration has no syncer.
 
     Raises:
         InvalidInput: its syncer or upload target is invalid.
     """
 
     def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:
-        self._sync, self._directory, self._log = spec.sync, str(directory), log
+        self._config, self._directory, self._log = spec.sync, str(directory), log
         target = resolve_target(spec.sync.upload_dir or spec.target)
         self._syncer = syncer_for(spec.sync, target) if spec.sync.sync_artifacts else None
-        # The default syncer has the target already; a user's syncer needs a whole URI.
-        self._uri = None if spec.sync.syncer == "auto" else target.uri
+        # The default syncer knows the target; a user's syncer needs a complete URI.
+        self._target_uri = None if spec.sync.syncer == "auto" else target.uri
         self._folder = spec.trial.artifacts
-        self._remote = self._remote_of(self._folder)
+        self._remote_folder = self._remote_path(self._folder)
         self._excludes = list(spec.sync.excludes)
         self._had_files = False
         if isinstance(self._syncer, TargetSyncer):
             self._syncer.warn = log.warning
 
     def begin(self, attempt: int) -> None:
-        """Download the files of earlier attempts, so that logs are continued.
+        """Download the artifacts of earlier attempts, so that the trial appends to their logs.
 
-        If that fails, this attempt uses a folder of its own: its files would replace those of the same names.
+        If that fails, this attempt uses a separate folder, so that it does not overwrite the earlier files.
         """
         if attempt == 1:
-            if isinstance(self._syncer, TargetSyncer) and self._sync.upload_dir is not None:
-                # What an experiment of this name on another target has left there.
-                self._try(lambda syncer: syncer.delete(self._remote))
-        elif not self._try(self._fetch):
-            self._remote = self._remote_of(f"{self._folder}-{attempt}")
-            self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
+            if isinstance(self._syncer, TargetSyncer) and self._config.upload_dir is not None:
+                # An experiment of the same name on another target may have left files there.
+                self._call_syncer(lambda syncer: syncer.delete(self._remote_folder))
+        elif not self._call_syncer(self._download):
+            self._remote_folder = self._remote_path(f"{self._folder}-{attempt}")
+            self._log.warning("the artifacts of this attempt are uploaded to %s instead", self._remote_folder)
 
     def after_commit(self) -> None:
-        """Begin a sync; training does not wait for it."""
-        if self._sync.sync_on_checkpoint:
-            self._try(self._send)
+        """Start a sync in the background."""
+        if self._config.sync_on_checkpoint:
+            self._call_syncer(self._start_upload)
 
     def after_report(self) -> None:
-        """Begin a sync if the last one is `sync_period` ago."""
-        self._try(lambda syncer: self._send(syncer, only_if_needed=True))
+        """Start a sync in the background if the last one is at least `sync_period` ago."""
+        self._call_syncer(lambda syncer: self._start_upload(syncer, only_if_needed=True))
 
     def close(self) -> None:
-        """Sync the files a last time, and wait for it."""
-        self._try(self._send)
-        self._try(lambda syncer: syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS))
+        """Sync the files a last time, and wait for the sync."""
+        self._call_syncer(self._start_upload)
+        self._call_syncer(lambda syncer: syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS))
 
     def settle(self) -> None:
-        """Wait for running syncs, before the directory is removed: a half-removed one must not be uploaded."""
-        self._try(lambda syncer: syncer.close())
+        """Wait for running syncs. Call this before the directory is removed, so that none uploads half of it."""
+        self._call_syncer(lambda syncer: syncer.close())
 
-    def _remote_of(self, folder: str) -> str:
-        return folder if self._uri is None else below(self._uri, folder)
+    def _remote_path(self, folder: str) -> str:
+        return folder if self._target_uri is None else below(self._target_uri, folder)
 
-    def _fetch(self, syncer: Syncer) -> None:
-        with suppress(CheckpointNotFound):  # no earlier attempt has synced any
-            syncer.sync_down(self._remote, self._directory, self._excludes)
-            syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS)
+    def _download(self, syncer: Syncer) -> None:
+        with suppress(CheckpointNotFound):  # no earlier attempt has synced files
+            syncer.sync_down(self._remote_folder, self._directory, self._excludes)
+            syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
-    def _send(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
-        """Begin a sync; with the default syncer not before there is a first file, since most trials have none."""
+    def _start_upload(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
+        """Start a sync; the default syncer first waits for a file, since most trials have no artifacts."""
         if isinstance(syncer, TargetSyncer) and not self._had_files:
             self._had_files = any(Path(self._directory).iterdir())
             if not self._had_files:
                 return
         sync_up = syncer.sync_up_if_needed if only_if_needed else syncer.sync_up
-        sync_up(self._directory, self._remote, self._excludes)
+        sync_up(self._directory, self._remote_folder, self._excludes)
 
-    def _try(self, act: Callable[[Syncer], object]) -> bool:
-        """Call `act` if there is a syncer; on an error log a warning and return False."""
+    def _call_syncer(self, call: Callable[[Syncer], object]) -> bool:
+        """Call `call` with the syncer, if there is one; on an error, log a warning and return False."""
         try:
             if self._syncer is not None:
-                act(self._syncer)
-        except Exception as error:  # noqa: BLE001 - a user's syncer may raise anything, and stops no training
-            self._log.warning("the trial's artifacts are not synced: %s: %s", type(error).__name__, error)
+                call(self._syncer)
+        except Exception as error:  # noqa: BLE001 - no error of a user's syncer may stop the training
+            self._log.warning("artifacts could not be synced: %s: %s", type(error).__name__, error)
             return False
         return True
 
 
 def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return the syncer of artifacts for one attempt, which must close it; None if `config.syncer` is None.
+    """Return the artifact syncer of one attempt, which must close it; None if `config.syncer` is None.
 
-    Several attempts may run at once, and each closes its own syncer: one that the user has made is copied. The config's
-    periods are passed only to a class that has the constructor of `Syncer`.
+    Each attempt gets its own copy of a user's syncer, since several attempts may run at once. The config's periods are
+    passed only to a class that inherits the constructor of `Syncer`.
 
     Raises:
         InvalidInput: `config.syncer` is not a syncer, cannot be imported, or cannot be copied.
@@ -621,6 +621,6 @@ def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
     except Exception as error:
         kind = type(syncer).__name__
         raise InvalidInput(
-            f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({error}). Name the class, "
-            f"syncer='package.module:{kind}', create what cannot be copied inside its methods, or define __deepcopy__"
+            f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({error}). Pass the class as "
+            f"syncer='package.module:{kind}', create such members inside its methods, or define __deepcopy__"
         ) from error

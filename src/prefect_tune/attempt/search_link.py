@@ -1,8 +1,8 @@
-"""The link between an attempt and its search: journal events and questions go up, answers come down.
+"""The connection of an attempt to its search: it sends journal events and requests, and receives decisions.
 
-    search, same process    SubmittedEvents ──► the driver's next entry, of which `write` waits for the end
-    search, elsewhere       Outbox          ──► numbered posts on the target, which the owner journals later
-    flow of one's own       WrittenEntries  ──► the journal of the experiment, which the flow run owns
+    search, same process    SubmittedEvents ──► the driver's next entry, for whose write `write` waits
+    search, other process   Outbox          ──► numbered posts on the target, which the owner journals later
+    the user's own flow     WrittenEntries  ──► the journal of the experiment, which the flow run owns
 
 An event is durable when `write` returns. Only then is a save acknowledged to the trial, or a checkpoint deleted.
 """
@@ -42,14 +42,14 @@ _UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
-    """Journals the events of one attempt, in order. `report` may be called beside the other methods, by one thread."""
+    """Journals the events of one attempt in order. One other thread may call `report` concurrently."""
 
     deletes_retired = True
-    """Whether the attempt deletes what it retires; else the owner does, after it has journaled that."""
+    """Whether the attempt deletes the checkpoints that it retires; else the owner does, after it journals this."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        """The trial after the last events that are durable."""
+        """The trial after its last durable events."""
 
     @abstractmethod
     def report(self, event: Reported) -> None:
@@ -57,35 +57,35 @@ class TrialJournal(ABC):
 
     @abstractmethod
     def unjournaled(self, step: int) -> Sequence[StepReport]:
-        """Return the reports up to `step` that are not known to be durable."""
+        """Return the reports up to `step` that may not be durable yet."""
 
     @abstractmethod
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
-        """Journal the reports up to step `up_to` (None: all), then `events`; return when all of them are durable.
+        """Journal the reports up to step `up_to` (None: all), then `events`; return when all are durable.
 
         Raises:
             Superseded: another process owns the experiment, or trains the trial.
-            SaveOvertaken: another task of one's own flow has changed the trial's checkpoints; nothing was written.
-            StoreUnavailable, StoreRefused, CommitUnknown: all retries failed; calling it again is safe.
+            SaveOvertaken: another task of the same flow changed the trial's checkpoints; nothing was written.
+            StoreUnavailable, StoreRefused, CommitUnknown: all retries failed; another call is safe.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Journal the reports that wait. Raises as `write`."""
+        """Journal the queued reports. Raises the same errors as `write`."""
 
     def flush_period(self, sync: SyncConfig) -> timedelta:
-        """Return after which time to call `flush` again."""
+        """Return the time until the next call of `flush`."""
         return sync.sync_period
 
 
 @dataclass(frozen=True, slots=True)
 class EventsSubmitted:
-    """Events of an attempt, for the driver's next entry; `written` gets the experiment after it, or its error."""
+    """Events of an attempt for the driver's next entry; `written` gets the experiment after it, or the error."""
 
     trial: str
     events: tuple[AttemptEvent, ...]
     is_awaited: bool
-    """Whether the attempt waits for the entry; reports may wait for one that has another cause."""
+    """Whether the attempt waits for the entry; mere reports can wait for the next entry of any kind."""
     written: Future[Experiment] = field(default_factory=Future)
 
 
@@ -95,7 +95,7 @@ class SubmittedEvents(TrialJournal):
     def __init__(self, trial: Trial, submit: Callable[[EventsSubmitted], None]) -> None:
         super().__init__(trial)
         self._submit = submit
-        self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # another thread reads a copy
+        self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # read by another thread, as a copy
 
     def report(self, event: Reported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
@@ -108,10 +108,10 @@ class SubmittedEvents(TrialJournal):
         return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
-        """Do nothing: no report waits here."""
+        """Do nothing: no reports are queued here."""
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
-        del up_to  # the reports were submitted before
+        del up_to  # all reports are already submitted
         submitted = EventsSubmitted(self.trial.trial, tuple(events), is_awaited=True)
         self._submit(submitted)
         self.trial = submitted.written.result().trial(self.trial.trial)
@@ -121,51 +121,51 @@ def _is_durable(written: Future[Experiment]) -> bool:
     return written.done() and written.exception() is None
 
 
-class _Buffered(TrialJournal):
-    """Reports wait for the next events, or for `flush`. After an unknown outcome the same write is made again."""
+class _BufferedJournal(TrialJournal):
+    """Queues reports until the next events or `flush`. After an unknown outcome it repeats the same write."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
-        self._waiting: list[Reported] = []
-        self._unsettled: tuple[tuple[AttemptEvent, ...], Stamp] | None = None
+        self._queued_reports: list[Reported] = []
+        self._pending_entry: tuple[tuple[AttemptEvent, ...], Stamp] | None = None
 
     def report(self, event: Reported) -> None:
-        self._waiting.append(event)
+        self._queued_reports.append(event)
 
     def unjournaled(self, step: int) -> Sequence[StepReport]:
-        unsettled = self._unsettled[0] if self._unsettled is not None else ()
-        reports = (event.report for event in (*unsettled, *self._waiting) if isinstance(event, Reported))
+        pending = self._pending_entry[0] if self._pending_entry is not None else ()
+        reports = (event.report for event in (*pending, *self._queued_reports) if isinstance(event, Reported))
         return [report for report in reports if report.step <= step]
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
-        self._settle()
-        reports = [event for event in self._waiting if up_to is None or event.report.step <= up_to]
-        del self._waiting[: len(reports)]  # the attempt's thread only appends
-        if together := (*reports, *events):
-            self._unsettled = together, new_write_id()
-            self._settle()
+        self._write_pending_entry()
+        reports = [event for event in self._queued_reports if up_to is None or event.report.step <= up_to]
+        del self._queued_reports[: len(reports)]  # the attempt's thread only appends
+        if all_events := (*reports, *events):
+            self._pending_entry = all_events, new_write_id()
+            self._write_pending_entry()
 
     def flush(self) -> None:
-        if self._waiting or self._unsettled:
+        if self._queued_reports or self._pending_entry:
             self.write(())
 
-    def _settle(self) -> None:
-        if self._unsettled is not None:
-            events, stamp = self._unsettled
+    def _write_pending_entry(self) -> None:
+        if self._pending_entry is not None:
+            events, stamp = self._pending_entry
             try:
-                self.trial = self._write(events, stamp)
-            except SaveOvertaken:  # nothing was written: the reports wait again
-                self._waiting[:0] = [event for event in events if isinstance(event, Reported)]
-                self._unsettled = None
+                self.trial = self._write_events(events, stamp)
+            except SaveOvertaken:  # nothing was written: queue the reports again
+                self._queued_reports[:0] = [event for event in events if isinstance(event, Reported)]
+                self._pending_entry = None
                 raise
-            self._unsettled = None
+            self._pending_entry = None
 
     @abstractmethod
-    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
-        """Write the events, and return the trial after them; the same again where they are written already."""
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+        """Write the events unless they are already written; return the trial after them."""
 
 
-class Outbox(_Buffered):
+class Outbox(_BufferedJournal):
     """Posts the events of an attempt to the outbox of its trial; see `core/journal/outbox`."""
 
     deletes_retired = False
@@ -175,51 +175,51 @@ class Outbox(_Buffered):
         if trial.outbox is None:
             raise ValueError(f"trial {trial.trial!r} has no outbox")
         self._target, self._key, self._outbox = target, key, trial.outbox
-        self._posted = 0
-        self._is_unread = False
-        """Whether no search has received, and so deleted, the post that was made `_UNREAD_POSTS` posts ago."""
+        self._post_count = 0
+        self._has_unread_posts = False
+        """Whether the post `_UNREAD_POSTS` before the last one still exists: a search deletes received posts."""
 
     def flush_period(self, sync: SyncConfig) -> timedelta:
-        """Return how often the search, which reads the posts, is to see the newest step; seldom while none reads."""
-        live, longest = sync.live_period, sync.sync_period
-        if live is None or (self._is_unread and longest < _UNREAD_POSTS / 2 * live):  # a search receives them within it
-            return longest
-        return min(longest, live)
+        """Return how often to post, so that the search sees the newest step; less often if no search reads posts."""
+        live, sync_period = sync.live_period, sync.sync_period
+        if live is None or (self._has_unread_posts and sync_period < _UNREAD_POSTS / 2 * live):  # still often enough
+            return sync_period
+        return min(sync_period, live)
 
     def is_closed(self, store: ObjectStore) -> bool:
-        """Whether an owner of the experiment has ended this attempt: its next post will be refused. One request."""
-        post = read_post(store, self._key, self._outbox, self._posted + 1)
+        """Return whether an owner has ended this attempt, and will reject its next post. Sends one request."""
+        post = read_post(store, self._key, self._outbox, self._post_count + 1)
         return post is not None and bool(post.closed_by)
 
-    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
         trial = self.trial
         for event in events:
             trial = after(trial, event)
         post = Post(write_id=stamp.write_id, at=stamp.at, events=tuple(events))
-        on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._posted + 1, post))
-        self._posted += 1
-        earlier = self._posted - _UNREAD_POSTS
-        if earlier > 1 and (self._is_unread or not self._posted % _UNREAD_POSTS):  # the first post is never deleted
-            # An error here changes nothing: the post itself is durable.
+        on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._post_count + 1, post))
+        self._post_count += 1
+        earlier = self._post_count - _UNREAD_POSTS
+        if earlier > 1 and (self._has_unread_posts or not self._post_count % _UNREAD_POSTS):  # post 1 always exists
+            # Ignore errors: the post itself is durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
-                self._is_unread = store.size(self._key.outbox_path(self._outbox, earlier)) is not None
+                self._has_unread_posts = store.size(self._key.outbox_path(self._outbox, earlier)) is not None
         return trial
 
 
-class WrittenEntries(_Buffered):
+class WrittenEntries(_BufferedJournal):
     """Writes the events of an attempt as entries of its experiment's journal."""
 
     def __init__(self, trial: str, journal_writer: JournalWriter) -> None:
         super().__init__(journal_writer.experiment.trial(trial))
         self._journal_writer = journal_writer
 
-    def _write(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
         return self._journal_writer.write(events, stamp).trial(self.trial.trial)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerAwaited:
-    """A trial waits for an answer to the report of a step."""
+    """A trial waits for a decision about the report of a step."""
 
     trial: str
     report: StepReport
@@ -229,59 +229,59 @@ TrialMessage: TypeAlias = AnswerAwaited | EventsSubmitted
 
 
 class SearchLink(ABC):
-    """The attempt's end of the link. Answers that arrive before it is connected are kept until then."""
+    """The attempt's side of the connection. Decisions that arrive before `connect` are kept until then."""
 
     asks_by_report = False
-    """Whether the search sees that the trial asks by the report in the attempt's journal only."""
+    """Whether the search learns only from the journaled report that the trial waits for a decision."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
-        """Set to make the trial save and end."""
+        """Set this event to make the trial save and end."""
         self._guard = threading.Lock()
-        self._early: list[Answer] = []
+        self._early_answers: list[Answer] = []
         self._on_answer: Callable[[Answer], None] | None = None
 
     @property
     def supervisor(self) -> Owner | None:
-        """This process, if it is not one of the search."""
+        """This process as an owner, or None in a process of the search."""
         return None
 
     @abstractmethod
     def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        """Return where the attempt journals its events. Raises Superseded if its experiment was deleted."""
+        """Return the journal for the attempt's events. Raises Superseded if the experiment was deleted."""
 
     @abstractmethod
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        """Open a process for the attempt to train in."""
+        """Open a process in which the attempt trains."""
 
     @abstractmethod
     def ask(self, report: StepReport) -> None:
-        """Say that the trial waits for an answer to the report of this step. Never blocks."""
+        """Tell the search that the trial waits for a decision about this report. Never blocks."""
 
-    def watch(self) -> None:  # noqa: B027 - within one process the request sets `stop`
-        """Begin to look for a request to stop, before the attempt trains."""
+    def watch(self) -> None:  # noqa: B027 - within one process, a stop request sets `stop`
+        """Start to poll for stop requests, before the attempt trains."""
 
     def connect(self, on_answer: Callable[[Answer], None]) -> None:
-        """Deliver answers with `on_answer`, including those that arrived before."""
+        """Call `on_answer` with each decision, including those that arrived before."""
         with self._guard:
             self._on_answer = on_answer
-            for answer in self._early:
+            for answer in self._early_answers:
                 on_answer(answer)
 
     def answer(self, answer: Answer) -> None:
-        """Deliver an answer to the trial, now or when it is connected."""
+        """Deliver a decision to the trial, immediately or at `connect`."""
         with self._guard:
             if self._on_answer is None:
-                self._early.append(answer)
+                self._early_answers.append(answer)
             else:
                 self._on_answer(answer)
 
-    def close(self) -> None:  # noqa: B027 - within one process there is nothing to release
-        """Release the link: the attempt is over."""
+    def close(self) -> None:  # noqa: B027 - within one process, no resources to release
+        """Release the resources: the attempt is over."""
 
 
 class InProcessLink(SearchLink):
-    """A link within one process: it calls `receive` with each message, in the sender's thread."""
+    """Connects an attempt to a search in the same process: calls `receive` with each message, in the same thread."""
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class InProcessLink(SearchLink):
         return self._pool.process(start, log, environment, self.stop)
 
     def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        """Return the journal of the trial; the same again where a task runs the attempt again."""
+        """Return the journal of the trial; a retry of the task gets the same journal."""
         del spec
         if self._journal is None:
             self._journal = SubmittedEvents(request.trial, self._receive)

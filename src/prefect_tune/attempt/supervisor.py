@@ -6,13 +6,13 @@ A single process is rank 0. Of several, rank 0 reports and decides; the others a
     rank 1: Part(s, its directory)      ├──► all there ──► commit worker: one directory, one commit
     rank 2: Part(s, nothing to add)    ─┘    deadline, or a rank has ended ──► this save fails on all ranks
 
-Until all parts are there nothing is on the target, so a save that fails leaves nothing there. The metrics of a step, if
-they are the mean over all ranks, are collected in the same way, before rank 0 reports it.
+Nothing is uploaded before all parts are there, so a failed save leaves nothing on the target. If a step's metrics are
+the mean over all ranks, they are collected in the same way before rank 0 reports them.
 
-The attempt ends with the end of rank 0, or with the first failure of a rank: the others may wait for that one in a
-collective operation for hours, so they are ended, after the moment in which a failure that caused another becomes
-known. When the whole run stops, the trial has `spec.grace` to save, and is then killed. A trial that is stopped alone
-gets a `Leave`, and has no limit: `tuner/stop_requests.py`. Never: a commit without the part of a rank.
+The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective: they
+are killed one second later, so that the root-cause failure can still arrive. When the whole run stops, the trial has
+`spec.grace` to save, and is then killed. A trial that is stopped alone gets a `Leave`, without a time limit
+(`tuner/stop_requests.py`). Never: a commit without the part of a rank.
 """
 
 from __future__ import annotations
@@ -56,38 +56,35 @@ from prefect_tune.core.usage_records import RankEnd
 from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline
 
-_TICK = timedelta(seconds=0.1)
+_POLL_INTERVAL = timedelta(seconds=0.1)
 _CAUSE_WITHIN = timedelta(seconds=1)
-"""How long a failure of one rank may precede that of the rank that caused it, for each node: a killed peer breaks a
-collective."""
+"""How long to wait, per node, for the root cause: ranks often report a broken collective before a crash is seen."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
-first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause, or
-the death of one that it cannot have ended."""
+"""Root causes first, if several ranks fail within `_CAUSE_WITHIN`: a crash makes other ranks raise, which may be seen
+first. Only a launcher in the trial kills other ranks when one fails: of its ranks the root cause is the first failure,
+or the crash of a rank that the launcher cannot have killed."""
 _OTHERS_END_WITHIN = timedelta(seconds=20)
-"""How long the other ranks have to end after rank 0."""
+"""How long the other ranks may run after rank 0 has ended."""
 PARTS_WITHIN = timedelta(minutes=5)
-"""How long the other parts of a checkpoint may take after that of rank 0."""
-_ALL_JOIN_WITHIN = timedelta(minutes=10)
-"""How long the ranks of a launcher have to join after the first of them: their imports differ, and their setup."""
+"""How long the other ranks may take to add their parts of a checkpoint after rank 0."""
+_JOIN_TIMEOUT = timedelta(minutes=10)
+"""How long the ranks of a launcher may take to join after the first one: their imports and setup differ."""
 _MAX_FAILED_SAVES = 2
-"""So many saves that fail one after the other end the attempt: a rank hangs."""
+"""This many consecutive failed saves end the attempt: a rank hangs."""
 _RETURNED = make_reason("returned")
-_REPORTS_TWICE = (
-    "the trial's own process reported a step, and so did the ranks that it has started: report in the ranks only"
-)
+_REPORTS_TWICE = "both the trial's own process and the ranks that it started reported a step: report in the ranks only"
 
 
 def supervise(
     group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
 ) -> Outcome:
-    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
+    """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
+    `link.stop` starts the grace period, which also expires when the work of this context is abandoned.
     """
     supervisor = _Supervisor(group, commit_worker, spec, link, meter)
     outcome = supervisor.run()
-    meter.rank_ends = supervisor.rank_ends(outcome)
+    meter.rank_ends = supervisor.make_rank_ends(outcome)
     meter.ended()
     return outcome
 
@@ -100,38 +97,38 @@ class _Supervisor:
         self._commit_worker = commit_worker
         self._log = commit_worker.log
         self._spec = spec
-        self._link = link
+        self._channel = link
         self._meter = meter
-        self._expect_ranks()
+        self._reset_collectors()
         self._failures: list[tuple[int, AttemptEnded, int]] = []
-        """In the order in which they arrived, each with its place among what causes what, and its rank."""
+        """(cause order, failure, rank), in order of arrival; the first by cause order is the root cause."""
         self._rank_ends: dict[int, AnyReason] = {}
-        """How ranks ended by themselves."""
+        """How ranks ended that were not killed here."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
-        self._ends_until: Deadline | None = None
-        self._rank_0_ends_until: Deadline | None = None
-        """How long rank 0 may train on after the trial's own process, whose launcher has started it."""
+        self._end_deadline: Deadline | None = None
+        self._rank_0_deadline: Deadline | None = None
+        """The time limit of rank 0 after the end of the trial's own process, which has launched it."""
         self._steps = 0
         self._handed_over = self._given_up = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
-        """Checkpoints to which a node did not add its part; the commit worker's thread adds them."""
+        """Checkpoints that lack the part of a node; the commit worker's thread puts them here."""
         self._failed_saves: list[Reason] = []
-        """Why the last checkpoints were not committed, since the last one that was."""
+        """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded: set[int] = set()
         self._leave: Leave | None = None
         self._first_join: Deadline | None = None
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
-        self._is_asking = False
-        self._stop_asked_at: float | None = None
+        self._awaits_decision = False
+        self._stop_requested_at: float | None = None
         link.connect(self._on_answer)
 
     def run(self) -> Outcome:
         while True:
             try:
-                if received := self._group.receive(_TICK):
+                if received := self._group.receive(_POLL_INTERVAL):
                     rank, message = received
                     if rank in (0, OWN) and isinstance(message, StepDone | TrialEnded):
                         is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
@@ -140,12 +137,12 @@ class _Supervisor:
                         self._last_message_at = time.monotonic()
                     self._on_message(rank, message)
                 outcome = self._check_ends()
-            except RankEnded as gone:
-                outcome = self._on_rank_gone(gone) or self._check_ends()
+            except RankEnded as error:
+                outcome = self._on_rank_exit(error) or self._check_ends()
             except InvalidInput as error:
-                outcome = self._failure(Cause.USER, make_reason("invalid-use", text=str(error)))
+                outcome = self._make_failure(Cause.USER, make_reason("invalid-use", text=str(error)))
             is_saving = self._is_uploading and self._spec.sync.commit == "sync"
-            self._meter.look("waiting" if self._is_asking else "saving" if is_saving else "training")
+            self._meter.look("waiting" if self._awaits_decision else "saving" if is_saving else "training")
             if outcome is not None:
                 return outcome
 
@@ -158,8 +155,8 @@ class _Supervisor:
             case TrainableLoaded():
                 self._on_loaded(rank, message)
             case MilestoneReached(report=report):
-                self._is_asking = True
-                self._link.ask(report)
+                self._awaits_decision = True
+                self._channel.ask(report)
             case StepDone() if rank == OWN:
                 raise InvalidInput(_REPORTS_TWICE)
             case StepDone():
@@ -179,16 +176,16 @@ class _Supervisor:
     def _on_join(self, rank: int) -> None:
         if self._steps and self._first_join is None:
             raise InvalidInput(_REPORTS_TWICE)
-        self._first_join = self._first_join or Deadline.after(_ALL_JOIN_WITHIN)
+        self._first_join = self._first_join or Deadline.after(_JOIN_TIMEOUT)
         if self._saves.world_size != self._group.world_size:
-            self._expect_ranks()
-        if rank == 0 and self._stop_asked_at is not None:
+            self._reset_collectors()
+        if rank == 0 and self._stop_requested_at is not None:
             self._group.tell(StopAndSave())
         if rank == 0 and self._leave is not None:
             self._group.tell(self._leave)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
-        if self._group.is_here(rank):  # another machine's process may have the number of one of this machine
+        if self._group.is_here(rank):  # pids of other machines mean nothing here
             self._meter.loaded(message.pid, decides=rank in (0, OWN))
         self._loaded.add(rank)
         if len(self._loaded) >= self._group.world_size:
@@ -203,45 +200,45 @@ class _Supervisor:
         if not directive.saves:
             self._saves.close(directive.step)
 
-    def _expect_ranks(self) -> None:
-        """Begin to collect what the ranks of the group do: their number is known, or has become known."""
+    def _reset_collectors(self) -> None:
+        """Start to collect parts and metrics for the current number of ranks."""
         count = self._group.world_size
         self._saves, self._metrics = GroupSaves(count), GroupMetrics(count)
 
     def _on_step(self, done: StepDone) -> None:
-        """Note a report for the next entry, and hand over its checkpoint; write at once if the search is to decide."""
+        """Queue a report and its checkpoint; flush the journal immediately if the search must decide."""
         if done.is_reported:
-            self._hand_over(done)
+            self._submit_checkpoint(done)
             return
         self._steps += 1
-        if early := sorted(self._returned - {0, OWN}):  # a rank follows each step before it returns
+        if early := sorted(self._returned - {0, OWN}):  # a rank takes part in each step before it returns
             self._returned.clear()
             self._log.warning(
-                "rank %s has returned, and rank 0 reported another step: every rank calls pt.report once in each step, "
-                "or the ranks do not save and end together",
+                "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
+                "step, so that all ranks save and end together",
                 ", ".join(map(str, early)),
             )
-        is_read = done.asks and self._link.asks_by_report
-        self._commit_worker.note(done.report, asks=is_read)
+        flushes = done.asks and self._channel.asks_by_report
+        self._commit_worker.note(done.report, asks=flushes)
         if done.checkpoint is not None:
-            self._hand_over(done)
-        if is_read:
+            self._submit_checkpoint(done)
+        if flushes:
             self._commit_worker.flush()
-        self._is_asking = done.asks
+        self._awaits_decision = done.asks
         if done.asks:
-            self._link.ask(done.report)
+            self._channel.ask(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._is_asking and self._last_message_at is not None:  # an unasked message is no progress
+        if self._awaits_decision and self._last_message_at is not None:  # an unsolicited message is not progress
             self._last_message_at = time.monotonic()
-        self._is_asking = False
+        self._awaits_decision = False
         if isinstance(answer, Leave):
             self._leave = answer
         self._group.tell(answer)
 
     # ------------------------------------------------------------------------------------------------------- saves
 
-    def _hand_over(self, done: StepDone) -> None:
+    def _submit_checkpoint(self, done: StepDone) -> None:
         self._handed_over += 1
         self._queue_save(self._saves.hand_over(done))
 
@@ -253,7 +250,7 @@ class _Supervisor:
         self._last_message_at = time.monotonic()
         self._committed += 1
         self._failed_saves.clear()
-        self._group.tell(CheckpointSaved(step=step))  # at last: with it the trial may end, which looks at these
+        self._group.tell(CheckpointSaved(step=step))  # last: the trial may end then, and its end reads these fields
 
     @property
     def _is_uploading(self) -> bool:
@@ -264,88 +261,90 @@ class _Supervisor:
     def _on_rank_end(self, rank: int, message: TrialEnded) -> None:
         self._group.leave(rank)
         self._ended_ranks.add(rank)
-        # A process speaks for its own trial; what it used, and whether its checkpoint is to blame, is decided here.
+        # Fields that the trial's process must not decide: the trial, its resource usage, a failure's first step.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "use": None})
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"at_start": False})
             if message.raised:
                 self._on_rank_failure(rank, outcome, after_end=message.after_end)
                 return
-        # A rank of a launcher may return before the function that has started it, and others after it. Only the end of
-        # rank 0 says that all is trained: a launcher that was killed, or is not waited for, returns too.
+        # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
+        # is complete: a function also returns if its launcher was killed or is not awaited.
         if message.has_returned:
             self._returned.add(rank)
             self._rank_ends[rank] = _RETURNED
         if rank == OWN and self._group.is_launched and 0 not in self._ended_ranks:
-            self._rank_0_ends_until = Deadline.after(_OTHERS_END_WITHIN)
+            self._rank_0_deadline = Deadline.after(_OTHERS_END_WITHIN)
             return
         decides = rank == OWN or (rank == 0 and not (message.has_returned and OWN in self._group.open_ranks))
         if decides and self._end is None and not self._failures:
-            if self._failed_saves and isinstance(outcome, Finished):  # its last checkpoint was not committed
-                outcome = self._failure(Cause.MACHINE, self._failed_saves[-1])
+            if self._failed_saves and isinstance(outcome, Finished):  # the last checkpoint is not committed
+                outcome = self._make_failure(Cause.MACHINE, self._failed_saves[-1])
             elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
-                outcome = self._failure(Cause.PREEMPTED, self._failed_saves[-1])  # what it has saved is not committed
-            self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
+                outcome = self._make_failure(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
+            self._end = outcome
+            self._end_deadline = Deadline.after(_OTHERS_END_WITHIN if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=False):
-            cause = Cause.OUT_OF_MEMORY  # what the trial has started was killed
+            cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
         if cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
             memory = self._meter.memory_reason()
         if isinstance(reason, Reason):
-            # The other lines, and the place, differ by rank: ranks that ended alike are listed together.
+            # Without the other lines and the location, which differ by rank: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
-            reason = make_reason(reason.code, **{**reason.arguments, "rank": self._number_of(rank), "memory": memory})
-        failure = self._failure(cause, reason)
+            reason = make_reason(reason.code, **{**reason.arguments, "rank": self._rank_name(rank), "memory": memory})
+        failure = self._make_failure(cause, reason)
         if rank > 0 and isinstance(self._end, Finished) and not after_end:
-            self._end = failure  # rank 0 has trained its last step before this rank
+            self._end = failure  # this rank failed in its last step, which rank 0 has completed
         else:
             self._add_failure(failure, _FAILED, rank)
 
-    def _on_rank_gone(self, gone: RankEnded) -> Outcome | None:
-        rank = gone.rank
+    def _on_rank_exit(self, error: RankEnded) -> Outcome | None:
+        rank = error.rank
         self._ended_ranks.add(rank)
-        if not gone.is_gone:
-            self._rank_ends[rank] = first_line(gone)
-            return self._failure(Cause.USER, make_reason("invalid-use", text=str(gone), rank=self._number_of(rank)))
+        if not error.is_gone:
+            self._rank_ends[rank] = first_line(error)
+            reason = make_reason("invalid-use", text=str(error), rank=self._rank_name(rank))
+            return self._make_failure(Cause.USER, reason)
         if rank > 0 and self._group.is_led and isinstance(self._end, Finished):
-            self._rank_ends[rank] = _RETURNED  # rank 0 had started it, and has ended
+            self._rank_ends[rank] = _RETURNED  # rank 0 launched it, and has ended
             return None
         end = self._group.end(rank)
         self._rank_ends[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
-        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows its end
+        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows the end
         if (is_killed or is_hidden) and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=is_killed):
             cause, memory = Cause.OUT_OF_MEMORY, self._meter.memory_reason()
         else:
             is_own_end = end.exit_code is not None or end.signal in OWN_SIGNALS
             cause, memory = Cause.USER if is_own_end else Cause.MACHINE, None
-        failure = self._failure(cause, process_end_reason(end, self._number_of(rank), memory))
-        is_ended = self._group.is_launched and rank not in self._group.died_by_themselves
-        self._add_failure(failure, _FAILED if is_ended else _DIED, rank)
+        failure = self._make_failure(cause, process_end_reason(end, self._rank_name(rank), memory))
+        may_be_killed = self._group.is_launched and rank not in self._group.died_by_themselves
+        self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
 
-    def _add_failure(self, failure: AttemptEnded, place: int, rank: int = OWN) -> None:
-        """The attempt ends with a failure, once those that may have caused it are known."""
+    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int = OWN) -> None:
+        """Add a failure; the attempt ends when a root cause has had time to arrive."""
         if self._end is not None:
             self._log.warning("after the end of the trial: %s", first_line(failure.reason))
             return
-        self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN * self._group.node_count)
-        self._failures.append((place, failure, rank))
+        self._end_deadline = self._end_deadline or Deadline.after(_CAUSE_WITHIN * self._group.node_count)
+        self._failures.append((cause_order, failure, rank))
 
-    def _failure(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
-        at_start = cause is Cause.USER and loaded and self._steps == 0
+    def _make_failure(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
+        is_loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
+        at_start = cause is Cause.USER and is_loaded and self._steps == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, at_start=at_start)
 
-    def _number_of(self, rank: int) -> int | None:
-        """Return the rank for a reason; None where it is the only one, or the process that has started the ranks."""
+    def _rank_name(self, rank: int) -> int | None:
+        """Return the rank to name in a reason; None for a single rank, and for the launching process."""
         return rank if self._group.world_size > 1 and rank != OWN else None
 
-    def rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
-        """Return how ranks ended that did not end like the others, the cause of a failure first."""
+    def make_rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
+        """Return how ranks ended, the cause of a failure first; without the returned ranks if the trial succeeded."""
         has_failed = isinstance(outcome, AttemptEnded)
         ends = {rank: how for rank, how in self._rank_ends.items() if rank != OWN and (has_failed or how != _RETURNED)}
         if self._group.world_size == 1 or not ends:
@@ -362,49 +361,50 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------ what ends the attempt
 
     def _check_ends(self) -> Outcome | None:
-        """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
+        """Return the outcome if the attempt is over, failed, hangs, or its grace period expired; None otherwise."""
         is_users_fault = isinstance(error := self._commit_worker.error, USERS_FAULT)
         if is_users_fault and not self._failures:  # a failing process may delete the files being saved
-            return self._failure(Cause.USER, make_reason("save-failed", error=str(error)))
+            return self._make_failure(Cause.USER, make_reason("save-failed", error=str(error)))
         if error is not None and not is_users_fault:
-            return self._failure(Cause.MACHINE, make_reason("write-failed", error=f"{type(error).__name__}: {error}"))
+            text = f"{type(error).__name__}: {error}"
+            return self._make_failure(Cause.MACHINE, make_reason("write-failed", error=text))
         if isinstance(self._end, Finished) and (reason := self._metrics.surplus()) is not None:
-            return self._failure(Cause.USER, reason)
-        if self._ends_until is not None:
-            return self._check_last_ranks(self._ends_until)
-        if self._rank_0_ends_until is not None and self._rank_0_ends_until.remaining_seconds <= 0:
+            return self._make_failure(Cause.USER, reason)
+        if self._end_deadline is not None:
+            return self._check_last_ranks(self._end_deadline)
+        if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _OTHERS_END_WITHIN.total_seconds()
-            return self._failure(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
+            return self._make_failure(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
         if (failure := self._check_saves() or self._check_joins() or self._check_metrics()) is not None:
             return failure
         if self._failures:  # one was added just now
             return None
-        if self._link.stop.is_set():
+        if self._channel.stop.is_set():
             return self._check_grace()
-        if self._is_uploading or self._is_asking:
-            return None  # it may wait for an upload, which has its own timeout, or for an answer
+        if self._is_uploading or self._awaits_decision:
+            return None  # it may wait for an upload, which has its own timeout, or for a decision
         if self._spec.silence is None or self._last_message_at is None:
             return None
-        silent = timedelta(seconds=time.monotonic() - self._last_message_at)
-        if silent <= self._spec.silence:
+        elapsed = timedelta(seconds=time.monotonic() - self._last_message_at)
+        if elapsed <= self._spec.silence:
             return None
-        return self._failure(Cause.MACHINE, make_reason("silent", seconds=silent.total_seconds()))
+        return self._make_failure(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
-    def _check_last_ranks(self, until: Deadline) -> Outcome | None:
-        """Return the outcome once all ranks have ended, or their time for that has passed."""
-        if self._group.open_ranks and until.remaining_seconds:
+    def _check_last_ranks(self, deadline: Deadline) -> Outcome | None:
+        """Return the outcome if all ranks have ended or the deadline has passed; None otherwise."""
+        if self._group.open_ranks and deadline.remaining_seconds:
             return None
         training = sorted(rank for rank in self._group.open_ranks if rank > 0)
         if self._end is not None and training and self._steps:
-            ranks, within = ", ".join(map(str, training)), _OTHERS_END_WITHIN.total_seconds()
-            self._log.warning("rank %s had not ended %g s after rank 0, and was ended", ranks, within)
-            self._rank_ends |= dict.fromkeys(training, make_reason("rank-outlived", seconds=within))
+            ranks, seconds = ", ".join(map(str, training)), _OTHERS_END_WITHIN.total_seconds()
+            self._log.warning("rank %s was still running %g s after rank 0 finished; killed", ranks, seconds)
+            self._rank_ends |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
         return self._end or min(self._failures, key=itemgetter(0))[1]
 
     def _check_saves(self) -> Outcome | None:
-        """Fail a checkpoint that is overdue; return the outcome if the trial cannot do without it."""
+        """Fail an overdue checkpoint; return the outcome if the trial cannot continue without it."""
         if (reason := self._saves.without(self._ended_ranks)) is not None:
-            self._add_failure(self._failure(Cause.USER, reason), _ENDED_EARLY)
+            self._add_failure(self._make_failure(Cause.USER, reason), _ENDED_EARLY)
             return None
         if (failed := self._saves.overdue()) is None:
             if self._incomplete.empty():
@@ -415,50 +415,50 @@ class _Supervisor:
         self._failed_saves.append(reason)
         if failed.done.finish_reason is not None or len(self._failed_saves) >= _MAX_FAILED_SAVES:
             self._rank_ends |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
-            return self._failure(Cause.MACHINE, reason)
+            return self._make_failure(Cause.MACHINE, reason)
         self._log.warning(
-            "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", reason
+            "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
         )
         self._group.tell(SaveFailed(step=failed.step))
         return None
 
     def _check_joins(self) -> Outcome | None:
-        """Return the failure of ranks that a launcher has not started, or that did not join in time."""
+        """Return the failure if ranks of a launcher did not join in time; None otherwise."""
         is_late = self._first_join is not None and self._first_join.remaining_seconds <= 0
         if not is_late or not (missing := self._group.missing_ranks):
             return None
         ranks = {"ranks": list(missing), "world_size": self._group.world_size}
-        reason = make_reason("ranks-missing", **ranks, seconds=_ALL_JOIN_WITHIN.total_seconds())
-        return self._failure(Cause.USER, reason)
+        reason = make_reason("ranks-missing", **ranks, seconds=_JOIN_TIMEOUT.total_seconds())
+        return self._make_failure(Cause.USER, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Return the failure of ranks whose metrics rank 0 waits for, and that have ended or are late."""
+        """Fail the attempt if ranks whose metrics rank 0 waits for are late; add a failure if they have ended."""
         if not self._metrics.missing or self._failures:
             return None
         if (reason := self._metrics.without(self._ended_ranks)) is not None:
-            self._add_failure(self._failure(Cause.USER, reason), _ENDED_EARLY)
+            self._add_failure(self._make_failure(Cause.USER, reason), _ENDED_EARLY)
             return None
         if self._last_message_at is None or self._group.missing_ranks:
             self._metrics.restart()
         if (reason := self._metrics.overdue()) is None:
             return None
         self._rank_ends |= dict.fromkeys(self._metrics.missing, make_reason("rank-without-report"))
-        return self._failure(Cause.MACHINE, reason)
+        return self._make_failure(Cause.MACHINE, reason)
 
     def _check_grace(self) -> Outcome | None:
-        """Ask the trial to save and end; return the outcome when its grace is over, or the run is interrupted again."""
-        if self._stop_asked_at is None:
-            self._stop_asked_at = time.monotonic()
+        """Request the trial to save and end; return the outcome after the grace period or a second interrupt."""
+        if self._stop_requested_at is None:
+            self._stop_requested_at = time.monotonic()
             self._group.tell(StopAndSave())
         grace = self._spec.grace
-        if timedelta(seconds=time.monotonic() - self._stop_asked_at) <= grace:
-            return self._failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_abandoned() else None
+        if timedelta(seconds=time.monotonic() - self._stop_requested_at) <= grace:
+            return self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_abandoned() else None
         seconds = grace.total_seconds()
         reason = make_reason("upload-unfinished" if self._is_uploading else "no-checkpoint", seconds=seconds)
-        return self._failure(Cause.PREEMPTED, reason)
+        return self._make_failure(Cause.PREEMPTED, reason)
 
 
-# What the ranks add to a step: the parts of its checkpoint, and their metrics.
+# The parts of a checkpoint and the metrics that the ranks add to a step.
 
 
 @dataclass(slots=True)
@@ -469,7 +469,7 @@ class _PendingSave:
 
 
 class GroupSaves:
-    """Collects the parts of the checkpoints of `world_size` ranks. Rank 0 hands over one checkpoint after the other."""
+    """Collects the parts of each checkpoint from `world_size` ranks. Rank 0 submits its parts in order of steps."""
 
     def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
         self.world_size = world_size
@@ -477,23 +477,23 @@ class GroupSaves:
         self._within = within
         self._pending: dict[int, _PendingSave] = {}
         self._failed: set[int] = set()
-        self._closed_step = -1  # the last step at which rank 0 hands over no more checkpoint
+        self._closed_step = -1  # rank 0 submits no more checkpoints up to this step
 
     def expect(self, step: int) -> None:
-        """All ranks are directed to save `step`, which rank 0 may have closed before."""
+        """Expect parts of `step` again, although rank 0 may have closed it: all ranks are directed to save it."""
         self._closed_step = min(self._closed_step, step - 1)
 
     def hand_over(self, done: StepDone) -> GroupSave | None:
-        """Take the directory of rank 0; return the checkpoint if that was its last part."""
-        pending = self._at(done.report.step)
+        """Add the directory of rank 0; return the checkpoint if it is complete now."""
+        pending = self._get_pending(done.report.step)
         pending.done, pending.deadline = done, Deadline.after(self._within)
-        return self._take_complete(done.report.step)
+        return self._pop_if_complete(done.report.step)
 
     def add(self, rank: int, part: Part) -> GroupSave | None:
-        """Take the part of another rank; return the checkpoint if that was its last part.
+        """Add the part of another rank; return the checkpoint if it is complete now.
 
         Raises:
-            InvalidInput: the rank saves at a step at which rank 0 did not.
+            InvalidInput: the rank saved a checkpoint at a step without a checkpoint of rank 0.
         """
         if part.step in self._failed:
             remove_directory(part.directory)
@@ -501,30 +501,30 @@ class GroupSaves:
         if part.step <= self._closed_step and part.step not in self._pending:
             _require_no_files(rank, part)
             return None
-        self._at(part.step).parts[rank] = part
-        return self._take_complete(part.step)
+        self._get_pending(part.step).parts[rank] = part
+        return self._pop_if_complete(part.step)
 
     def close(self, step: int) -> None:
-        """Rank 0 hands over no more checkpoint of `step`: what the others added without one is dropped.
+        """Drop the parts of other ranks up to `step` without a checkpoint of rank 0, which submits no more of them.
 
         Raises:
-            InvalidInput: a rank saved at a step at which rank 0 did not.
+            InvalidInput: a rank saved a checkpoint at a step without a checkpoint of rank 0.
         """
         self._closed_step = max(self._closed_step, step)
-        for at in [at for at, pending in self._pending.items() if at <= step and pending.done is None]:
-            for rank, part in self._pending.pop(at).parts.items():
+        for closed in [key for key, pending in self._pending.items() if key <= step and pending.done is None]:
+            for rank, part in self._pending.pop(closed).parts.items():
                 _require_no_files(rank, part)
 
     def without(self, ended: Collection[int]) -> Reason | None:
-        """Return which checkpoint can never be complete, since ranks have ended without their part; else None."""
+        """Return the reason if `ended` ranks make a checkpoint impossible; None otherwise."""
         for step, pending in self._pending.items():
-            gone = [rank for rank in self._others if rank not in pending.parts and rank in ended]
-            if pending.done is not None and gone:
-                return make_reason("ranks-left-save", ranks=gone, step=step)
+            ranks = [rank for rank in self._others if rank not in pending.parts and rank in ended]
+            if pending.done is not None and ranks:
+                return make_reason("ranks-left-save", ranks=ranks, step=step)
         return None
 
     def overdue(self) -> FailedSave | None:
-        """Return a checkpoint whose deadline has passed; its files are removed."""
+        """Remove one checkpoint whose deadline has passed, with its files, and return it; None if there is none."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
                 continue
@@ -537,10 +537,10 @@ class GroupSaves:
             return FailedSave(pending.done, reason, missing)
         return None
 
-    def _at(self, step: int) -> _PendingSave:
+    def _get_pending(self, step: int) -> _PendingSave:
         return self._pending.setdefault(step, _PendingSave(Deadline.after(self._within)))
 
-    def _take_complete(self, step: int) -> GroupSave | None:
+    def _pop_if_complete(self, step: int) -> GroupSave | None:
         pending = self._pending[step]
         if pending.done is None or not pending.parts.keys() >= set(self._others):
             return None
@@ -555,58 +555,58 @@ class GroupSaves:
 def _require_no_files(rank: int, part: Part) -> None:
     if part.directory is not None or part.node:
         raise InvalidInput(
-            f"rank {rank} reported a checkpoint at step {part.step}, and rank 0 did not: report one on rank 0 too, in "
-            "each step in which a rank does"
+            f"rank {rank} reported a checkpoint at step {part.step}, but rank 0 did not: whenever a rank reports a "
+            "checkpoint, rank 0 must report one too"
         )
 
 
 class GroupMetrics:
-    """Collects the metrics that ranks report for a step, whose mean rank 0 waits for."""
+    """Collects the metrics that ranks report for a step; rank 0 waits for their mean."""
 
     def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
         self._ranks = range(world_size)
         self._within = within
         self._reported: dict[int, dict[int, Mapping[str, object]]] = {}
         self._newest: dict[int, RankMetrics] = {}
-        self._directed = 0
+        self._directed_step = 0
         self._step: int | None = None
         self.restart()
 
     def direct(self, step: int) -> None:
-        """Rank 0 has directed what the other ranks do at `step`, for which each waits in `pt.report`."""
-        self._directed = step
+        """Record that rank 0 sent its directive for `step`, for which the other ranks wait in `pt.report`."""
+        self._directed_step = step
 
     def restart(self) -> None:
-        """Give the ranks their whole time again: some are not loaded yet."""
+        """Restart the time limit: some ranks are not loaded yet."""
         self._deadline = Deadline.after(self._within)
 
-    def add(self, rank: int, reported: RankMetrics) -> MeanMetrics | None:
-        """Take what a rank reports; return the mean with the last of them."""
-        by_rank = self._reported.setdefault(reported.step, {})
-        by_rank[rank], self._newest[rank] = reported.metrics, reported
+    def add(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
+        """Add the metrics of a rank; return the mean if they are the last of their step."""
+        by_rank = self._reported.setdefault(report.step, {})
+        by_rank[rank], self._newest[rank] = report.metrics, report
         if rank == 0:
-            self._step = reported.step
+            self._step = report.step
             self.restart()
         if not by_rank.keys() >= set(self._ranks):
             return None
         self._step = None
-        del self._reported[reported.step]
-        return MeanMetrics(step=reported.step, metrics=mean_of([by_rank[rank] for rank in self._ranks]))
+        del self._reported[report.step]
+        return MeanMetrics(step=report.step, metrics=mean_of([by_rank[rank] for rank in self._ranks]))
 
     def without(self, ended: Collection[int]) -> Reason | None:
-        """Return of which step there can never be a mean, since ranks have ended before it; else None."""
-        gone = [rank for rank in self.missing if rank in ended]
-        return make_reason("ranks-left-mean", ranks=gone, step=self._step) if gone else None
+        """Return the reason if `ended` ranks make the mean of a step impossible; None otherwise."""
+        ranks = [rank for rank in self.missing if rank in ended]
+        return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None
 
     def surplus(self) -> Reason | None:
-        """Return which rank waits in `pt.report` for rank 0, which has ended; else None."""
-        for rank, reported in sorted(self._newest.items()):
-            if rank and reported.step > self._directed and not reported.returned:
-                return make_reason("surplus-report", rank=rank, step=reported.step)
+        """Return the reason if a rank waits in `pt.report` although rank 0 has ended; None otherwise."""
+        for rank, report in sorted(self._newest.items()):
+            if rank and report.step > self._directed_step and not report.returned:
+                return make_reason("surplus-report", rank=rank, step=report.step)
         return None
 
     def overdue(self) -> Reason | None:
-        """Return which ranks have not reported in time the step that rank 0 waits for; else None."""
+        """Return the reason if ranks have not reported the step of rank 0 in time; None otherwise."""
         if self._deadline.remaining_seconds > 0:
             return None
         seconds = self._within.total_seconds()

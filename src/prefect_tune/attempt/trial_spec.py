@@ -1,4 +1,4 @@
-"""The specification of one trial (`TrialSpec`) and of one attempt of it (`AttemptRequest`)."""
+"""The specification of a trial (`TrialSpec`), and the request for one of its attempts (`AttemptRequest`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained and where its checkpoints are stored: the same for all its attempts.
 
-    As a parameter of the flow `train_trial`, made by `spec_as_parameters`, its target is the text that names it.
+    `spec_as_parameters` converts it to a parameter of the flow `train_trial`, with the target as a reference.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -37,34 +37,34 @@ class TrialSpec:
     target: Annotated[StorageTarget, PlainValidator(resolve_target), WithJsonSchema({"type": "string"})]
     trial: TrialKey
     trainable: str
-    """As `pickled_or_path` returns it."""
+    """An import path or a pickle, from `pickled_or_path`."""
     stopper: str
     needs_curve: bool
-    """Whether the stopper looks back further than the last report."""
+    """Whether the stopper needs more than the last report."""
     cadence: Cadence = field(default_factory=Cadence)
     retention: Retention = field(default_factory=Retention)
     sync: Annotated[SyncConfig, WithJsonSchema({"type": "object"})] = field(default_factory=SyncConfig)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """The trainable's name: another trainable may not resume this trial."""
+    """The trainable's name; a different trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """How many processes train it together, each a rank; on several nodes, on each node, and then no range."""
+    """How many processes per node train the trial together, each a rank. On several nodes it must not be a range."""
     nodes_per_trial: int = 1
-    """How many nodes train it together, each a flow run."""
+    """How many nodes train the trial together, each a flow run."""
     min_nodes: int | None = None
-    """With how many nodes an attempt may begin, if not all arrive; None: with all."""
+    """The smallest number of nodes with which an attempt may start; None: all nodes."""
     metrics_from: MetricsFrom = "rank 0"
     grace: timedelta = timedelta(seconds=25)
-    """How long a trial that is asked to stop may take to save."""
+    """How long a trial may take to save after a stop request."""
     silence: timedelta | None = None
-    """How long a trial may train without a report before it is presumed hung."""
+    """How long a trial may train without a report before it is considered hung; None: no limit."""
     tags: tuple[str, ...] = ()
     """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
     concurrency_limits: tuple[str, ...] = ()
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
     required_metrics: tuple[str, ...] = ()
-    """The metrics of the search that each report has to have."""
+    """The metrics that the search needs in each report."""
     of_search: bool = False
     """Whether a search proposed the trial."""
 
@@ -76,17 +76,17 @@ class AttemptRequest:
     search_term: int
     """The term in which the requesting run owns the experiment."""
     trial: Trial
-    """The trial, which waits for the attempt; without its past."""
+    """The trial, which waits for the attempt; without its history."""
     experiment_id: str = ""
-    """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
+    """The id of the requesting experiment; empty, and not checked, in the process of the search."""
     curve: tuple[StepReport, ...] = ()
-    """The reports up to its newest checkpoint, if the stopper needs them."""
+    """The reports up to the newest checkpoint, if the stopper needs them."""
     milestone: int | None = None
-    """The step at which the trial asks whether to continue."""
+    """The step at which the trial waits for a decision."""
     saves_first: bool = False
-    """Whether it commits a checkpoint of that step before it asks."""
+    """Whether the trial commits a checkpoint of that step before it waits."""
     secret: str = field(default="", repr=False)
-    """With which the nodes of the attempt authenticate their connections; empty for one node."""
+    """Authenticates the connections between the nodes of the attempt; empty for a single node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
 
@@ -97,32 +97,32 @@ class AttemptRequest:
 
 
 def import_path() -> tuple[str, ...]:
-    """Return this process's `sys.path` as absolute paths, for a process with another working directory."""
-    return tuple(_absolute(entry) for entry in sys.path)
+    """Return this process's `sys.path` as absolute paths, for processes with other working directories."""
+    return tuple(_make_absolute(entry) for entry in sys.path)
 
 
-def _absolute(entry: str) -> str:
-    """Return an existing path as an absolute one; other entries, such as names of import hooks, unchanged."""
+def _make_absolute(entry: str) -> str:
+    """Make an existing path absolute; return other entries, such as names of import hooks, unchanged."""
     with suppress(FileNotFoundError):  # the working directory was removed: nothing can be imported from it
         return os.path.abspath(entry) if not entry or Path(entry).exists() else entry  # noqa: PTH100  "" is the working directory
     return entry
 
 
-def pickled_or_path(thing: object) -> str:
-    """Return `thing` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
+def pickled_or_path(value: object) -> str:
+    """Return `value` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
 
     Raises:
-        InvalidInput: it cannot be pickled.
+        InvalidInput: `value` cannot be pickled.
     """
-    if isinstance(thing, str):
-        return thing
+    if isinstance(value, str):
+        return value
     try:
-        return pickled(thing)
+        return pickled(value)
     except Exception as error:
-        name, part = find_unpicklable(thing)
-        shown = getattr(thing, "__qualname__", None) or repr(thing)
-        what = f"{shown}: it uses {name} of class {type(part).__name__}, which" if name else f"{shown}: it"
+        name, part = find_unpicklable(value)
+        label = getattr(value, "__qualname__", None) or repr(value)
+        subject = f"{label}: it uses {name} of class {type(part).__name__}, which" if name else f"{label}: it"
         raise InvalidInput(
-            f"{what} cannot be sent to the trial's process ({type(error).__name__}: {error}). Create it inside the "
+            f"{subject} cannot be sent to the trial's process ({type(error).__name__}: {error}). Create it inside the "
             "trainable, or put the trainable into a module and pass 'package.module:Name'"
         ) from error

@@ -1,4 +1,4 @@
-"""Launch attempts on other machines: by the flow's task runner (Dask, Ray), or as one deployment run each."""
+"""Launch attempts on other machines: on the flow's task runner (Dask, Ray), or as deployment runs."""
 
 from __future__ import annotations
 
@@ -36,51 +36,51 @@ from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt
 from prefect_tune.prefect_api.api_client import is_temporary
 from prefect_tune.storage_retries import with_retries
 
-_Answer = TypeVar("_Answer")
-_LOOK_SECONDS = 2.0
-_NODES_END_SECONDS = 60.0
-_ENDS_AFTER_OTHERS_SECONDS = 30.0  # how long node 0 may end after the other nodes
-_LEAST_CPU = 0.01
-_WAITING_LOOK_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
-_RUNS_PER_REQUEST = 200  # the most that Prefect returns
-_START_SECONDS = 300.0  # of retries while the Prefect API is unavailable, for example during an upgrade
+_Response = TypeVar("_Response")
+_POLL_INTERVAL_SECONDS = 2.0
+_NODES_END_TIMEOUT_SECONDS = 60.0
+_LAST_NODE_TIMEOUT_SECONDS = 30.0  # how long node 0 may run after the other nodes have ended
+_MIN_CPU = 0.01
+_WAIT_REASON_INTERVAL_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
+_RUNS_PER_REQUEST = 200  # Prefect's maximum
+_START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
-"""The name of the state Cancelled of runs that their search has cancelled."""
-_DEPLOY = "prefect-tune deploy train-trial --work-pool POOL"
-_AWAY = (PrefectException, httpx.HTTPError, OSError)
+"""The name of the Cancelled state of runs that their search has cancelled."""
+_DEPLOY_COMMAND = "prefect-tune deploy train-trial --work-pool POOL"
+_API_ERRORS = (PrefectException, httpx.HTTPError, OSError)
 
 
-class _Cancelled(Enum):
+class _Canceller(Enum):
     """Who cancelled the flow run of an attempt."""
 
-    BY_PERSON = auto()
-    NO_SLOT = auto()
-    """The deployment, whose concurrency limit cancels what it has no slot for."""
+    USER = auto()
+    CONCURRENCY_LIMIT = auto()
+    """The concurrency limit of the deployment, which cancels runs that get no slot."""
 
 
 class TaskRunnerLauncher:
-    """Start each attempt as a task of the flow's task runner, which reserves the trial's resources.
+    """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
 
-    With several nodes it is a task for each. Ray starts all of them or none, in a placement group. Dask starts each
-    when a worker is free: an attempt that lacks a node for 10 minutes fails, and gives the others back.
+    Each node is a task. Ray starts all nodes or none, in a placement group. Dask starts each node when a worker is
+    free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
     """
 
     survives_search = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
-        self._reserving = _reserving(runner, resources)
+        self._make_resource_context = _make_resource_context(runner, resources)
         self._is_ray, self._resources = type(runner).__name__ == "RayTaskRunner", resources or Resources()
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         several = spec.nodes_per_trial > 1
-        places = _PlacementGroup(spec.nodes_per_trial, self._resources) if several and self._is_ray else None
+        placement_group = _PlacementGroup(spec.nodes_per_trial, self._resources) if several and self._is_ray else None
         request = replace(request, secret=secrets.token_hex(16)) if several else request
         futures: list[PrefectFuture[Any]] = []
         for node in range(spec.nodes_per_trial):
-            with self._reserving() if places is None else places.at(node):
+            with self._make_resource_context() if placement_group is None else placement_group.submitting_to(node):
                 if node:
                     futures.append(node_task().submit(spec, request, node, link))
                 else:
@@ -92,60 +92,60 @@ class TaskRunnerLauncher:
                 if (error := error_in(futures[0].state)) is not None:
                     raise error
             finally:
-                if places is not None:
+                if placement_group is not None:
                     for future in futures[1:]:
-                        future.wait(_NODES_END_SECONDS)
-                    places.remove()
+                        future.wait(_NODES_END_TIMEOUT_SECONDS)
+                    placement_group.remove()
 
         return wait
 
     def withdraw(self) -> None:
-        """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
+        """Do nothing: a task that waits for a worker starts later, reads the stop request, and ends."""
 
 
 class _PlacementGroup:
-    """Places for the nodes of an attempt, which Ray reserves all at once."""
+    """A placement group for the nodes of an attempt: Ray reserves all its bundles or none."""
 
     def __init__(self, nodes: int, resources: Resources) -> None:
         self._ray: Any = import_module("ray.util")
-        self._needs = {"num_cpus": resources.cpu, "num_gpus": resources.gpu}
-        amounts = {"CPU": resources.cpu or _LEAST_CPU, "GPU": resources.gpu}  # Ray refuses a place without any
+        self._task_options = {"num_cpus": resources.cpu, "num_gpus": resources.gpu}
+        amounts = {"CPU": resources.cpu or _MIN_CPU, "GPU": resources.gpu}  # Ray rejects an empty bundle
         bundle = {name: amount for name, amount in amounts.items() if amount}
         self._group = self._ray.placement_group([bundle] * nodes, strategy="SPREAD")
 
-    def at(self, node: int) -> AbstractContextManager[object]:
-        """Return a block in which a task is submitted to the place of `node`."""
+    def submitting_to(self, node: int) -> AbstractContextManager[object]:
+        """Return a context manager that submits a task to the bundle of `node`."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
-        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+        strategy = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
         options: Any = import_module("prefect_ray.context").remote_options
-        there: AbstractContextManager[object] = options(scheduling_strategy=place, **self._needs)
-        return there
+        context: AbstractContextManager[object] = options(scheduling_strategy=strategy, **self._task_options)
+        return context
 
     def remove(self) -> None:
-        """Give the places back; tasks that still run there end."""
+        """Release the bundles, which ends the tasks that still run there."""
         self._ray.remove_placement_group(self._group)
 
 
-def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
+def _make_resource_context(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
     kind = type(runner).__name__
     if resources is None:
         return nullcontext
     if kind == "DaskTaskRunner":
         dask = import_module("dask")
-        # Only requested resources: a task that needs a resource that no worker declares waits forever.
+        # Only requested resources: a task waits forever for a resource that no worker declares.
         needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
         return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
     if kind == "RayTaskRunner":
         ray = import_module("prefect_ray.context")
         return lambda: ray.remote_options(num_cpus=resources.cpu, num_gpus=resources.gpu)
     raise InvalidInput(
-        f"resources_per_trial: expected a DaskTaskRunner or RayTaskRunner to reserve them, found a {kind}; leave "
-        "resources_per_trial out, and configure the task runner"
+        f"resources_per_trial: expected a DaskTaskRunner or RayTaskRunner to reserve resources, found a {kind}; omit "
+        "resources_per_trial, and configure the task runner"
     )
 
 
 class DeploymentLauncher:
-    """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
+    """Starts each attempt as a run of a deployment of `train_trial`, and finds the run by its idempotency key."""
 
     survives_search = True
 
@@ -154,23 +154,22 @@ class DeploymentLauncher:
         self._job_variables = dict(job_variables) if job_variables else None
         self._key_counts: Counter[str] = Counter()
         self._withdrawn = threading.Event()
-        self._poll = threading.Lock()  # of the three below
+        self._poll_lock = threading.Lock()  # guards the next three attributes
         self._polled_at = -math.inf
         self._awaited: set[UUID] = set()
-        self._ended: dict[UUID, _Cancelled | None] = {}
-        """The runs that have ended, with who cancelled them, if they were cancelled."""
+        self._ended: dict[UUID, _Canceller | None] = {}
+        """The runs that have ended; with the canceller if they were cancelled."""
         self._others: dict[UUID, set[UUID]] = {}
-        """The runs of the other nodes, by that of node 0."""
-        self._waiting_looked_at = -math.inf
-        self._waits_for = ""
+        """The runs of the other nodes, by the run of node 0."""
+        self._wait_reason_polled_at = -math.inf
+        self._wait_reason: str | None = None
         self._alone_since: dict[UUID, float] = {}
 
     def require(self, spec: TrialSpec) -> None:
-        """Check the deployment and the specification, before anything is written.
+        """Check the deployment and the specification. Call this before anything is written.
 
         Raises:
-            InvalidInput: there is no such deployment, another version has deployed it, or the specification has no
-                form as JSON parameters.
+            InvalidInput: the deployment is missing or of another version, or the specification has no JSON form.
         """
         parameters = spec_as_parameters(spec)
         try:
@@ -178,31 +177,31 @@ class DeploymentLauncher:
                 deployment = client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
             raise InvalidInput(
-                f"trial_deployment: there is no deployment {self._deployment!r}; create it: " + _DEPLOY
+                f"trial_deployment: deployment {self._deployment!r} does not exist; create it: " + _DEPLOY_COMMAND
             ) from missing
         schema = (deployment.parameter_openapi_schema or {}).get("definitions", {}).get(TrialSpec.__name__, {})
-        known = schema.get("properties")
-        if known is not None and (unknown := sorted(parameters.keys() - known.keys())):
+        properties = schema.get("properties")
+        if properties is not None and (unknown := sorted(parameters.keys() - properties.keys())):
             raise InvalidInput(
-                f"trial_deployment: {self._deployment!r} was deployed by another version of prefect-tune, which does "
-                f"not know {', '.join(unknown)}; deploy it again: {_DEPLOY}"
+                f"trial_deployment: {self._deployment!r} was deployed by another version of prefect-tune, without the "
+                f"parameters {', '.join(unknown)}; deploy it again: {_DEPLOY_COMMAND}"
             )
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
-        """Return a function that starts the attempt and waits for its end: a start may wait for the API for minutes."""
+        """Return a function that starts the attempt and waits for its end. Both may take minutes."""
         del link  # the deployment run creates its own from the parameters
-        return lambda: self._train(spec, request, attempt)
+        return lambda: self._run_attempt(spec, request, attempt)
 
-    def _train(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
-        """Start the attempt and wait for its end; start it again where the limit of its deployment had no slot."""
+    def _run_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
+        """Start the attempt and wait for its end; retry if the deployment's concurrency limit had no free slot."""
         self.wait_for(first := self.start(spec, request, attempt))
-        while self._ended[first] is _Cancelled.NO_SLOT and not self._withdrawn.wait(_NO_SLOT_SECONDS):
+        while self._ended[first] is _Canceller.CONCURRENCY_LIMIT and not self._withdrawn.wait(_NO_SLOT_SECONDS):
             self.wait_for(first := self.start(spec, request, attempt))
 
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
-        """Start the attempt on all its nodes, or find it if it was started before; return the flow run of node 0.
+        """Start the attempt on all its nodes, or find it if it is already started; return the flow run of node 0.
 
-        Raises PrefectException, httpx.HTTPError, OSError: the API refuses, or is unavailable for 5 minutes.
+        Raises PrefectException, httpx.HTTPError, OSError: the API rejects it, or is unavailable for 5 minutes.
         """
         if spec.nodes_per_trial > 1:
             request = replace(request, secret=secrets.token_hex(16))
@@ -211,44 +210,44 @@ class DeploymentLauncher:
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        # It is unique among targets, and among later experiments of one name.
+        # The key is unique among targets, and among later experiments of the same name.
         target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
-        first = self._latest_run(spec, parameters, key)
-        # Node 0 may have been started by an earlier run of the search: the others sign as it does.
+        first = self._find_or_create_run(spec, parameters, key)
+        # An earlier owner may have started node 0: the other nodes need the same secret.
         parameters = {**parameters, "orders": first.parameters.get("orders", parameters["orders"])}
         others = [
-            self._latest_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
+            self._find_or_create_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
             for node in range(1, spec.nodes_per_trial)
         ]
         if others:
-            with self._poll:
-                self._others[first.id] = {each.id for each in others}
-                self._awaited |= self._others[first.id]  # to be withdrawn, if they have not begun then
-        names = ", ".join(each.name for each in (first, *others))
+            with self._poll_lock:
+                self._others[first.id] = {run.id for run in others}
+                self._awaited |= self._others[first.id]  # so that `withdraw` can cancel them
+        names = ", ".join(run.name for run in (first, *others))
         get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
 
     def withdraw(self) -> None:
         self._withdrawn.set()
 
-    def _latest_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+    def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
-        If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
-        cancelled before it began, by an earlier owner's `withdraw`, is replaced by a new one.
+        If the run has ended, an earlier owner may have created later runs: find these by their keys. If `withdraw` of
+        an earlier owner cancelled a run before it began, create a new one.
         """
-        run = self._create_run(spec, parameters, self._next_key(key))
+        run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():
             if run.state.is_cancelled():
                 with get_client(sync_client=True) as client:
-                    if _cancellation_of(client, run.id, run.state, self._deployment) is _Cancelled.BY_PERSON:
+                    if _find_canceller(client, run.id, run.state, self._deployment) is _Canceller.USER:
                         raise AttemptCancelledError(f"its flow run {run.name} was cancelled")
-                run = self._create_run(spec, parameters, self._next_key(key))
+                run = self._create_run(spec, parameters, self._take_next_key(key))
                 continue
-            wanted = FlowRunFilterIdempotencyKey(any_=[self._next_key(key)])
+            next_key = FlowRunFilterIdempotencyKey(any_=[self._take_next_key(key)])
             with get_client(sync_client=True) as client:
-                read = partial(client.read_flow_runs, flow_run_filter=FlowRunFilter(idempotency_key=wanted), limit=1)
+                read = partial(client.read_flow_runs, flow_run_filter=FlowRunFilter(idempotency_key=next_key), limit=1)
                 later = self._retry_while_unavailable(spec, read)
             if not later:
                 self._key_counts[key] -= 1
@@ -256,23 +255,24 @@ class DeploymentLauncher:
             run = later[0]
         return run
 
-    def _next_key(self, key: str) -> str:
-        """Take the key of the next run of an attempt: `key` first, then `key/2`, `key/3`, and so on."""
+    def _take_next_key(self, key: str) -> str:
+        """Return the key for the next run of an attempt: `key`, then `key/2`, `key/3`, and so on."""
         self._key_counts[key] += 1
         return f"{key}/{self._key_counts[key]}" if self._key_counts[key] > 1 else key
 
-    def _retry_while_unavailable(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
-        """Call `ask`; while the API is unavailable, retry with backoff for about 5 minutes."""
-        until = time.monotonic() + _START_SECONDS
+    def _retry_while_unavailable(self, spec: TrialSpec, request: Callable[[], _Response]) -> _Response:
+        """Call `request`; while the API is unavailable, retry with backoff for about 5 minutes."""
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
 
-        def is_retried(error: Exception) -> bool:
+        def should_retry(error: Exception) -> bool:
             is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
-            return isinstance(error, _AWAY) and not (is_final or time.monotonic() >= until or self._withdrawn.is_set())
+            is_late = time.monotonic() >= deadline or self._withdrawn.is_set()
+            return isinstance(error, _API_ERRORS) and not (is_final or is_late)
 
-        return with_retries(ask, is_retried, _PAUSES_SECONDS, f"trial {spec.trial.trial}: starting it: ")
+        return with_retries(request, should_retry, _PAUSES_SECONDS, f"trial {spec.trial.trial}: starting it: ")
 
     def _create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
-        """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
+        """Create the run, or return it if an earlier request with a lost response has created it."""
         create = partial(
             run_deployment,
             self._deployment,
@@ -286,127 +286,127 @@ class DeploymentLauncher:
             run = self._retry_while_unavailable(spec, create)
         except ObjectNotFound as missing:
             raise InvalidInput(
-                f"trial_deployment: deployment {self._deployment!r}, or the flow run of this search, was deleted on "
-                f"the Prefect server: deploy it again ({_DEPLOY}), and run the search again to continue"
+                f"trial_deployment: the deployment {self._deployment!r} or the flow run of this search was deleted on "
+                f"the Prefect server: deploy it again ({_DEPLOY_COMMAND}), and run the search again to continue"
             ) from missing
         if not isinstance(run, FlowRun):
-            raise TypeError("run_deployment was called where it returns a coroutine")
+            raise TypeError("run_deployment returned a coroutine: it was called in an async context")
         return run
 
     def wait_for(self, flow_run: UUID) -> None:
-        """Return when the run has ended. One request every 2 s asks for all runs, also while the API is unavailable.
+        """Wait until the run has ended. One request every 2 s polls all runs, even while the API is unavailable.
 
         Raises:
-            AttemptCancelledError: a person has cancelled it, or a run of another node.
+            AttemptCancelledError: the user has cancelled the run, or a run of another node.
         """
-        with self._poll:
+        with self._poll_lock:
             self._awaited.add(flow_run)
         while not self._has_ended(flow_run):
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_INTERVAL_SECONDS)
         for run in (flow_run, *self._others.get(flow_run, ())):
-            if self._ended.get(run) is _Cancelled.BY_PERSON:
+            if self._ended.get(run) is _Canceller.USER:
                 raise AttemptCancelledError(f"its flow run {run} was cancelled")
 
     def _has_ended(self, flow_run: UUID) -> bool:
-        with self._poll:
-            if time.monotonic() - self._polled_at >= _LOOK_SECONDS:
-                with suppress(*_AWAY), get_client(sync_client=True) as client:
+        with self._poll_lock:
+            if time.monotonic() - self._polled_at >= _POLL_INTERVAL_SECONDS:
+                with suppress(*_API_ERRORS), get_client(sync_client=True) as client:
                     awaited, withdrawn = sorted(self._awaited), self._withdrawn.is_set()
-                    states = _states_of(client, awaited, withdrawn=withdrawn)
+                    states = _poll_runs(client, awaited, withdrawn=withdrawn)
                     for run, state in states.items():
                         if state is None or state.is_final():
-                            self._ended[run] = _cancellation_of(client, run, state, self._deployment)
-                    self._mark_silent(client)
-                    has_waiting = any(state is not None and _has_not_begun(state) for state in states.values())
-                    if has_waiting and time.monotonic() - self._waiting_looked_at >= _WAITING_LOOK_SECONDS:
-                        self._waiting_looked_at = time.monotonic()
-                        reason = _reason_to_wait(client, self._deployment)
-                        if reason and reason != self._waits_for:
-                            get_run_logger().warning("trials wait: %s", reason)
-                        self._waits_for = reason
+                            self._ended[run] = _find_canceller(client, run, state, self._deployment)
+                    self._crash_silent_runs(client)
+                    has_waiting = any(state is not None and _is_waiting_to_start(state) for state in states.values())
+                    if has_waiting and time.monotonic() - self._wait_reason_polled_at >= _WAIT_REASON_INTERVAL_SECONDS:
+                        self._wait_reason_polled_at = time.monotonic()
+                        reason = _get_wait_reason(client, self._deployment)
+                        if reason and reason != self._wait_reason:
+                            get_run_logger().warning("trials cannot start: %s", reason)
+                        self._wait_reason = reason
                 self._polled_at = time.monotonic()
                 self._awaited -= self._ended.keys()
             return flow_run in self._ended
 
-    def _mark_silent(self, client: SyncPrefectClient) -> None:
-        """Mark the run of a node 0 as crashed where the other nodes have ended since it writes nothing any more.
+    def _crash_silent_runs(self, client: SyncPrefectClient) -> None:
+        """Mark the run of node 0 as crashed if the other nodes have ended because node 0 sends nothing any more.
 
-        A machine that dies together with its worker leaves the run as it was. One that was marked by mistake ends at
-        its next post, since the search has closed its outbox.
+        If a machine fails together with its worker, nothing else updates the run. A run that is marked by mistake ends
+        at its next post, since the search has closed its outbox.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():
                 continue
-            if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _ENDS_AFTER_OTHERS_SECONDS:
+            if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _LAST_NODE_TIMEOUT_SECONDS:
                 continue
             self._alone_since[first] = time.monotonic()
-            runs = client.read_flow_runs(flow_run_filter=_runs_with(others), limit=_RUNS_PER_REQUEST)
+            runs = client.read_flow_runs(flow_run_filter=_filter_by_id(others), limit=_RUNS_PER_REQUEST)
             states = [run.state for run in runs if run.state is not None and run.state.name == FIRST_NODE_SILENT]
             if states:
                 client.set_flow_run_state(first, Crashed(message=states[0].message))
 
 
-def _runs_with(ids: Collection[UUID]) -> FlowRunFilter:
+def _filter_by_id(ids: Collection[UUID]) -> FlowRunFilter:
     return FlowRunFilter(id=FlowRunFilterId(any_=list(ids)))
 
 
-def _reason_to_wait(client: SyncPrefectClient, name: str) -> str:
-    """Return why no run of a deployment begins now, and what to do; empty if its work pool starts runs."""
-    deployment = client.read_deployment_by_name(name)
-    if (name_of_pool := deployment.work_pool_name) is None:
-        return ""
-    pool, queue = client.read_work_pool(name_of_pool), deployment.work_queue_name
+def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | None:
+    """Return the reason why runs of a deployment cannot start, and what to do; None if its work pool starts runs."""
+    deployment = client.read_deployment_by_name(deployment_name)
+    if (pool_name := deployment.work_pool_name) is None:
+        return None
+    pool, queue_name = client.read_work_pool(pool_name), deployment.work_queue_name
     if pool.is_paused:
-        return f"work pool {name_of_pool!r} is paused; to resume it: prefect work-pool resume {name_of_pool}"
+        return f"work pool {pool_name!r} is paused; to resume it: prefect work-pool resume {pool_name}"
     if pool.concurrency_limit == 0:
-        return f"the concurrency limit of work pool {name_of_pool!r} is 0"
-    if queue is not None:
-        found = client.read_work_queue_by_name(queue, work_pool_name=name_of_pool)
-        if found.is_paused:
-            resume = f"prefect work-queue resume {queue} --pool {name_of_pool}"
-            return f"work queue {queue!r} of work pool {name_of_pool!r} is paused; to resume it: {resume}"
-        if found.concurrency_limit == 0:
-            return f"the concurrency limit of work queue {queue!r} of work pool {name_of_pool!r} is 0"
+        return f"the concurrency limit of work pool {pool_name!r} is 0"
+    if queue_name is not None:
+        queue = client.read_work_queue_by_name(queue_name, work_pool_name=pool_name)
+        if queue.is_paused:
+            resume = f"prefect work-queue resume {queue_name} --pool {pool_name}"
+            return f"work queue {queue_name!r} of work pool {pool_name!r} is paused; to resume it: {resume}"
+        if queue.concurrency_limit == 0:
+            return f"the concurrency limit of work queue {queue_name!r} of work pool {pool_name!r} is 0"
     if pool.status is WorkPoolStatus.NOT_READY:
-        return f"work pool {name_of_pool!r} has no worker; to start one: prefect worker start --pool {name_of_pool}"
-    return ""
+        return f"work pool {pool_name!r} has no worker; to start one: prefect worker start --pool {pool_name}"
+    return None
 
 
-def _states_of(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
-    """Return the states of runs, None for one that was deleted. If `withdrawn`, cancel those that have not begun.
+def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
+    """Return the states of runs, None for deleted runs. If `withdrawn`, cancel the runs that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """
     states: dict[UUID, State[Any] | None] = {}
     for first in range(0, len(runs), _RUNS_PER_REQUEST):
         batch = runs[first : first + _RUNS_PER_REQUEST]
-        found = client.read_flow_runs(flow_run_filter=_runs_with(batch), limit=_RUNS_PER_REQUEST)
-        states |= {**dict.fromkeys(batch), **{run.id: run.state for run in found}}
+        existing = client.read_flow_runs(flow_run_filter=_filter_by_id(batch), limit=_RUNS_PER_REQUEST)
+        states |= {**dict.fromkeys(batch), **{run.id: run.state for run in existing}}
     for run, state in states.items():
-        if withdrawn and state is not None and _has_not_begun(state):
+        if withdrawn and state is not None and _is_waiting_to_start(state):
             cancelled: State[None] = Cancelled(name=_WITHDRAWN, message="the search ended before this run began")
             states[run] = client.set_flow_run_state(run, cancelled).state or state
     return states
 
 
-def _has_not_begun(state: State[Any]) -> bool:
+def _is_waiting_to_start(state: State[Any]) -> bool:
     return state.is_scheduled() or state.is_pending()
 
 
-def _cancellation_of(
+def _find_canceller(
     client: SyncPrefectClient, run: UUID, state: State[Any] | None, deployment: str
-) -> _Cancelled | None:
-    """Return who cancelled a run that has ended; None if nobody did, and the attempt ended by itself or its search.
+) -> _Canceller | None:
+    """Return the canceller of a run that has ended; None if the run was not cancelled, or its search cancelled it.
 
-    A person's request is the state Cancelling, except for a run that has not begun.
+    A user's request sets the state Cancelling, except for a run that has not begun.
     """
     if state is None or not state.is_cancelled():
         return None
-    states = client.read_flow_run_states(run)
-    if any(each.is_cancelling() for each in states):
-        return _Cancelled.BY_PERSON
-    if state.name == _WITHDRAWN or any(each.is_running() for each in states):
+    history = client.read_flow_run_states(run)
+    if any(earlier.is_cancelling() for earlier in history):
+        return _Canceller.USER
+    if state.name == _WITHDRAWN or any(earlier.is_running() for earlier in history):
         return None
     options = client.read_deployment_by_name(deployment).concurrency_options
     has_no_slot = options is not None and options.collision_strategy is ConcurrencyLimitStrategy.CANCEL_NEW
-    return _Cancelled.NO_SLOT if has_no_slot else _Cancelled.BY_PERSON
+    return _Canceller.CONCURRENCY_LIMIT if has_no_slot else _Canceller.USER

@@ -1,11 +1,11 @@
 """Attempts on other machines, which share only the target with their search.
 
-    search     RemoteExecutor: reads their outboxes, and stores answers on the target
-    attempt    StoreLink: posts to its outbox, and polls the target for answers
+    search     RemoteExecutor: reads their outboxes, and writes decisions to the target
+    attempt    StoreLink: posts to its outbox, and polls the target for decisions
 
-A report that needs an answer is posted at once. The owner of the experiment, which may have changed since the attempt
-was started, creates the answer as an object. A post that cannot be read ends its attempt: the driver closes the outbox,
-and adopts what the attempt had saved.
+A report that needs a decision is posted immediately. The owner of the experiment, which may have changed since the
+attempt started, writes the decision as an object. An unreadable post ends its attempt: the driver closes the outbox,
+and adopts the checkpoints of the attempt.
 """
 
 from __future__ import annotations
@@ -57,53 +57,53 @@ _ATTEMPT_TIMEOUT = timedelta(seconds=30)
 _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
 _FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 1.0
 _UNASKED_SECONDS = 2.0
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
 
 _specs: TypeAdapter[TrialSpec] = TypeAdapter(TrialSpec)
 _requests: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
-_AS_TEXT = "json"
+_JSON_KEY = "json"
 
 
 def spec_as_parameters(spec: TrialSpec) -> dict[str, Any]:
-    """Return `spec` as a parameter, as `train_trial` takes it: without secrets, and valid in any process.
+    """Convert `spec` to a parameter of `train_trial`: without secrets, and valid in any process.
 
     Raises:
         InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
     """
     if ":" not in spec.trainable:
         raise InvalidInput(
-            "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
+            "trials='deployment': other machines must import the trainable; pass it as 'package.module:Name'"
         )
     if spec.isolation != "process":
-        raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
+        raise InvalidInput("isolation='thread': trials that run as deployments need isolation='process'")
     plain = _specs.dump_python(spec, mode="json", exclude={"target", "sync"})
     return {**plain, "target": target_reference(spec.target), "sync": spec.sync.parameters()}
 
 
 def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
-    """Return `request` as a parameter: one JSON text, which Prefect does not interpret.
+    """Convert `request` to a parameter: one JSON text, which Prefect does not interpret.
 
-    It holds configurations and answers from a target. In an object, Prefect would load blocks that it refers to
-    (`$ref`), and render templates (`__prefect_kind`).
+    It contains untrusted values from a target. In an object, Prefect would load the blocks that they refer to (`$ref`),
+    and render templates (`__prefect_kind`).
     """
-    return {_AS_TEXT: _requests.dump_json(request).decode()}
+    return {_JSON_KEY: _requests.dump_json(request).decode()}
 
 
 def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
-    """Return the request from `request_as_parameters`."""
-    return _requests.validate_json(parameter[_AS_TEXT])
+    """Return the request that `request_as_parameters` converted."""
+    return _requests.validate_json(parameter[_JSON_KEY])
 
 
 class StoreLink(SearchLink):
-    """A link through the target. It can be pickled and sent to another machine until it is connected.
+    """Connects an attempt to its search through the target. It can be pickled until `connect` is called.
 
     Args:
-        search_term: the run of the search that starts it: its attempts in one process share a pool of processes.
+        search_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
         reuse: how that pool shares the import of the trainable's module.
-        pool: the pool to train in, instead of that one; it is not pickled.
+        pool: a pool to use instead of the shared one; it is not pickled.
     """
 
     asks_by_report = True
@@ -122,26 +122,26 @@ class StoreLink(SearchLink):
         self._target, self._trial, self._attempt = target, trial, attempt
         self._search_term, self._reuse, self._pool = search_term, reuse, pool
         self._outbox: Outbox | None = None
-        self._asked: int | None = None
-        self._asks = threading.Event()
+        self._decision_step: int | None = None
+        self._decision_requested = threading.Event()
         self._closed = threading.Event()
         self._closed.set()  # until `watch`
-        self._was_answered = False
+        self._has_unsolicited_answer = False
         self._logged_error: type[TuneError] | None = None
 
     def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
         return StoreLink, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
-        """Let this event of the local process stop the trial too."""
+        """Use this event of the local process as `stop`; return self."""
         self.stop = stop
         return self
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         search = self._target.uri, self._trial.of_experiment, self._search_term
-        opened = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._reuse)
-        with opened as pool, pool.process(start, log, environment, self.stop) as channel:
+        context = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._reuse)
+        with context as pool, pool.process(start, log, environment, self.stop) as channel:
             yield channel
 
     def connect(self, on_answer: Callable[[Answer], None]) -> None:
@@ -153,88 +153,88 @@ class StoreLink(SearchLink):
         return current_owner()
 
     def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        """Return the outbox of the attempt, after checking that the experiment which requested it still exists.
+        """Return the outbox of the attempt. First check that the experiment that requested the attempt still exists.
 
         Raises:
-            Superseded: there is no such experiment any more.
+            Superseded: that experiment does not exist any more.
         """
         if request.experiment_id and experiment_id(self._target, spec.trial.of_experiment) != request.experiment_id:
             raise Superseded(
-                f"experiment {spec.trial.experiment!r} at {self._target.uri} no longer exists: the one that requested "
-                f"attempt {self._attempt} of trial {spec.trial.trial!r} was deleted. Nothing was trained or written"
+                f"experiment {spec.trial.experiment!r} at {self._target.uri} was deleted after it requested attempt "
+                f"{self._attempt} of trial {spec.trial.trial!r}. Nothing was trained or written"
             )
         self._outbox = Outbox(self._target, spec.trial, request.trial)
         return self._outbox
 
     def ask(self, report: StepReport) -> None:
-        self._asked = report.step
-        self._asks.set()
+        self._decision_step = report.step
+        self._decision_requested.set()
 
     def close(self) -> None:
-        """Stop polling for answers."""
+        """Stop the polling for decisions."""
         self._closed.set()
-        self._asked = None
-        self._asks.set()
+        self._decision_step = None
+        self._decision_requested.set()
 
     def watch(self) -> None:
-        """Start the thread that polls the target for answers, if none does; after `close`, for a retry of the task."""
+        """Start the thread that polls the target for decisions, unless it runs; also after `close`, for a retry."""
         if self._closed.is_set():
             self._closed = threading.Event()
-            if self._asked is None:
-                self._asks.clear()
-            poll = partial(copy_context().run, self._poll, self._closed)
+            if self._decision_step is None:
+                self._decision_requested.clear()
+            poll = partial(copy_context().run, self._poll_answers, self._closed)
             threading.Thread(target=poll, name="answers", daemon=True).start()
 
-    def _poll(self, closed: threading.Event) -> None:
+    def _poll_answers(self, closed: threading.Event) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not closed.is_set():
-            self._asks.wait(_UNASKED_SECONDS)
-            if self._deliver_answer(is_late=pause_seconds == _LONGEST_PAUSE_SECONDS):
+            self._decision_requested.wait(_UNASKED_SECONDS)
+            if self._deliver_answer(is_late=pause_seconds == _MAX_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
-            elif self._asked is not None:
+            elif self._decision_step is not None:
                 closed.wait(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _deliver_answer(self, *, is_late: bool) -> bool:
-        """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
+        """Read and deliver a decision; return whether there was one. After an error of the target, poll again.
 
-        An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
-        has other answers. If an answer is late, the end of the outbox stops it: a new owner has ended the attempt, of
-        which the trial, while it waits, would post nothing and so learn nothing.
+        A decision that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
+        gets other decisions. If a decision is late, a closed outbox also stops the trial: a new owner has ended the
+        attempt, which a waiting trial would not notice, since it posts nothing.
         """
-        unasked, step, is_over = None, self._asked, False
+        unsolicited, step, is_over = None, self._decision_step, False
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
-                if not self.stop.is_set() and not self._was_answered:
-                    unasked = read_answer(store, self._trial, self._attempt, UNASKED)
-                found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
-                if found is None and is_late and self._outbox is not None:
+                if not self.stop.is_set() and not self._has_unsolicited_answer:
+                    unsolicited = read_answer(store, self._trial, self._attempt, UNASKED)
+                decision = read_answer(store, self._trial, self._attempt, step) if step is not None else None
+                if decision is None and is_late and self._outbox is not None:
                     is_over = self._outbox.is_closed(store)
-        except (StoreUnavailable, OSError):  # an error of this machine, such as too many open files
+        except (StoreUnavailable, OSError):  # OSError: a local error, such as too many open files
             return False
         except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
             if type(error) is not self._logged_error:
                 self._logged_error, log = type(error), logging.getLogger("prefect_tune")
                 kind = type(error).__name__
-                log.warning("trial %s cannot read its answers on the target: %s: %s", self._trial.trial, kind, error)
+                log.warning("trial %s cannot read decisions from the target: %s: %s", self._trial.trial, kind, error)
             if isinstance(error, JournalCorrupt | UnknownVersion):
                 self.stop.set()
             return False
-        if isinstance(unasked, StopAndSave) or is_over:
+        if isinstance(unsolicited, StopAndSave) or is_over:
             self.stop.set()
-        elif unasked is not None:
-            self._was_answered = True
-            self.answer(unasked)
-        if found is None or isinstance(found, StopAndSave):
+        elif unsolicited is not None:
+            self._has_unsolicited_answer = True
+            self.answer(unsolicited)
+        if decision is None or isinstance(decision, StopAndSave):
             return False
-        self._asked = None
-        self._asks.clear()
-        self.answer(found)
+        self._decision_step = None
+        self._decision_requested.clear()
+        self.answer(decision)
         return True
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines; a second launch for the same outbox finds the first one."""
+    """Launches attempts on other machines; a second launch for the same outbox finds the first attempt."""
 
     @property
     def survives_search(self) -> bool:
@@ -242,16 +242,16 @@ class AttemptLauncher(Protocol):
         ...
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
-        """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
+        """Launch an attempt; return a function that waits for its end, and raises its error if known."""
         ...
 
     def withdraw(self) -> None:
-        """Cancel attempts that have not begun, where the launcher can; return without waiting."""
+        """Cancel the attempts that have not begun, if the launcher can; do not wait."""
         ...
 
 
 _Reply: TypeAlias = tuple[TrialKey, int, int, Proceed | Leave | StopAndSave]
-"""To a trial, to its attempt, at its step."""
+"""Trial, attempt number, step, and the message to it."""
 
 
 @dataclass
@@ -260,25 +260,25 @@ class _RemoteAttempt:
     number: int
     milestone: int | None
     outbox: int
-    """Number of its outbox."""
-    read: int
-    """Number of the last post that was read from it."""
+    """The number of its outbox."""
+    last_post: int
+    """The number of the last post that was read from the outbox."""
     is_over: bool = False
     damage: TuneError | None = None
-    """The error of a post that cannot be read: the search ends the attempt, and receives no more of its posts."""
+    """The error of an unreadable post: the search ends the attempt, and receives no more of its posts."""
     unread_since: float | None = None
-    """Since when reads of its outbox fail, in seconds of the monotonic clock; None if the last one succeeded."""
+    """The time of the first failed read since the last complete one (monotonic clock); None if nothing is unread."""
 
-    def is_unread(self, now: float) -> bool:
-        """Whether its outbox may have posts that were not read; False after 10 minutes of errors."""
+    def may_have_unread_posts(self, now: float) -> bool:
+        """Return whether its outbox may have unread posts; False after 10 minutes of errors."""
         return self.unread_since is not None and now - self.unread_since <= _UNREAD.total_seconds()
 
-    def reply(self, step: int, said: Proceed | Leave | StopAndSave) -> _Reply:
+    def make_reply(self, step: int, message: Proceed | Leave | StopAndSave) -> _Reply:
         """Return the reply to this attempt at `step`."""
-        return self.spec.trial, self.number, step, said
+        return self.spec.trial, self.number, step, message
 
-    def is_due(self, step: int) -> bool:
-        """Whether the scheduler decides about the trial at `step`."""
+    def is_decided_at(self, step: int) -> bool:
+        """Return whether the scheduler decides about the trial at `step`."""
         return self.milestone is not None and step >= self.milestone
 
 
@@ -289,13 +289,13 @@ class RemoteExecutor:
 
     def __init__(self, target: StorageTarget, launch: AttemptLauncher, poll_interval: timedelta) -> None:
         self._target, self._launch, self._poll_interval = target, launch, poll_interval
-        self._ends: queue.SimpleQueue[tuple[_RemoteAttempt, AttemptExited]] = queue.SimpleQueue()
+        self._exits: queue.SimpleQueue[tuple[_RemoteAttempt, AttemptExited]] = queue.SimpleQueue()
         self._attempts: dict[str, _RemoteAttempt] = {}
         self._experiment_id: str | None = None
         self._stopped = False
         self._unread_since: float | None = None
-        self._over: list[AttemptExited] = []
-        self._unsent: list[_Reply] = []
+        self._exited: list[AttemptExited] = []
+        self._queued_replies: list[_Reply] = []
 
     @property
     def survives_search(self) -> bool:
@@ -313,7 +313,7 @@ class RemoteExecutor:
         if trial.outbox is None:
             raise ValueError(f"trial {trial.trial!r} has no outbox")
         on_target(self._target, lambda store: take_back(store, spec.trial, number), _SEARCH_TIMEOUT)
-        if self._experiment_id is None:  # by it, an attempt that starts late finds that its experiment was deleted
+        if self._experiment_id is None:  # tells a late attempt that its experiment was deleted
             self._experiment_id = experiment_id(self._target, spec.trial.of_experiment)
         link = StoreLink(self._target, spec.trial, number, request.search_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), link, number)
@@ -324,61 +324,61 @@ class RemoteExecutor:
             error: BaseException | None = None
             try:
                 wait()
-            except BaseException as raised:  # noqa: BLE001  the driver handles any error of an attempt
-                error = raised
-            self._ends.put((attempt, AttemptExited(trial.trial, error)))
+            except BaseException as launch_error:  # noqa: BLE001  the driver handles any error of an attempt
+                error = launch_error
+            self._exits.put((attempt, AttemptExited(trial.trial, error)))
 
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
-        """Write an answer for the trial to the target, with the next `poll`; do nothing if its attempt has ended."""
+        """Write a decision for the trial to the target with the next `poll`; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
         if isinstance(said, Proceed):
             attempt.milestone = said.milestone
-        self._unsent.append(attempt.reply(UNASKED if step is None else step, said))
+        self._queued_replies.append(attempt.make_reply(UNASKED if step is None else step, said))
 
     def stop(self) -> None:
-        """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
+        """Request every trial to save and end. After an error of the target, call it again."""
         if not self._stopped:
             self._launch.withdraw()
-            self._send_queued()
-            self._send([attempt.reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
+            self._write_queued_replies()
+            self._write_replies([attempt.make_reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
             self._stopped = True
 
     def poll(self, patience: timedelta) -> list[Message]:
-        """Send the answers; return the new messages, and wait up to `patience` for the first.
+        """Write the decisions; return the new messages, and wait up to `patience` for the first one.
 
-        The end of an attempt is returned after all its posts; while its outbox cannot be read, later, or after 10
-        minutes.
+        The end of an attempt is returned after all its posts. If its outbox cannot be read, the end waits for this,
+        up to 10 minutes.
         """
-        self._send_queued()
+        self._write_queued_replies()
         end = time.monotonic() + patience.total_seconds()
         while True:
             timeout = min(self._poll_interval.total_seconds(), max(0.0, end - time.monotonic()))
             with suppress(queue.Empty):
-                self._end(*self._ends.get(timeout=timeout))
+                self._record_exit(*self._exits.get(timeout=timeout))
                 while True:
-                    self._end(*self._ends.get_nowait())
-            messages = self._read_outboxes()
-            over = [exited for exited in self._over if not self._attempts[exited.trial].is_unread(time.monotonic())]
-            self._over = [exited for exited in self._over if exited not in over]
-            if messages or over or time.monotonic() >= end:
-                return [*messages, *over]
+                    self._record_exit(*self._exits.get_nowait())
+            messages, now = self._read_outboxes(), time.monotonic()
+            ready = [exited for exited in self._exited if not self._attempts[exited.trial].may_have_unread_posts(now)]
+            self._exited = [exited for exited in self._exited if exited not in ready]
+            if messages or ready or time.monotonic() >= end:
+                return [*messages, *ready]
 
     def forget(self, trial: str) -> None:
         """Remove an attempt that has ended."""
         del self._attempts[trial]
 
     def refuse(self) -> None:
-        """Do nothing: remote attempts submit nothing."""
+        """Do nothing: remote attempts submit no events."""
 
-    def _end(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
-        """Note that an attempt is over, once: its outbox may have been found damaged before."""
+    def _record_exit(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
+        """Record that an attempt is over, unless a damaged outbox has already ended it."""
         if self._attempts.get(exited.trial) is attempt and not attempt.is_over:
             attempt.is_over = True
-            self._over.append(exited)
+            self._exited.append(exited)
 
     def _read_outboxes(self) -> list[Message]:
         """Return the messages of new posts in all outboxes. If the target fails, a later call reads the rest.
@@ -387,81 +387,81 @@ class RemoteExecutor:
             StoreUnavailable, StoreRefused: no outbox could be read for 10 minutes.
         """
         attempts, now = [*self._attempts.values()], time.monotonic()
-        failed: list[StoreUnavailable | StoreRefused] = []
+        errors: list[StoreUnavailable | StoreRefused] = []
         read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
         for attempt in attempts:
-            attempt.unread_since = attempt.unread_since or now  # until it is read
-        with _collecting(failed), self._target.open(timeout=_SEARCH_TIMEOUT) as store:
-            read += zip(attempts, store.map(partial(_read_new_posts, store, failed), attempts), strict=True)
+            attempt.unread_since = attempt.unread_since or now  # until the outbox is read
+        with _collecting_errors(errors), self._target.open(timeout=_SEARCH_TIMEOUT) as store:
+            read += zip(attempts, store.map(partial(_read_new_posts, store, errors), attempts), strict=True)
         for attempt in attempts:
             if attempt.damage is not None:
-                self._end(attempt, AttemptExited(attempt.spec.trial.trial, attempt.damage))
-        if not failed or len(failed) < len(read):  # at least one read succeeded
+                self._record_exit(attempt, AttemptExited(attempt.spec.trial.trial, attempt.damage))
+        if not errors or len(errors) < len(read):  # at least one read succeeded
             self._unread_since = None
         else:
             if self._unread_since is None:
-                logging.getLogger("prefect_tune").warning("the outboxes of remote trials are read later: %s", failed[0])
+                logging.getLogger("prefect_tune").warning("cannot read outboxes of trials; retrying: %s", errors[0])
                 self._unread_since = time.monotonic()
             if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
-                raise failed[0]
+                raise errors[0]
         return [
             message
             for attempt, posts in read
-            for number, post in enumerate(posts, attempt.read - len(posts) + 1)
-            for message in self._messages_of(number, post, attempt)
+            for number, post in enumerate(posts, attempt.last_post - len(posts) + 1)
+            for message in self._make_messages(number, post, attempt)
         ]
 
-    def _messages_of(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
+    def _make_messages(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.spec.trial.trial
         messages: list[Message] = [PostReceived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case Started(from_step=step) if attempt.is_due(step):  # it waits at its milestone
+                case Started(from_step=step) if attempt.is_decided_at(step):  # it may wait at its milestone
                     messages.append(RemoteAttemptStarted(trial))
-                case Reported(report=report, asks=True) if attempt.is_due(report.step):
+                case Reported(report=report, asks=True) if attempt.is_decided_at(report.step):
                     messages.append(AnswerAwaited(trial, report))
                 case Reported(report=report, asks=True):  # its request predates the latest decision
-                    self._unsent.append(attempt.reply(report.step, Proceed(milestone=attempt.milestone)))
+                    self._queued_replies.append(attempt.make_reply(report.step, Proceed(milestone=attempt.milestone)))
                 case _:
                     pass
         return messages
 
-    def _send_queued(self) -> None:
-        self._send(self._unsent)
-        self._unsent = []
+    def _write_queued_replies(self) -> None:
+        self._write_replies(self._queued_replies)
+        self._queued_replies = []
 
-    def _send(self, replies: Sequence[_Reply]) -> None:
-        """Write replies side by side, since each takes a round trip on an object store; of two for a step the first."""
+    def _write_replies(self, replies: Sequence[_Reply]) -> None:
+        """Write replies in parallel, since each takes a round trip; of two replies for a step, write only the first."""
         first = {reply[:3]: reply for reply in reversed(replies)}
 
-        def send(store: ObjectStore) -> None:
+        def write_all(store: ObjectStore) -> None:
             for _ in store.map(lambda reply: answer(store, *reply), first.values()):
                 pass
 
         if replies:
-            on_target(self._target, send, _SEARCH_TIMEOUT)
+            on_target(self._target, write_all, _SEARCH_TIMEOUT)
 
 
 @contextmanager
-def _collecting(failed: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
-    """Add an error of the target to `failed` instead of raising it."""
+def _collecting_errors(errors: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
+    """Append an error of the target to `errors` instead of raising it."""
     try:
         yield
     except (StoreUnavailable, StoreRefused) as error:
-        failed.append(error)
+        errors.append(error)
 
 
 def _read_new_posts(
-    store: ObjectStore, failed: list[StoreUnavailable | StoreRefused], attempt: _RemoteAttempt
+    store: ObjectStore, errors: list[StoreUnavailable | StoreRefused], attempt: _RemoteAttempt
 ) -> Sequence[Post]:
-    """Read the posts of an attempt that were not read yet, or note that one is damaged."""
+    """Read the unread posts of an attempt; record the error if one is unreadable."""
     posts: Sequence[Post] = ()
-    with _collecting(failed):
+    with _collecting_errors(errors):
         try:
             if attempt.damage is None:
-                posts = read_posts(store, attempt.spec.trial, attempt.outbox, attempt.read)
-        except (JournalCorrupt, UnknownVersion) as unreadable:
-            attempt.damage = unreadable
-        attempt.read += len(posts)
-        attempt.unread_since = time.monotonic() if len(posts) == POSTS_AT_ONCE else None  # there may be more of them
+                posts = read_posts(store, attempt.spec.trial, attempt.outbox, attempt.last_post)
+        except (JournalCorrupt, UnknownVersion) as error:
+            attempt.damage = error
+        attempt.last_post += len(posts)
+        attempt.unread_since = time.monotonic() if len(posts) == POSTS_AT_ONCE else None  # there may be more posts
     return posts

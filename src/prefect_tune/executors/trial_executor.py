@@ -1,4 +1,4 @@
-"""Trial executors: run attempts of trials, in the slots of this machine or elsewhere, and return their messages."""
+"""Trial executors: run attempts of trials on this machine or other machines, and return their messages."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import ending_waits, run_to_state
 from prefect_tune.tasks.trials import run_attempt, run_node
 
-_PATIENCE = timedelta(seconds=0.5)
-# Time that a supervisor needs after its trial's grace period, to write a last journal entry.
+_POLL_TIMEOUT = timedelta(seconds=0.5)
+# The time for a supervisor to write the last journal entry after its trial's grace period.
 _LAST_WORDS = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt has ended, with the error of its task if there was one; the journal holds how the trial ended."""
+    """An attempt has ended, with the error of its task, if any; the journal records how the trial ended."""
 
     trial: str
     error: BaseException | None = None
@@ -45,7 +45,7 @@ class AttemptExited:
 
 @dataclass(frozen=True, slots=True)
 class PostReceived:
-    """A post from the outbox of an attempt on another machine, which the journal does not hold yet."""
+    """A post from the outbox of an attempt on another machine, not yet journaled."""
 
     trial: str
     number: int
@@ -54,13 +54,13 @@ class PostReceived:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAttemptStarted:
-    """An attempt has started on another machine: it may have missed answers, and may wait for one at its milestone."""
+    """An attempt has started on another machine; it may have missed decisions, and may wait at its milestone."""
 
     trial: str
 
 
 class AttemptCancelledError(Exception):
-    """A person has cancelled the flow run of an attempt, which the message names: the trial is to stop."""
+    """The user has cancelled the flow run of an attempt, which the message names: the trial must stop."""
 
 
 Message: TypeAlias = TrialMessage | PostReceived | AttemptExited | RemoteAttemptStarted
@@ -70,15 +70,15 @@ _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[An
 _NodeTask: TypeAlias = Task[[TrialSpec, AttemptRequest, int, SearchLink], State[Any]]
 
 
-@cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
+@cache  # `with_options` is expensive for a short trial: Prefect reads the function's source again
 def attempt_task(tags: tuple[str, ...]) -> _AttemptTask:
-    """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
+    """Return the task of an attempt, without task retries: the owner of the experiment decides and journals retries."""
     return run_attempt.with_options(retries=0, tags=tags)
 
 
 @cache
 def node_task() -> _NodeTask:
-    """Return the task of another node of an attempt; without tags, since a limit of one would keep it from node 0."""
+    """Return the task of another node of an attempt; without tags, so that a limit for them cannot block it."""
     return run_node.with_options(retries=0)
 
 
@@ -100,13 +100,13 @@ class TrialExecutor(Protocol):
     def __contains__(self, trial: str) -> bool: ...
 
     def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        """Start the next attempt of the trial in the request; find it if it runs already, on another machine."""
+        """Start the requested attempt of a trial; find it if it already runs on another machine."""
         ...
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
-        """Send an answer to a trial: to its question at `step`, or unasked if `step` is None.
+        """Send a decision to a trial, which waits for it at `step`; unsolicited if `step` is None.
 
-        An answer to a trial that has ended meanwhile has no effect.
+        It has no effect if the trial has already ended.
         """
         ...
 
@@ -119,28 +119,28 @@ class TrialExecutor(Protocol):
         ...
 
     def forget(self, trial: str) -> None:
-        """Forget an attempt that has ended, and free its slot."""
+        """Remove an attempt that has ended, and free its slot."""
         ...
 
     def refuse(self) -> None:
-        """Refuse events that attempts submit from now on: the search is over, and writes no more."""
+        """Reject all further events of attempts: the search is over, and writes no more."""
         ...
 
 
 def have_ended(executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]) -> None:
-    """Request every trial to save and end, and wait for that for `grace` and 3 s at most; journal what they submit.
+    """Request every trial to save and end, wait up to `grace` plus 3 s, and journal the events that they submit.
 
-    `journal` is called with what they have submitted since the last call, perhaps nothing.
+    `journal` is called with the events since the last call, which may be empty.
 
-    Attempts that outlive their search continue: the next owner answers them. Raises what `TrialExecutor.stop` raises.
+    If attempts survive their search, do nothing: the next owner continues them. Raises errors of `TrialExecutor.stop`.
     """
     if executor.survives_search:
         return
     try:
         executor.stop()
-        until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
-        while len(executor) and time.monotonic() < until:
-            messages = executor.poll(_PATIENCE)
+        deadline = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
+        while len(executor) and time.monotonic() < deadline:
+            messages = executor.poll(_POLL_TIMEOUT)
             journal([message for message in messages if isinstance(message, EventsSubmitted)])
             for message in messages:
                 if isinstance(message, AttemptExited):
@@ -150,28 +150,28 @@ def have_ended(executor: TrialExecutor, grace: timedelta, journal: Callable[[Seq
 
 
 Ended: TypeAlias = Callable[[BaseException | None], None]
-"""Called when an attempt has ended, with the error of its task if there was one."""
+"""Called when an attempt has ended, with the error of its task, if any."""
 Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], None]
 """Starts an attempt."""
 
 
 def attempts_on(threads: Executor) -> Launch:
-    """Return a launch that runs each attempt's task in one of `threads`."""
+    """Return a `Launch` that runs each attempt's task in one of `threads`."""
 
     def launch(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        threads.submit(copy_context().run, _call, attempt_task(spec.tags), spec, request, link, ended)
+        threads.submit(copy_context().run, _run_task, attempt_task(spec.tags), spec, request, link, ended)
 
     return launch
 
 
 def call_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-    """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
+    """Run an attempt's task, including its task retries, in a thread that does not delay the process's exit."""
     task = run_attempt.with_options(tags=spec.tags) if spec.tags else run_attempt
-    work = (_call, task, spec, request, link, ended)
+    work = (_run_task, task, spec, request, link, ended)
     threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 
-def _call(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+def _run_task(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     try:
         with ending_waits(link.stop):
             ended(error_in(run_to_state(task, spec, request, link)))
@@ -180,15 +180,15 @@ def _call(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: Se
 
 
 def error_in(state: State[Any]) -> BaseException | None:
-    """Return the error that an attempt's task raised; None if it returned the state of its end."""
-    if state.is_completed() or state.is_cancelled():  # reading a result takes Prefect's event loop
+    """Return the error that an attempt's task raised; None if the task returned a final state."""
+    if state.is_completed() or state.is_cancelled():  # avoids `result`, which needs Prefect's event loop
         return None
-    found = state.result(raise_on_failure=False)
-    return found if isinstance(found, BaseException) and not isinstance(found, TrialFailed) else None
+    result = state.result(raise_on_failure=False)
+    return result if isinstance(result, BaseException) and not isinstance(result, TrialFailed) else None
 
 
 class LocalExecutor:
-    """Runs attempts on this machine, each as a task in a thread that supervises a process of its own."""
+    """Runs attempts on this machine, each as a task in a thread that supervises a separate process."""
 
     is_remote = False
     survives_search = False
@@ -200,15 +200,15 @@ class LocalExecutor:
         *,
         launch: Launch,
     ) -> None:
-        """Args: environments: environment variables of each slot; an attempt takes the lowest free slot."""
+        """Args: environments: the environment variables of each slot; an attempt takes the lowest free slot."""
         self._pool = pool
         self._environments = environments
         self._launch = launch
-        self._places: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._refuses = False
         self._guard = threading.Lock()
-        self._awaited: dict[str, EventsSubmitted] = {}  # the last events of each trial for whose entry it waits
+        self._awaited_events: dict[str, EventsSubmitted] = {}  # by trial: the events whose entry it waits for
         self._links: dict[str, InProcessLink] = {}
 
     def __len__(self) -> int:
@@ -220,15 +220,15 @@ class LocalExecutor:
     def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
         link = self._links[trial] = InProcessLink(trial, self._receive, self._pool)
-        if self._environments:  # the lowest free slot: a process that was kept there uses the same devices
-            taken = self._places.values()
-            place = next(place for place in range(len(self._environments)) if place not in taken)
-            self._places[trial] = place
-            request = replace(request, environment={**request.environment, **self._environments[place]})
+        if self._environments:  # the lowest free slot: an idle process of that slot has the same devices
+            used_slots = self._slots.values()
+            slot = next(slot for slot in range(len(self._environments)) if slot not in used_slots)
+            self._slots[trial] = slot
+            request = replace(request, environment={**request.environment, **self._environments[slot]})
         self._launch(spec, request, link, lambda error: self._inbox.put(AttemptExited(trial, error)))
 
     def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
-        del step  # the connection belongs to the attempt that asked
+        del step  # the channel belongs to the waiting attempt
         if trial in self._links:
             self._links[trial].answer(said)
 
@@ -247,8 +247,8 @@ class LocalExecutor:
 
     def forget(self, trial: str) -> None:
         del self._links[trial]
-        self._places.pop(trial, None)
-        self._awaited.pop(trial, None)  # it holds a state of the experiment
+        self._slots.pop(trial, None)
+        self._awaited_events.pop(trial, None)  # its future holds a state of the experiment
 
     def refuse(self) -> None:
         with self._guard:
@@ -259,12 +259,12 @@ class LocalExecutor:
         self._inbox.put(message)
         with self._guard:
             if isinstance(message, EventsSubmitted) and message.is_awaited:
-                self._awaited[message.trial] = message
+                self._awaited_events[message.trial] = message
             if self._refuses:
                 self._refuse_awaited()
 
     def _refuse_awaited(self) -> None:
-        for submitted in self._awaited.values():
+        for submitted in self._awaited_events.values():
             if not submitted.written.done():
                 submitted.written.set_exception(CommitUnknown("the search has ended: nothing more is journaled"))
 
@@ -274,71 +274,71 @@ class LocalExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Slots in which trials train."""
+    """The slots in which trials train."""
 
     count: int
     environments: Sequence[Mapping[str, str]] = ()
-    """The environment variables of each slot, such as its GPUs; empty if trials inherit those of this process."""
+    """The environment variables of each slot, such as its GPUs; empty if trials only inherit this process's."""
     cpu_count: int | None = None
-    """The processors that all slots share; None if that is not known here."""
+    """The number of processors that all slots share; None if unknown."""
 
 
 def slots_elsewhere(plan: SearchPlan) -> Slots:
-    """Return the slots of attempts whose resources a task runner or a work pool assigns."""
+    """Return the slots of attempts for which a task runner or a work pool assigns the resources."""
     return Slots(plan.max_concurrent_trials or os.cpu_count() or 1)
 
 
 def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial` there is one for each CPU, or as many as the limits allow; the trials that train at a
-    time share the CPUs: those of all slots, or of the whole search if they are fewer.
+    Without `resources_per_trial` there is one slot per CPU, or as many as the limits allow. Trials that train at the
+    same time share the CPUs: as many trials as there are slots, or all trials of the search if these are fewer.
 
     Args:
-        plan: the plan, which may limit their number.
-        max_workers: the limit of the flow's task runner; None if it has none.
+        plan: the plan, which may limit the number of slots.
+        max_workers: the limit of the flow's task runner; None if it has no limit.
 
     Raises:
         InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
     """
-    bound = min((each for each in (plan.max_concurrent_trials, max_workers) if each is not None), default=None)
+    max_slots = min((limit for limit in (plan.max_concurrent_trials, max_workers) if limit is not None), default=None)
     cpu_count, needed, is_thread = cpu_count_here(), plan.resources, plan.isolation == "thread"
     if needed is None:
-        count = bound or max(1, cpu_count // processes_on(plan.processes_per_trial, 1))
-        trial_count = None if plan.samples_per_run else plan.trial_count  # with it only the journal knows the total
+        count = max_slots or max(1, cpu_count // processes_on(plan.processes_per_trial, 1))
+        trial_count = None if plan.samples_per_run else plan.trial_count  # then only the journal knows the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
         gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(gpus_in(os.environ)) // count
-        environments = [] if has_all or is_thread else [_variables(plan, share, gpu_count)] * count
+        environments = [] if has_all or is_thread else [_slot_variables(plan, share, gpu_count)] * count
         return Slots(count, environments, cpu_count)
     if needed.gpu and is_thread:
         raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
-    slots = slots_on(machine_here(plan.resources_total), needed, bound)
+    slots = slots_on(machine_here(plan.resources_total), needed, max_slots)
     environments = [
-        {**_variables(plan, needed.cpu, len(gpus)), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+        {**_slot_variables(plan, needed.cpu, len(gpus)), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
         for gpus in slots
     ]
     return Slots(len(slots), [] if is_thread else environments, cpu_count)
 
 
 def machine_here(total: Mapping[str, float] | None = None) -> Machine:
-    """Return the processors that this process may use, and the GPUs that it sees; `total` overrides their numbers."""
-    found = Machine(cpu_count=cpu_count_here(), gpus=gpus_in(os.environ))
+    """Return the processors and GPUs that this process may use; `total` overrides their numbers."""
+    machine = Machine(cpu_count=cpu_count_here(), gpus=gpus_in(os.environ))
     if total is None:
-        return found
+        return machine
     resources_of(total, "resources_total")
     if any(amount != int(amount) for amount in total.values()):
         raise InvalidInput(f"resources_total: expected whole numbers, found {dict(total)}")
-    gpu_count = int(total.get("gpu", len(found.gpus)))
-    beyond = tuple(str(number) for number in range(len(found.gpus), gpu_count))
-    return Machine(int(total.get("cpu", found.cpu_count)), (found.gpus + beyond)[:gpu_count])
+    gpu_count = int(total.get("gpu", len(machine.gpus)))
+    additional = tuple(str(number) for number in range(len(machine.gpus), gpu_count))
+    return Machine(int(total.get("cpu", machine.cpu_count)), (machine.gpus + additional)[:gpu_count])
 
 
-def _variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[str, str]:
+def _slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[str, str]:
     """Return the variables of a slot: the number of its processes, and the threads of their numeric libraries.
 
-    The default of such a library is all CPUs of the machine. Threads of several trials that outnumber the CPUs take
-    twice the CPU time: they wait for each other actively.
+    By default such a library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs, they
+    take twice the CPU time, because of busy waiting.
     """
     processes = processes_on(plan.processes_per_trial, gpu_count or int(cpu_count))
     variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES: str(processes)}

@@ -123,7 +123,7 @@ def _train_on_two_of_three(cluster: Cluster) -> str:
 @pytest.mark.long
 def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(cluster: Cluster) -> None:
     first = _train_on_two_of_three(cluster)
-    assert "2 of 3 nodes have arrived: the attempt begins with these" in first
+    assert "the attempt starts with the 2 of 3 nodes that arrived" in first
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
 
 

@@ -157,7 +157,7 @@ def test_of_a_line_of_a_mebibyte_the_last_lines_are_short_and_say_that_it_was_cu
     os.write(pipe[1], b"y" * _MEBIBYTE)
     last = output.last_lines()
     assert len(last.encode()) == 8_192
-    assert last.endswith("characters: its rest is left out)")
+    assert last.endswith("characters: its rest is dropped)")
     output.stop()
 
 
@@ -215,7 +215,7 @@ def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lin
     last = output.stop()
     *begin, notice, count = recorder.lines
     assert begin == lines[:1000]
-    assert "dropped until there is less" in notice
+    assert "dropped until the rate decreases" in notice
     assert count == "19000 lines of output were dropped"
     assert last.splitlines() == lines[-20:]
 

@@ -42,10 +42,10 @@ def test_a_part_without_a_checkpoint_of_rank_0_is_dropped_if_it_is_empty_and_ref
     saves.add(1, part(1, None))
     saves.close(1)
     assert saves.add(1, part(1, None)) is None
-    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 1, and rank 0 did not"):
+    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 1, but rank 0 did not"):
         saves.add(1, part(1, "/nowhere/1"))
     saves.add(1, part(2, "/nowhere/1"))
-    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 2, and rank 0 did not"):
+    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 2, but rank 0 did not"):
         saves.close(2)
 
 

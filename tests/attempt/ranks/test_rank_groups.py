@@ -148,11 +148,11 @@ def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, cap
         reports_on_rank_0, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
     )
     assert (result.status, result.step) == ("completed", 3)
-    assert caplog.text.count("rank 1 has returned, and rank 0 reported another step") == 1
+    assert caplog.text.count("rank 1 has returned, but rank 0 reported another step") == 1
 
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, and rank 0 did not"):
+    with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, but rank 0 did not"):
         trained(tmp_path, sharded, {"rank": 0, "does": "withhold"})
 
 
@@ -327,7 +327,7 @@ def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
 
 
 def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial has another process of it already"):
+    with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial already has that rank"):
         launched(tmp_path, "tests.trainables.grouped:joins_twice", {})
 
 

@@ -157,7 +157,7 @@ def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
         searched(local_target, [0.1, 0.2, 0.3], Careless)
     raised = 'raise KeyError("lr")'
     assert caplog.text.count(raised) == 1
-    assert caplog.text.count("the same error as that of trial 00000") == 2
+    assert caplog.text.count("the same error as trial 00000") == 2
     shown = printed("show")
     assert "00000, 00001, 00002  KeyError: 'lr' (test_states_of_runs.py:" in shown
     assert raised not in shown

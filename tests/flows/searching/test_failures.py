@@ -74,7 +74,7 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
     trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
     assert trouble.run().step == 20
     assert (trouble.trial.status, trouble.trial.attempt) == (Status.COMPLETED, 1)
-    assert "the trial had finished, and its last checkpoint was committed, when" in trouble.loudly()
+    assert "error after the trial finished and committed its last checkpoint" in trouble.loudly()
 
 
 # ----------------------------------------------------------------------------------------------- calling again

@@ -100,7 +100,7 @@ def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: 
             ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
             ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),
             ({"stop": pt.MaxSteps}, "expected {'step': 100} or other limits, a function, or a stopper"),
-            ({"trials": "deployment"}, "another machine has to import the trainable"),
+            ({"trials": "deployment"}, "other machines must import the trainable"),
             ({"callbacks": [3]}, "callback"),
         ],
     ),

@@ -1,12 +1,12 @@
-"""What trials are forked from: a fork server, and a template for each trainable and its environment.
+"""The processes that trials are forked from: a fork server, and a template for each trainable and environment.
 
     fork server (no user code) ──► template: imports the trainable, is inspected ──► READY: trials are forked from it
-           │                                   └─► a reason why not: logged once, the template ends
+           │                                   └─► unsafe to fork: the reason is logged once, the template ends
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
-Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`). All of this is for Linux.
-Never: a fork of an import that was found unsafe, or from which a fork has hung; an import that is waited for after
-`stop` or for more than 10 minutes; a template that outlives the pool, except for trials that it has forked.
+Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
+Never: a fork of an import that is unsafe to fork, or after a fork of it has hung; a wait for an import after `stop` or
+longer than 10 minutes; a template that outlives the pool, except for the trials that it has forked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.terminal.live_display import NOTICE
 
-_FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
+_FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds even on a busy machine
 _SEND_TIMEOUT = timedelta(seconds=60)
-"""After which a process that reads nothing of a message gets no more of it: it hangs, or is stopped."""
-_IMPORT_TIMEOUT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
-_NOW = timedelta(0)
+"""The time after which a send to a process that does not read is given up: the process hangs, or is stopped."""
+_IMPORT_TIMEOUT = timedelta(minutes=10)  # long enough for PyTorch from a cold network disk
+_NO_WAIT = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _POLL_INTERVAL = timedelta(seconds=0.2)
 _MESSAGE_BYTES = 2000
@@ -52,7 +52,7 @@ _MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """The properties that a trial and a process must share, for the process to serve the trial."""
+    """Identifies the trials that one process can serve: same trainable, import path and environment."""
 
     trainable: str
     import_path: tuple[str, ...]
@@ -61,12 +61,12 @@ class ProcessKey:
     @classmethod
     def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the key of a trial with this environment; a worker's scheduler may change devices between trials."""
-        here = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
-        return cls(trainable, import_path, frozenset({**here, **environment}.items()))
+        inherited = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
+        return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
     @property
     def whole_environment(self) -> Mapping[str, str]:
-        """The variables of this process, and those of the trial added to them or replacing them."""
+        """The variables of this process, extended and overridden by those of the trial."""
         return {**os.environ, **dict(self.environment)}
 
     def __str__(self) -> str:
@@ -74,18 +74,18 @@ class ProcessKey:
 
 
 def make_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
-    """Return what a process adopts: these variables, a temporary directory, and this process's working directory."""
+    """Return the environment of a process: these variables, a temporary directory, this process's working directory."""
 
-    def as_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
+    def to_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
         return os.fsencode(text).decode("latin-1")
 
     variables = {**of_interpreter(environment), "TMPDIR": str(temporary)}
-    directory = ""  # if it was removed: a fork inherits it anyway
+    directory = ""  # if the directory was removed; a fork inherits it anyway
     with suppress(FileNotFoundError):
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ProcessEnvironment(
-        environment={as_latin(name): as_latin(value) for name, value in variables.items()},
-        working_directory=as_latin(directory),
+        environment={to_latin(name): to_latin(value) for name, value in variables.items()},
+        working_directory=to_latin(directory),
     )
 
 
@@ -98,9 +98,9 @@ class ForkedProcess(SupervisedProcess):
         status: socket.socket,
         output: int,
         connection: Connection | None,
-        closed: ExitStack,
+        resources: ExitStack,
     ) -> None:
-        super().__init__(output, connection, closed)
+        super().__init__(output, connection, resources)
         self._subreaper, self._status = subreaper, status
         self._code: int | None = None
 
@@ -108,12 +108,12 @@ class ForkedProcess(SupervisedProcess):
     def request(
         control: socket.socket, request: bytes = FORK, channel: socket.socket | None = None
     ) -> ForkedProcess | None:
-        """Request a process of the fork server or template behind `control`; return None if that is gone.
+        """Request a process from the fork server or template behind `control`; return None if that process is gone.
 
-        A template gets `channel`, a trial a new one.
+        A new template gets `channel`; a trial gets a new channel.
 
         Raises:
-            TimeoutError: it does not answer within 30 s.
+            TimeoutError: no answer arrives within 30 s.
             OSError: the fork failed, for example for lack of memory, or the template is not safe to fork.
         """
         with ExitStack() as undo:
@@ -128,7 +128,7 @@ class ForkedProcess(SupervisedProcess):
                 with their_status:
                     output, their_output = os.pipe()
                     undo.callback(os.close, output)
-                    with suppress(OSError):  # if the server is gone, reading `status` gives end of file
+                    with suppress(OSError):  # if the server is gone, `status` reads as end of file
                         descriptors = [channel.fileno(), their_output, their_status.fileno()]
                         socket.send_fds(control, [request], descriptors)
                     os.close(their_output)
@@ -146,24 +146,24 @@ class ForkedProcess(SupervisedProcess):
                     raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
 
     def _kill(self) -> int:
-        with suppress(OSError):  # the process has just ended
+        with suppress(OSError):  # the process may have just ended
             self._status.shutdown(socket.SHUT_WR)
         code = self._wait_for_end(_EXIT_TIMEOUT)
         if code is None:
-            # The subreaper still holds the other side of `status`, so its pid was not reused.
+            # The pid is not reused: the subreaper still holds the other side of `status`.
             os.kill(self._subreaper, signal.SIGKILL)
             code = self._code = -signal.SIGKILL
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         if self._code is None and (message := read_message(self._status, timeout)) is not None:
-            # `ended <wait status>`; nothing if its subreaper was killed, which kills the process too.
+            # `ended <wait status>`; empty if the subreaper was killed, which kills the process too.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
 
 def read_message(source: socket.socket, timeout: timedelta | None) -> str | None:
-    """Return the next message of a forked process: "" if it is gone, None if no message came in time."""
+    """Return the next message of a forked process: "" if the process is gone, None if no message arrives in time."""
     if not wait([source], None if timeout is None else timeout.total_seconds()):
         return None
     try:
@@ -173,10 +173,10 @@ def read_message(source: socket.socket, timeout: timedelta | None) -> str | None
 
 
 class ForkServer:
-    """A running fork server (`prefect_tune.runtime.processes.fork_server`). It ends with this process."""
+    """A running fork server (`prefect_tune.runtime.processes.fork_server`), which ends with this process."""
 
     def __init__(self) -> None:
-        """Start it without waiting; requests queue until it is ready."""
+        """Start the fork server without waiting; requests queue until it is ready."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(_FORK_TIMEOUT.total_seconds())
         self._has_requests = False
@@ -191,12 +191,12 @@ class ForkServer:
             )
 
     def fork(self, request: bytes = FORK, channel: socket.socket | None = None) -> ForkedProcess | None:
-        """Return a new process, as `ForkedProcess.request` does."""
+        """Return a new process; see `ForkedProcess.request`."""
         self._has_requests = True
         return ForkedProcess.request(self.control, request, channel)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End it: it exits after the processes that it forked, and is killed after `timeout` (None: never)."""
+        """End the fork server: it exits after its forked processes, or is killed after `timeout` (None: never)."""
         if not self._has_requests:
             self._process.kill()  # it may still be importing
         self.control.close()
@@ -208,39 +208,39 @@ class ForkServer:
 
 
 class Template:
-    """A process that imports a trainable and then forks its trials. It runs under a subreaper, as a trial does.
+    """A process that imports a trainable and then forks its trials. It runs under a subreaper, like a trial.
 
-    Whatever the import starts ends with it; if it cannot be forked safely, it ends before `is_ready` returns True.
+    All processes that the import starts end with it. If unsafe to fork, it ends before `wait_until_ready` returns True.
     """
 
     def __init__(self, server: ForkServer, key: ProcessKey, log: Log) -> None:
         self.server = server
         self.process: ForkedProcess | None = None
-        """None if its fork server was gone. Valid when it is ready."""
+        """None if the fork server was gone. Valid when the template is ready."""
         self.unsafe_reason: str | None = None
-        """Why no trial can be forked from it; None if it can. Valid when it is ready."""
+        """The reason why trials cannot be forked from it; None if they can. Valid when the template is ready."""
         self._key = key
         self._control, self._their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_FORK_TIMEOUT.total_seconds())
         self._output = TrialOutput(log)
         self._wait_log = WaitLog(log, f"importing {key}")
-        self._ready, self._leaving = threading.Event(), threading.Event()
+        self._ready, self._ending = threading.Event(), threading.Event()
         threading.Thread(target=copy_context().run, args=(self._import,), name="template", daemon=True).start()
 
-    def is_ready(self, timeout: timedelta) -> bool:
-        """Wait up to `timeout`; return whether the import is over, however it ended."""
+    def wait_until_ready(self, timeout: timedelta) -> bool:
+        """Wait up to `timeout`; return whether the import has ended, with or without success."""
         return self._ready.wait(timeout.total_seconds())
 
     def fork(self) -> ForkedProcess | None:
-        """Return a trial's process. Call it when the template is ready and `unsafe_reason` is None."""
+        """Return a trial's process. Requires that the template is ready and `unsafe_reason` is None."""
         return ForkedProcess.request(self._control)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End it: it exits after the processes that it forked, and is killed after `timeout`; at once while it imports.
+        """End the template: it exits after its forked processes, or is killed after `timeout` (None: never).
 
-        With None it has no limit.
+        A template that still imports is killed immediately.
         """
-        self._leaving.set()  # an import that still runs is not waited for
+        self._ending.set()  # ends the wait for a running import
         self._ready.wait()
         self._control.close()
         if self.process is not None:
@@ -254,30 +254,30 @@ class Template:
             self.unsafe_reason = "its process could not be forked"
             if self.process is not None:
                 self.unsafe_reason = self._wait_for_import(self.process)
-        except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` wait for ever
+        except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` never end
             self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
             if self.unsafe_reason is not None and self.process is not None:
-                self.process.end(_NOW)
+                self.process.end(_NO_WAIT)
                 self._output.stop()
             self._ready.set()
 
     def _wait_for_import(self, process: ForkedProcess) -> str | None:
-        self._output.start(process.output)  # until its end: what fork handlers print must not fill the pipe
+        self._output.start(process.output)  # until the process ends: output of fork handlers must not fill the pipe
         request = ImportRequest(
             trainable=self._key.trainable,
             import_path=self._key.import_path,
             environment=make_environment(process.make_temporary_directory(), self._key.whole_environment),
             supervisor=os.getpid(),
         )
-        with tempfile.TemporaryFile() as file:  # of any length, as a message is not
+        with tempfile.TemporaryFile() as file:  # a message has a limited length
             file.write(request.model_dump_json().encode())
             file.flush()
             file.seek(0)
-            with suppress(OSError):  # the template is gone
+            with suppress(OSError):  # the template may be gone
                 socket.send_fds(self._control, [IMPORT], [file.fileno()])
         deadline = Deadline.after(_IMPORT_TIMEOUT)
-        while not self._leaving.is_set():
+        while not self._ending.is_set():
             message = read_message(self._control, _POLL_INTERVAL)
             if message:
                 return None if message == READY else message
@@ -289,29 +289,29 @@ class Template:
         return "it is not needed any more"
 
 
-_Forking: TypeAlias = ForkServer | Template
+_ForkSource: TypeAlias = ForkServer | Template
 
 
-def _detach(forking: _Forking) -> None:
-    """Send it no more requests, and do not wait: it exits after the last process that it forked."""
-    threading.Thread(target=forking.end, args=(None,), name="fork-server", daemon=True).start()
+def _end_in_background(source: _ForkSource) -> None:
+    """Send no more requests, and do not wait: the source exits after the last process that it forked."""
+    threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
 class ForkServers:
-    """The fork server of a pool, and a template for each key, if imports are shared by forks. Safe for threads."""
+    """The fork server of a pool, and a template for each key if `reuse` shares imports by forks. Thread-safe."""
 
     def __init__(self, reuse: Reuse) -> None:
         self._has_templates = reuse == "auto"
         self._guard = threading.RLock()
         self._server: ForkServer | None = None
-        self._templates: dict[ProcessKey, Template] = {}  # in the order of their last use
+        self._templates: dict[ProcessKey, Template] = {}  # least recently used first
         self._unsafe: set[ProcessKey] = set()
         self._closed = False
 
-    def prepare(self, key: ProcessKey, log: Log, slots: int = 1) -> _Forking:
-        """Start what trials with this key are forked from, if it does not run; do not wait for it.
+    def prepare(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
+        """Start the template or fork server of trials with this key if it does not run, without waiting; return it.
 
-        What was used longest ago is given up, beyond the number that trials in `slots` slots may need.
+        Beyond the number that trials in `slots` slots may need, the least recently used templates are ended.
 
         Raises:
             RuntimeError: `close` was called.
@@ -322,89 +322,89 @@ class ForkServers:
                 return server
             self._templates[key] = template = self._templates.pop(key, None) or Template(server, key, log)
             for surplus in [*self._templates][: -2 * max(1, slots)]:
-                _detach(self._templates.pop(surplus))
+                _end_in_background(self._templates.pop(surplus))
             return template
 
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
-        """Return a new process: a fork of the template after its import, or one that has imported no trainable.
+        """Return a new process: a fork of the template after its import, or a process without the import.
 
-        The latter if the import cannot be shared, for a reason that is logged once, or if `stop` is set before.
+        The latter if the import cannot be shared, which is logged once, or if `stop` is set during the import.
 
         Raises:
             OSError: no process could be forked.
         """
         for _ in range(_MAX_TRIES):
-            forking = self._wait_until_ready(key, log, stop, slots)
+            source = self._get_ready_source(key, log, stop, slots)
             try:
-                process = forking.fork()
-            except OSError as error:  # such as a thread that runs in it now, or a limit that its import has lowered
-                if isinstance(error, TimeoutError):  # a fork handler that hangs, or the server is stopped
-                    self._kill(forking)
-                elif isinstance(forking, ForkServer):
+                process = source.fork()
+            except OSError as error:  # such as a running thread, or a limit that the import has lowered
+                if isinstance(error, TimeoutError):  # a fork handler hangs, or the server is stopped
+                    self._discard(source)
+                elif isinstance(source, ForkServer):
                     raise
-                if isinstance(forking, Template):
+                if isinstance(source, Template):
                     self.refuse(key, str(error), log)
             else:
                 if process is not None:
                     return process
-                self._kill(forking)
+                self._discard(source)
         raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} fork servers in a row did not answer")
 
     def refuse(self, key: ProcessKey, reason: str, log: Log) -> None:
-        """Fork no more trials of this key after its import; those that were forked train on. Log the reason once."""
+        """Fork no more trials of this key after its import, and log the reason once. Running trials continue."""
         with self._guard:
             if not self._has_templates or key in self._unsafe:
                 return
             self._unsafe.add(key)
             template = self._templates.pop(key, None)
-        line = "%s: trials cannot be forked after its import; each trial imports it: %s"
+        line = "%s: trials cannot be forked after its import, so each trial imports it: %s"
         log.info(line, key, reason, extra=NOTICE)
         if template is not None:
-            _detach(template) if template.unsafe_reason is None else template.end()
+            _end_in_background(template) if template.unsafe_reason is None else template.end()
 
     def close(self, *, is_used: bool) -> None:
-        """End all; do not wait for them if processes that they forked are in use."""
+        """End the fork server and the templates. If their forked processes are in use, do not wait for them."""
         with self._guard:
             self._closed = True
-            running: list[_Forking] = [*self._templates.values(), *([self._server] if self._server else [])]
+            running: list[_ForkSource] = [*self._templates.values(), *([self._server] if self._server else [])]
             self._templates, self._server = {}, None
-        for forking in running:
-            _detach(forking) if is_used else forking.end()
+        for source in running:
+            _end_in_background(source) if is_used else source.end()
 
-    def _wait_until_ready(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> _Forking:
-        forking = self.prepare(key, log, slots)
-        if isinstance(forking, ForkServer):
-            return forking
-        while not forking.is_ready(_POLL_INTERVAL):
+    def _get_ready_source(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> _ForkSource:
+        source = self.prepare(key, log, slots)
+        if isinstance(source, ForkServer):
+            return source
+        while not source.wait_until_ready(_POLL_INTERVAL):
             if stop.is_set():
                 return self._get_server()
-        if forking.unsafe_reason is None:
-            return forking
-        if forking.process is not None:
-            self.refuse(key, forking.unsafe_reason, log)
-        else:  # its fork server is gone: a template of a new one may do better
-            self._kill(forking)
-            self._kill(forking.server)
+        if source.unsafe_reason is None:
+            return source
+        if source.process is not None:
+            self.refuse(key, source.unsafe_reason, log)
+        else:  # its fork server is gone: a new one may work
+            self._discard(source)
+            self._discard(source.server)
         return self._get_server()
 
     def _get_server(self) -> ForkServer:
-        """Return the fork server, which has imported no trainable; start it if it does not run."""
+        """Return the fork server, which imports no trainable; start it if it does not run."""
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
             self._server = self._server or ForkServer()
             return self._server
 
-    def _kill(self, forking: _Forking) -> None:
-        """Kill and forget one that has died or is stopped. Processes of a fork server do not need it.
+    def _discard(self, source: _ForkSource) -> None:
+        """Remove and kill a source that is gone or stopped; its forked processes continue.
 
-        If it is forgotten already, do nothing: another thread ends it.
+        If the source is already removed, do nothing: another thread ends it.
         """
         with self._guard:
-            keys = [key for key, template in self._templates.items() if template is forking]
+            keys = [key for key, template in self._templates.items() if template is source]
             for key in keys:
                 del self._templates[key]
-            is_server = forking is self._server
+            is_server = source is self._server
             self._server = None if is_server else self._server
         if keys or is_server:
-            forking.end(_NOW)
+            source.end(_NO_WAIT)

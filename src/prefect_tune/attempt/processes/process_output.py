@@ -1,4 +1,4 @@
-"""Log the output of a trial's process, line by line, in the log of its task."""
+"""Log the output of a trial's process, line by line, in the log of its task run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from multiprocessing.connection import wait
 from typing import Any, TypeAlias, cast
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
-_LAST_WORDS = 20
-_GOODBYE = timedelta(seconds=5)
-_FIRST_NOTE = timedelta(seconds=10)
+_MAX_LAST_LINES = 20
+_STOP_TIMEOUT = timedelta(seconds=5)
+_FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
-_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
-_LAST_BYTES = 64 * 1024  # of the last lines together, of a process that died
-_JOURNALED_BYTES = 8 * 1024  # of the same, for each attempt
-_CATCH_UP = timedelta(seconds=0.5)
+_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: at once, and per second
+_MAX_LAST_BYTES = 64 * 1024  # all last lines together, after the process has exited
+_MAX_JOURNALED_BYTES = 8 * 1024  # all last lines together, in the journal
+_CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
 
 
 class TrialLog(logging.LoggerAdapter[logging.Logger]):
-    """A log that begins each message with `subject`, such as the trial: the log of a flow run shows many trials."""
+    """A log that prefixes each message with `subject`, such as the trial: the log of a flow run shows many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
         super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
@@ -41,103 +41,103 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def rank_log(log: Log, rank: int) -> TrialLog:
-    """Return the log of a rank: each message begins with `trial 00003/rank 1`, or `rank 1` where `log` has no trial."""
+    """Return the log of a rank, with the prefix `trial 00003/rank 1`, or `rank 1` if `log` has no trial."""
     if isinstance(log, TrialLog):
         return TrialLog(log.logger, f"{log.subject}/rank {rank}")
     return TrialLog(log, f"rank {rank}")
 
 
 class WaitLog:
-    """Logs what is under way and for how long, after `first` (10 s), and then ever more seldom."""
+    """Logs that a wait continues, and for how long: after `first` (10 s), then at growing intervals."""
 
     def __init__(self, log: Log, what: str, first: timedelta | None = None) -> None:
         self._log, self._what = log, what
-        self._began, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE).total_seconds()
+        self._start_time, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE_DELAY).total_seconds()
 
     def note(self) -> None:
-        """Log it if that is due; call this every second or so."""
-        waited = time.monotonic() - self._began
-        if waited >= self._next_seconds:
-            self._next_seconds = 3 * waited
-            self._log.info("%s (%.0f s so far)", self._what, waited)
+        """Log the wait if that is due. Call this about once a second."""
+        seconds = time.monotonic() - self._start_time
+        if seconds >= self._next_seconds:
+            self._next_seconds = 3 * seconds
+            self._log.info("%s (%.0f s so far)", self._what, seconds)
 
 
 class TrialOutput:
-    """Logs the lines that arrive on a descriptor, until `stop`; of a progress bar, its last state.
+    """Logs the lines that arrive on a descriptor until `stop`; of a progress bar, only the last state.
 
-    Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
-    more memory than that. Prefect's log takes about a millisecond for each line, while the process waits: of a flood,
-    1,000 lines are logged, and the others are dropped and counted.
+    Only the first 65,536 characters of a line are logged, as soon as they arrive, which limits the memory for an
+    endless line. Prefect's log takes about a millisecond per line, during which the process waits: so after a burst of
+    1,000 lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._lines = OutputLines(self._log_line)
-        self._last: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._room, self._counted_at = _BURST_LINES, time.monotonic()
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
+        self._line_budget, self._budget_updated_at = _BURST_LINES, time.monotonic()
         self._dropped_count = 0
-        self._reading = threading.Lock()
+        self._read_lock = threading.Lock()
         self._source: int | None = None
         self._pump: threading.Thread | None = None
-        self._stop: int | None = None
+        self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
         """Start a thread in the caller's context, which determines the log's server."""
-        stopped, self._stop = os.pipe()
-        # The thread owns a duplicate: if it ends late, the number was not reused for another file.
+        stop_reader, self._stop_pipe = os.pipe()
+        # The thread owns a duplicate: if it ends late, the descriptor is not reused for another file.
         self._source = os.dup(descriptor)
-        work = (self._pass_on, self._source, stopped)
+        work = (self._log_output, self._source, stop_reader)
         self._pump = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
         self._pump.start()
 
     def stop(self) -> str:
-        """Log the output up to now, and no more; return the last 20 lines."""
-        if self._stop is not None and self._pump is not None:
-            os.close(self._stop)
-            self._stop = None
-            self._pump.join(_GOODBYE.total_seconds())
-        return self._last_lines(_LAST_BYTES)
+        """Log the output up to now, then stop; return the last 20 lines."""
+        if self._stop_pipe is not None and self._pump is not None:
+            os.close(self._stop_pipe)
+            self._stop_pipe = None
+            self._pump.join(_STOP_TIMEOUT.total_seconds())
+        return self._format_last_lines(_MAX_LAST_BYTES)
 
     def last_lines(self) -> str:
-        """Return the last 20 lines of what was written up to now, at most 8 KiB; of a flood, what 0.5 s read of it."""
-        until = time.monotonic() + _CATCH_UP.total_seconds()
+        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s until they are read."""
+        deadline = time.monotonic() + _CATCH_UP_TIMEOUT.total_seconds()
         while True:
-            with self._reading:
-                if self._source is None or not _waiting_bytes(self._source) or time.monotonic() > until:
-                    return self._last_lines(_JOURNALED_BYTES)
-            time.sleep(_CATCH_UP.total_seconds() / 100)
+            with self._read_lock:
+                if self._source is None or not _count_readable_bytes(self._source) or time.monotonic() > deadline:
+                    return self._format_last_lines(_MAX_JOURNALED_BYTES)
+            time.sleep(_CATCH_UP_TIMEOUT.total_seconds() / 100)
 
-    def _last_lines(self, max_bytes: int) -> str:
-        lines = [*self._last, *self._lines.unfinished()][-_LAST_WORDS:]
+    def _format_last_lines(self, max_bytes: int) -> str:
+        lines = [*self._last_lines, *self._lines.list_unfinished()][-_MAX_LAST_LINES:]
         return "\n".join(lines).encode()[-max_bytes:].decode(errors="ignore")
 
-    def _pass_on(self, output: int, stopped: int) -> None:
+    def _log_output(self, output: int, stop_reader: int) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        with os.fdopen(output, "rb"), os.fdopen(stopped, "rb"):  # closes both
-            while stopped not in wait([output, stopped]):
-                with self._reading:
+        with os.fdopen(output, "rb"), os.fdopen(stop_reader, "rb"):  # closes both
+            while stop_reader not in wait([output, stop_reader]):
+                with self._read_lock:
                     data = os.read(output, _CHUNK_BYTES)
                     self._lines.feed(decoder.decode(data))
                 if not data:
-                    break  # every writer has closed its end
-            with self._reading:
-                self._lines.feed(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
+                    break  # all writers have closed the pipe
+            with self._read_lock:
+                self._lines.feed(decoder.decode(os.read(output, _count_readable_bytes(output)), final=True))
                 self._lines.close()
                 self._log_dropped_count()
                 self._source = None
 
     def _log_line(self, line: str) -> None:
-        self._last.append(line)
+        self._last_lines.append(line)
         now = time.monotonic()
-        self._room = min(_BURST_LINES, self._room + (now - self._counted_at) * _LINES_PER_SECOND)
-        self._counted_at = now
-        if self._room <= 0 or (self._dropped_count and self._room < _BURST_LINES / 2):
+        self._line_budget = min(_BURST_LINES, self._line_budget + (now - self._budget_updated_at) * _LINES_PER_SECOND)
+        self._budget_updated_at = now
+        if self._line_budget <= 0 or (self._dropped_count and self._line_budget < _BURST_LINES / 2):
             if not self._dropped_count:
-                self._log.warning("more output than the log can take: lines are dropped until there is less of it")
+                self._log.warning("too much output for the log: lines are dropped until the rate decreases")
             self._dropped_count += 1
             return
         self._log_dropped_count()
-        self._room -= 1 + len(line) // _LINE_CHARACTERS
+        self._line_budget -= 1 + len(line) // _LINE_CHARACTERS
         self._log.info("%s", line)
 
     def _log_dropped_count(self) -> None:
@@ -146,45 +146,45 @@ class TrialOutput:
             self._dropped_count = 0
 
 
-def _waiting_bytes(pipe: int) -> int:
+def _count_readable_bytes(pipe: int) -> int:
     (count,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))
     return int(count)
 
 
-# Split output into lines, as a terminal would show them in the end: of a progress bar, its last state.
+# Split output into lines like a terminal shows them in the end: of a progress bar, only its last state.
 #
-# A bar overwrites its line: "\r", then the new state. Of several bars, each but the first moves down and up again for
-# each state: "\n\r", the state, "\x1b[A". So a line is held back while the bars above the cursor may return to it.
+# A bar overwrites its line: "\r", then the new state. With several bars, each but the first moves down and up again for
+# each state: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to it.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
-_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # a new state of the bar precedes or follows
-_BEGUN_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
-_MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server takes no log entry of more than a million bytes
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # a new state of the bar is before or after it
+_PARTIAL_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
+_MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more than a million bytes
 _MAX_ROWS = 50
 
 
 class OutputLines:
-    """Calls `emit` with each line. A line without end takes no more memory than 65,536 characters."""
+    """Calls `emit` with each line. An endless line takes the memory of 65,536 characters at most."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._rows: list[str] = [""]
-        """The lines to which a bar may return, and the one with the cursor."""
-        self._at = 0
-        self._depth = 0
-        """So many lines a bar has moved up."""
+        """The lines to which a bar may return, and the line with the cursor."""
+        self._cursor_row = 0
+        self._rows_moved_up = 0
+        """The number of lines that a bar has moved up."""
         self._is_redrawn = False
-        """Whether the cursor has returned to this line, or to its begin."""
+        """Whether the cursor has returned to this line, or to its start."""
         self._is_at_begin = True
-        """Whether the next text replaces that of the line."""
+        """Whether the next text replaces the text of the line."""
         self._is_cut = False
-        self._rest = ""  # a control sequence whose end has not arrived yet
+        self._rest = ""  # an incomplete control sequence
 
     def feed(self, text: str) -> None:
         text = self._rest + text
-        begun = _BEGUN_CONTROL.search(text)
-        self._rest = begun[0] if begun else ""
+        partial = _PARTIAL_CONTROL.search(text)
+        self._rest = partial[0] if partial else ""
         for token in _CONTROL.split(text.removesuffix(self._rest)):
             if token in ("\n", "\r\n"):
                 self._end_line()
@@ -193,60 +193,60 @@ class OutputLines:
             elif _CONTROL.fullmatch(token):
                 self._is_redrawn = self._is_at_begin = True
             else:
-                self._add(_ERASE_REST.sub("", token))
+                self._add_text(_ERASE_REST.sub("", token))
 
-    def unfinished(self) -> list[str]:
-        """Return the lines that were not emitted yet, as they are now."""
+    def list_unfinished(self) -> list[str]:
+        """Return the current state of the lines that are not emitted yet."""
         return [row for row in self._rows if row.strip()]
 
     def close(self) -> None:
-        """Emit the lines that have no end."""
-        self._add(self._rest)
-        for row in self.unfinished():
+        """Emit the unfinished lines."""
+        self._add_text(self._rest)
+        for row in self.list_unfinished():
             self._emit(row)
-        self._rows, self._at = [""], 0
+        self._rows, self._cursor_row = [""], 0
 
-    def _add(self, piece: str) -> None:
-        """Append to the current line; emit it when it reaches the limit, and drop the rest of it."""
+    def _add_text(self, piece: str) -> None:
+        """Append to the current line. When the line reaches the limit, emit it, and drop its rest."""
         if not piece:
             return
-        line = self._rows[self._at]
+        line = self._rows[self._cursor_row]
         if self._is_at_begin:
-            if not self._is_redrawn:  # an ordinary line where a bar was
+            if not self._is_redrawn:  # an ordinary line follows a bar
                 self._emit_unless_blank(line)
             line, self._is_at_begin, self._is_cut = "", False, False
         if self._is_cut:
             return
         line += piece
         if len(line) > _MAX_LINE_CHARACTERS:
-            rest = f"… (the line is longer than {_MAX_LINE_CHARACTERS:,} characters: its rest is left out)"
+            rest = f"… (the line is longer than {_MAX_LINE_CHARACTERS:,} characters: its rest is dropped)"
             self._emit(f"{line[:_MAX_LINE_CHARACTERS]} {rest}")
             line, self._is_cut = "", True
-        self._rows[self._at] = line
+        self._rows[self._cursor_row] = line
 
     def _end_line(self) -> None:
-        if self._is_redrawn or (self._is_at_begin and self._depth):
-            self._at += 1
-            if self._at == len(self._rows):
+        if self._is_redrawn or (self._is_at_begin and self._rows_moved_up):
+            self._cursor_row += 1
+            if self._cursor_row == len(self._rows):
                 self._rows.append("")
-            while self._at > self._depth:
+            while self._cursor_row > self._rows_moved_up:
                 self._emit_unless_blank(self._rows.pop(0))
-                self._at -= 1
+                self._cursor_row -= 1
         else:
-            for row in self._rows[: self._at]:
+            for row in self._rows[: self._cursor_row]:
                 self._emit_unless_blank(row)
             if not self._is_cut:
-                self._emit(self._rows[self._at])
-            self._rows, self._at = self._rows[self._at + 1 :] or [""], 0
+                self._emit(self._rows[self._cursor_row])
+            self._rows, self._cursor_row = self._rows[self._cursor_row + 1 :] or [""], 0
         self._is_redrawn, self._is_at_begin, self._is_cut = False, True, False
 
     def _move_up(self, count: int) -> None:
         for _ in range(count):
-            if self._at:
-                self._at -= 1
+            if self._cursor_row:
+                self._cursor_row -= 1
             elif len(self._rows) < _MAX_ROWS:
-                self._rows.insert(0, "")  # it was emitted, before a bar returned to it for the first time
-            self._depth = max(self._depth, len(self._rows) - 1 - self._at)
+                self._rows.insert(0, "")  # already emitted before a bar returned to it
+            self._rows_moved_up = max(self._rows_moved_up, len(self._rows) - 1 - self._cursor_row)
         self._is_redrawn = self._is_at_begin = True
 
     def _emit_unless_blank(self, row: str) -> None:

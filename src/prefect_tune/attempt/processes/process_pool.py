@@ -1,12 +1,12 @@
-"""The pool of trial processes: what an attempt trains in.
+"""The pool of processes in which attempts train.
 
-    kept by a class with `reset_config` ──► declines, fails or dies before its first report ─┐
-    forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────┤    (no attempt is lost)
-    started, where trials are not forked (`StartedProcess`) ◄────────────────────────────────┘
+    reused, by a class with `reset_config` ──► declines, fails or exits before its first report ─┐
+    forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
+    started, where trials are not forked (`StartedProcess`) ◄────────────────────────────────────┘
 
-A fork that does not begin its trial within 60 s is replaced by a process of its own, and the template forks no more.
-Never: a function in a used process; a trial in a process in which another one failed or was interrupted; more
-processes that wait than free slots; a wait for an import after `stop`.
+If a fork does not begin its trial within 60 s, a process without the import replaces it; the template forks no more.
+Never: a function in a reused process; a trial in a process in which another trial failed or was interrupted; more idle
+processes than free slots; a wait for an import after `stop`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,26 @@ from prefect_tune.terminal.formatting import with_last_output
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _BEGIN_TIMEOUT = timedelta(seconds=60)
-"""A fork begins in milliseconds, unless a lock that it has inherited stays locked."""
-_FIRST_REPORT = timedelta(minutes=10)
+"""A fork begins its trial in milliseconds, unless it inherited a locked lock."""
+_FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
-"""How long a pool outlives its last attempt: the scheduler may send the search's next one to this worker."""
-_NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
+"""How long a pool stays after its last attempt: this worker may get the next attempt of the search."""
+_NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='never', its import is unsafe to fork"
 
 
 class TrialProcessPool:
-    """A pool of trial processes. Enter it, then call `process`, from any number of threads.
+    """A pool of trial processes. Enter the context, then call `process`, from any number of threads.
 
-    On Linux processes are forked from a fork server that has imported what every trial needs, or from a template that
-    has imported the trainable's module, if `reuse` says so; `prepare` or the first `process` starts it. Elsewhere each
-    is started anew.
-    A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
-    process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
-    process that failed, was interrupted or declined serves no other trial.
+    On Linux, processes are forked from a fork server that has imported the modules that every trial needs or, depending
+    on `reuse`, from a template that has also imported the trainable's module. `prepare` or the first `process` starts
+    these. Other systems start a new process each time.
+    If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
+    process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
+    that failed, was interrupted or declined is not reused.
 
     Args:
-        slots: the most processes, used and waiting together, up to which one is kept. With 0 each process serves one
-            trial, and cleans up before it reports the trial's end. With None, the most processes that were in use at
-            the same time.
+        slots: the maximum number of used and idle processes up to which a process is kept. With 0 each process serves
+            one trial, and cleans up before it reports the trial's end. With None, the most that were in use at once.
         reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
@@ -80,7 +79,7 @@ class TrialProcessPool:
         self.close()
 
     def close(self) -> None:
-        """End the waiting processes; those in use serve their trial to its end."""
+        """End the idle processes; processes in use complete their trials."""
         with self._guard:
             self._closed = True
             is_used = self._used_count > 0
@@ -88,14 +87,14 @@ class TrialProcessPool:
         self.servers.close(is_used=is_used)
 
     def dismiss(self, *, slots: int = 0) -> None:
-        """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
+        """End the processes that are idle longest, until at most `slots` are left, including those in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - slots)
-            leaving, self._idle = self._idle[:surplus], self._idle[surplus:]
-        _end_idle(leaving)
+            to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
+        _end_idle_processes(to_end)
 
     def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
-        """Begin to import `trainable` (as in `Start`) if `reuse` says so; do not wait for it."""
+        """Start to import `trainable` (see `Start`) if `reuse` shares imports; do not wait for the import."""
         if is_linux():
             self.servers.prepare(ProcessKey.of(trainable, import_path(), environment), log)
 
@@ -107,18 +106,18 @@ class TrialProcessPool:
         environment: Mapping[str, str] = AS_IT_IS,
         stop: threading.Event | None = None,
     ) -> Iterator[TrialChannel]:
-        """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
+        """Train in a process of the pool. The end of the block ends the process, unless it is kept for another trial.
 
-        On Linux all its descendants end with it, in any session, even if this process or the trial's is killed;
-        elsewhere those in its process group.
+        On Linux all its descendants end with it, in any session, even if this process or the trial's process is killed;
+        on other systems only those in its process group.
 
         Args:
-            log: the log that receives its output, in the caller's context.
-            environment: variables of this trial, added to this process's environment or replacing them.
-            stop: ends the wait for the import of the trainable's module: the process then imports it by itself.
+            log: receives the output of the process, in the caller's context.
+            environment: variables of this trial, which extend and override this process's environment.
+            stop: ends the wait for the import of the trainable's module: the process then imports it itself.
 
         Raises:
-            OSError: no process could be made, for example for lack of memory or process ids.
+            OSError: the process could not be created, for example for lack of memory or process ids.
         """
         key = ProcessKey.of(start.trainable, start.import_path, environment)
         with self._guard:
@@ -127,12 +126,13 @@ class TrialProcessPool:
                 self._slots = max(self._slots, self._used_count)
         try:
             start = start.model_copy(update={"waits": start.waits and self._slots > 0})
-            channel = _PooledChannel(self, _Request(start, log, key, stop or threading.Event()), self._take_idle(key))
+            request = _ProcessRequest(start, log, key, stop or threading.Event())
+            channel = _PooledChannel(self, request, self._take_idle_process(key))
             try:
-                channel.begin()
+                channel.start_trial()
                 yield channel
             except BaseException:
-                channel.keeps = False
+                channel.is_reusable = False
                 raise
             finally:
                 channel.close()
@@ -140,8 +140,8 @@ class TrialProcessPool:
             with self._guard:
                 self._used_count -= 1
 
-    def _take_idle(self, key: ProcessKey) -> SupervisedProcess | None:
-        """Return a waiting process with this key; None if there is none."""
+    def _take_idle_process(self, key: ProcessKey) -> SupervisedProcess | None:
+        """Remove and return an idle process with this key; None if there is none."""
         while True:
             with self._guard:
                 idle = next((idle for idle in reversed(self._idle) if idle.key == key), None)
@@ -152,25 +152,25 @@ class TrialProcessPool:
                 return idle.process
             idle.process.end()
 
-    def make_process(self, request: _Request) -> SupervisedProcess:
-        """Return a new process, after ending waiting processes with other keys if there are too many."""
+    def make_process(self, request: _ProcessRequest) -> SupervisedProcess:
+        """Return a new process. If there are too many, first end idle processes with other keys."""
         self.dismiss(slots=self._slots)
         if not is_linux():
             return StartedProcess(request.key.whole_environment)
         return self.servers.fork(request.key, request.log, request.stop, self._slots)
 
-    def keep(self, process: _LeasedProcess) -> None:
-        """Keep a process for another trial; end it if there are enough."""
+    def keep_idle(self, process: _LeasedProcess) -> None:
+        """Keep a process for another trial; end it if there are already enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._idle) <= self._slots
             if is_kept:
                 self._idle.append(process)
         if not is_kept:
-            _end_idle([process])
+            _end_idle_processes([process])
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _ProcessRequest:
     start: Start
     log: Log
     key: ProcessKey
@@ -178,65 +178,65 @@ class _Request:
 
 
 class _LeasedProcess:
-    """A process that serves an attempt, or waits for another one; its output goes to the log of its last attempt."""
+    """A process that serves an attempt or is idle; its output goes to the log of its last attempt."""
 
     def __init__(self, process: SupervisedProcess, log: Log, key: ProcessKey) -> None:
         self.process, self.key, self._log = process, key, log
         self.output = TrialOutput(log)
         self._end: ProcessEnd | None = None
-        self.exits = False
-        """Whether the process has sent the end of its last trial: its handlers of `atexit` run."""
+        self.is_exiting = False
+        """Whether the process has sent the end of its last trial, and runs its `atexit` handlers."""
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
 
     def end(self) -> ProcessEnd:
         if self._end is None:
-            self._end = self.end_within(_EXIT_TIMEOUT if self.exits else _KILL_TIMEOUT)
+            self._end = self.stop(_EXIT_TIMEOUT if self.is_exiting else _KILL_TIMEOUT)
         return self._end
 
-    def end_within(self, timeout: timedelta) -> ProcessEnd:
+    def stop(self, timeout: timedelta) -> ProcessEnd:
         code = self.process.stop(timeout)
-        if self.exits and self.process.was_killed:
+        if self.is_exiting and self.process.was_killed:
             self._log.warning(
-                "its process had not exited %g s after its end, and was killed: handlers of atexit, or the trainable's "
-                "cleanup, did not run to their end",
+                "the process was still running %g s after the end of its trial, and was killed: atexit handlers or the "
+                "trainable's cleanup did not complete",
                 _EXIT_TIMEOUT.total_seconds(),
             )
         return make_process_end(code, self.output.stop())
 
 
-def _end_idle(leaving: Sequence[_LeasedProcess]) -> None:
-    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
-    for idle in leaving:
+def _end_idle_processes(processes: Sequence[_LeasedProcess]) -> None:
+    """Let all processes exit in parallel, since each may take time to clean up; kill the remaining ones after 5 s."""
+    for idle in processes:
         idle.process.connection.close()
     deadline = Deadline.after(_EXIT_TIMEOUT)
-    for idle in leaving:
-        idle.end_within(timedelta(seconds=deadline.remaining_seconds))
+    for idle in processes:
+        idle.stop(timedelta(seconds=deadline.remaining_seconds))
         idle.process.end()
 
 
 class _PooledChannel(TrialChannel):
-    """The channel of an attempt in a pooled process; a kept process that cannot serve it is replaced."""
+    """The channel of an attempt in a pooled process. A reused process that cannot serve the attempt is replaced."""
 
-    def __init__(self, pool: TrialProcessPool, request: _Request, kept: SupervisedProcess | None) -> None:
-        self._leased = _LeasedProcess(kept or pool.make_process(request), request.log, request.key)
+    def __init__(self, pool: TrialProcessPool, request: _ProcessRequest, idle: SupervisedProcess | None) -> None:
+        self._leased = _LeasedProcess(idle or pool.make_process(request), request.log, request.key)
         super().__init__(self._leased.process.connection, self._leased, self._leased.output)
         self._pool = pool
         self._request = request
-        self._is_kept = kept is not None  # until the kept process has reported a step, asked or ended
+        self._is_reused = idle is not None  # until the reused process sends more than `TrainableLoaded`
         self._has_reported = False
-        self._sent: list[ToTrial] = []  # messages up to the first report, to be sent again to a replacement
+        self._sent: list[ToTrial] = []  # messages up to the first report, to resend to a replacement
         self._changing = threading.RLock()
         self._closed = False
         self._begin_deadline: Deadline | None = None
         self._wait_log: WaitLog | None = None
-        self.keeps = False
+        self.is_reusable = False
 
-    def begin(self, *, has_deadline: bool = True) -> None:
-        """Send the process its environment and the trial's start message; replace it if it does not begin in time."""
+    def start_trial(self, *, has_deadline: bool = True) -> None:
+        """Send the environment, the start message, and earlier messages; `receive` replaces the process if it hangs."""
         self._begin_deadline = Deadline.after(_BEGIN_TIMEOUT) if has_deadline else None
-        self._wait_log = WaitLog(self._request.log, "its process has not begun")
+        self._wait_log = WaitLog(self._request.log, "waiting for its process to begin")
         process = self._leased.process
         self._leased.output.start(process.output)
         environment = make_environment(process.make_temporary_directory(), self._request.key.whole_environment)
@@ -247,7 +247,7 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             if not self._has_reported:
                 self._sent.append(message)
-            if not self._closed:  # the process may serve another trial by then
+            if not self._closed:  # else the process may serve another trial
                 super().tell(message)
 
     def receive(self, patience: timedelta) -> FromTrial | None:
@@ -255,19 +255,19 @@ class _PooledChannel(TrialChannel):
         try:
             message = super().receive(patience)
         except EOFError:
-            if not self._is_kept:
+            if not self._is_reused:
                 raise
-            self._replace()
+            self._replace_process()
             return None
-        if self._is_kept and isinstance(message, TrialEnded) and message.raised:
-            self._replace(f"failed before its first report ({first_line(message.outcome.reason)})")
+        if self._is_reused and isinstance(message, TrialEnded) and message.raised:
+            self._replace_process(f"failed before its first report ({first_line(message.outcome.reason)})")
             return None
         self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
-        self._is_kept &= message is None or isinstance(message, TrainableLoaded)
-        self.keeps = isinstance(message, TrialEnded) and message.waits
-        self._leased.exits |= isinstance(message, TrialEnded)
+        self._is_reused &= message is None or isinstance(message, TrainableLoaded)
+        self.is_reusable = isinstance(message, TrialEnded) and message.waits
+        self._leased.is_exiting |= isinstance(message, TrialEnded)
         if isinstance(message, TrainableLoaded):
-            self._wait_log = WaitLog(self._request.log, _NO_REPORT, _FIRST_REPORT)
+            self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)
         elif self.has_begun and not had_begun:
             self._wait_log = WaitLog(self._request.log, f"importing {self._request.key}, or in its setup")
         elif message is not None:
@@ -277,13 +277,13 @@ class _PooledChannel(TrialChannel):
             self._pool.servers.refuse(
                 self._request.key, f"a process that was forked after it {reason}", self._request.log
             )
-            self._replace(reason, has_deadline=False)
+            self._replace_process(reason, has_deadline=False)
         elif self._wait_log is not None:
             self._wait_log.note()
         return message
 
     def end(self) -> ProcessEnd:
-        if not self.keeps:
+        if not self.is_reusable:
             return super().end()
         self._leased.output.stop()
         return ProcessEnd(reason=make_reason("process-kept"))
@@ -293,31 +293,31 @@ class _PooledChannel(TrialChannel):
         self.end()
         with self._changing:
             self._closed = True
-        if self.keeps:
-            self._pool.keep(self._leased)
+        if self.is_reusable:
+            self._pool.keep_idle(self._leased)
         else:
             self._leased.process.end()
 
-    def _replace(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
-        """Take a new process: this one declined the trial, was killed, failed or hung, before it reported anything.
+    def _replace_process(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
+        """Use a new process: this one declined the trial, was killed, failed or hung before its first report.
 
-        A failure there may be due to an earlier trial: some settings can be made only once in a process.
+        An earlier trial may have caused the failure: some settings can be made only once in a process.
         """
         end, request = self._leased.end(), self._request
         if reason or end.exit_code != 0:
-            which = "a process that was kept from an earlier trial" if self._is_kept else "its process"
+            subject = "the process reused from an earlier trial" if self._is_reused else "its process"
             request.log.warning(
-                "%s %s; a new one is started", which, visible(reason or with_last_output(end, end.output))
+                "%s %s; starting a new one", subject, visible(reason or with_last_output(end, end.output))
             )
         self._leased.process.end()
         with self._changing:
             self._leased = _LeasedProcess(self._pool.make_process(request), request.log, request.key)
             self.go_over_to(self._leased.process.connection, self._leased, self._leased.output)
-            self._is_kept = False
-            self.begin(has_deadline=has_deadline)
+            self._is_reused = False
+            self.start_trial(has_deadline=has_deadline)
 
 
-# ------------------------------------------------------------------------------------------ the pools of a worker
+# --------------------------------------------------------------------------------- the shared pools of a worker
 
 
 @dataclass(slots=True)
@@ -333,14 +333,14 @@ _pools: dict[Hashable, _SharedPool] = {}
 
 @contextmanager
 def worker_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
-    """Yield the pool of a run of a search in this process. It stays for 30 s after its last attempt.
+    """Yield the pool that the attempts of a search share in this process. It stays for 30 s after the last attempt.
 
-    Idle pools of other searches are closed at once, since their processes may hold memory of a GPU.
+    Idle pools of other searches are closed immediately, since their processes may hold GPU memory.
     """
     with _guard:
-        others = [_pools.pop(key) for key, each in [*_pools.items()] if key != search and not each.user_count]
-    for each in others:
-        each.pool.close()
+        idle = [_pools.pop(key) for key, other in [*_pools.items()] if key != search and not other.user_count]
+    for other in idle:
+        other.pool.close()
     with _guard:
         shared = _pools.setdefault(search, _SharedPool(TrialProcessPool(slots=None, reuse=reuse)))
         shared.user_count += 1
@@ -366,7 +366,7 @@ def _close_if_idle(search: Hashable, shared: _SharedPool) -> None:
 
 
 @atexit.register
-def _close_all() -> None:
-    """Close the pools when the worker exits: they remove their temporary directories."""
+def _close_all_pools() -> None:
+    """Close the pools at the exit of the worker, which removes their temporary directories."""
     while _pools:
         _pools.popitem()[1].pool.close()
