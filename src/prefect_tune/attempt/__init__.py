@@ -1,1 +1,1 @@
-"""One attempt of a trial, above its processes: its request, journal, supervisor, commits and end."""
+"""An attempt of a trial: its request, journal, supervisor, commits and outcome."""

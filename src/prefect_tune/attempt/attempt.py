@@ -64,7 +64,7 @@ from prefect_tune.terminal.formatting import with_last_output
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """How an attempt ended, and the trial after its last event."""
+    """The outcome of an attempt, and the trial after its last event."""
 
     outcome: Outcome
     trial: Trial

@@ -614,7 +614,7 @@ def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
             except TypeError as error:
                 raise InvalidInput(f"syncer {name!r}: cannot be constructed without arguments: {error}") from error
     if not isinstance(syncer, Syncer):
-        expected = "'auto', 'package.module:Name' of a pt.Syncer or a class of them, a pt.Syncer or None"
+        expected = "'auto', 'package.module:Name' of a pt.Syncer or a subclass, a pt.Syncer or None"
         raise InvalidInput(f"syncer {config.syncer!r}: expected {expected}, found {syncer!r}")
     try:
         return copy.deepcopy(syncer)

@@ -134,7 +134,7 @@ class NodeConnection:
         self._messages.put(message)
 
     def close(self) -> None:
-        """Send the queued messages, for 20 s at most; pass on no more received ones."""
+        """Send the queued messages, for 20 s at most; ignore messages that arrive later."""
         self._is_closing.set()
         self._messages.put(None)
         self._sender.join(_CLOSE_TIMEOUT.total_seconds())
@@ -208,7 +208,7 @@ class OtherNodes:
         self._lost: dict[int, Reason] = {}
         self._ranks: dict[int, _RemoteRank] = {}
         self.stop: Callable[[], None] = lambda: None
-        """Called when the infrastructure asks a node to stop."""
+        """Called when the infrastructure stops a node."""
         self.placement = Placement(processes=processes_on(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
@@ -324,7 +324,7 @@ class OtherNodes:
             answer_challenge(connection, key)
             arrived = _make_reader(connection).read(_JOIN_TIMEOUT)
         except (AuthenticationError, EOFError, OSError, MalformedMessage) as error:
-            self._log.warning("refused a connection to node 0: %s: %s", type(error).__name__, error)
+            self._log.warning("rejected a connection to node 0: %s: %s", type(error).__name__, error)
             connection.close()
             return
         with self._lock:
@@ -361,7 +361,7 @@ class OtherNodes:
     def _on_node_message(self, node: int, message: NodeMessage) -> None:
         match message:
             case FromRank(rank=rank, message=sent) if rank in self._ranks:
-                self._ranks[rank].deliver(sent.model_dump_json().encode())
+                self._ranks[rank].forward_message(sent.model_dump_json().encode())
             case RankGone(rank=rank, end=end) if rank in self._ranks:
                 self._ranks[rank].close(end)
             case NodeStopping():
@@ -398,7 +398,7 @@ class _RemoteRank(TrialChannel):
         """Return how the rank ended. Its node ends it when the attempt is over."""
         return self._end or ProcessEnd(reason=make_reason("rank-elsewhere", node=self.node))
 
-    def deliver(self, message: bytes) -> None:
+    def forward_message(self, message: bytes) -> None:
         """Pass a message of the rank to the supervisor."""
         with suppress(OSError):  # the attempt is over
             self._far_end.send_bytes(message)
@@ -619,7 +619,7 @@ class _WorkerNode:
             except TuneError as error:
                 if self._end_reason:
                     return  # the scratch directory is being removed
-                self._log.warning("the part of step %d was not sent: %s", step, error)
+                self._log.warning("the part of step %d could not be uploaded: %s", step, error)
                 reason = f"{type(error).__name__}: {error}"
                 try:
                     on_target(self._spec.target, lambda store: refuse_part(store, wanted.key, sender, reason))

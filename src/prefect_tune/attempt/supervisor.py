@@ -111,8 +111,8 @@ class _Supervisor:
         self._rank_0_deadline: Deadline | None = None
         """The time limit of rank 0 after the end of the trial's own process, which has launched it."""
         self._steps = 0
-        self._handed_over = self._given_up = 0  # counted by this thread
-        self._committed = 0  # counted by the commit worker's thread
+        self._submitted_count = self._failed_count = 0  # counted by this thread
+        self._committed_count = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
         """Checkpoints that lack the part of a node; the commit worker's thread puts them here."""
         self._failed_saves: list[Reason] = []
@@ -239,7 +239,7 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------------------------- saves
 
     def _submit_checkpoint(self, done: StepDone) -> None:
-        self._handed_over += 1
+        self._submitted_count += 1
         self._queue_save(self._saves.hand_over(done))
 
     def _queue_save(self, save: GroupSave | None) -> None:
@@ -248,13 +248,13 @@ class _Supervisor:
 
     def _on_saved(self, step: int) -> None:
         self._last_message_at = time.monotonic()
-        self._committed += 1
+        self._committed_count += 1
         self._failed_saves.clear()
         self._group.tell(CheckpointSaved(step=step))  # last: the trial may end then, and its end reads these fields
 
     @property
     def _is_uploading(self) -> bool:
-        return self._committed + self._given_up < self._handed_over
+        return self._committed_count + self._failed_count < self._submitted_count
 
     # --------------------------------------------------------------------------------------------- ends of ranks
 
@@ -410,7 +410,7 @@ class _Supervisor:
             if self._incomplete.empty():
                 return None
             failed = self._incomplete.get()
-        self._given_up += 1
+        self._failed_count += 1
         reason = make_reason("not-committed", step=failed.step, error=failed.reason)
         self._failed_saves.append(reason)
         if failed.done.finish_reason is not None or len(self._failed_saves) >= _MAX_FAILED_SAVES:
@@ -505,7 +505,7 @@ class GroupSaves:
         return self._pop_if_complete(part.step)
 
     def close(self, step: int) -> None:
-        """Drop the parts of other ranks up to `step` without a checkpoint of rank 0, which submits no more of them.
+        """Finish `step`: up to it, drop the parts of other ranks that belong to no checkpoint of rank 0.
 
         Raises:
             InvalidInput: a rank saved a checkpoint at a step without a checkpoint of rank 0.

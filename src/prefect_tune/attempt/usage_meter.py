@@ -107,7 +107,7 @@ class UsageMeter:
         rest = until - self._start_time - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
         seconds = seconds.plus(phase, max(0.0, rest)).plus("ending", ending)
-        figures = {"output": self.last_output(), **(self._processes.make_figures() if self._processes else {})}
+        figures = {"output": self.last_output(), **(self._processes.summarize() if self._processes else {})}
         if self.rank_ends:
             return GroupUse(seconds=_round_seconds(seconds), **figures, ends=tuple(self.rank_ends))
         return AttemptUse(seconds=_round_seconds(seconds), **figures)
@@ -149,7 +149,7 @@ def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
 
 
 class _ProcessSampler:
-    """Samples memory, processor time and GPUs of processes and descendants. Call `make_figures` from any thread."""
+    """Samples memory, processor time and GPUs of processes and descendants. Call `summarize` from any thread."""
 
     def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
         """Take the first sample. Args: environment: all variables of the process."""
@@ -190,8 +190,8 @@ class _ProcessSampler:
         self.memory.add(sum(size_bytes for _, size_bytes in stats.values()))
         self.largest = max(((pid, size_bytes) for pid, (_, size_bytes) in stats.items()), key=lambda item: item[1])
 
-    def make_figures(self) -> dict[str, Any]:
-        """Return the figures of an `AttemptUse`."""
+    def summarize(self) -> dict[str, Any]:
+        """Return the measured fields of an `AttemptUse`."""
         with self._guard:
             utilization = self._gpu_utilization.mean
             return {
@@ -275,7 +275,7 @@ def gpus_in(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tu
         return parse_visible_devices(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    return _list_gpus_of_driver()
+    return _query_nvidia_smi()
 
 
 def processes_here(wanted: Processes, environment: Mapping[str, str]) -> int:
@@ -299,7 +299,7 @@ def parse_visible_devices(visible: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _list_gpus_of_driver() -> tuple[str, ...]:
+def _query_nvidia_smi() -> tuple[str, ...]:
     """List the GPUs with nvidia-smi: in containers the driver's folder in /proc may be missing."""
     program = shutil.which("nvidia-smi")
     if program is None:

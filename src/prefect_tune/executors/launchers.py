@@ -86,7 +86,7 @@ class TaskRunnerLauncher:
                 else:
                     futures.append(attempt_task(spec.tags).submit(spec, request, link))
 
-        def wait() -> None:
+        def wait_for_tasks() -> None:
             try:
                 futures[0].wait()
                 if (error := error_in(futures[0].state)) is not None:
@@ -97,7 +97,7 @@ class TaskRunnerLauncher:
                         future.wait(_NODES_END_TIMEOUT_SECONDS)
                     placement_group.remove()
 
-        return wait
+        return wait_for_tasks
 
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, reads the stop request, and ends."""

@@ -265,7 +265,7 @@ class _RemoteAttempt:
     """The number of the last post that was read from the outbox."""
     is_over: bool = False
     damage: TuneError | None = None
-    """The error of an unreadable post: the search ends the attempt, and receives no more of its posts."""
+    """The error of an unreadable post: the search ends the attempt, and reads no further posts."""
     unread_since: float | None = None
     """The time of the first failed read since the last complete one (monotonic clock); None if nothing is unread."""
 
@@ -277,7 +277,7 @@ class _RemoteAttempt:
         """Return the reply to this attempt at `step`."""
         return self.spec.trial, self.number, step, message
 
-    def is_decided_at(self, step: int) -> bool:
+    def needs_decision_at(self, step: int) -> bool:
         """Return whether the scheduler decides about the trial at `step`."""
         return self.milestone is not None and step >= self.milestone
 
@@ -416,11 +416,11 @@ class RemoteExecutor:
         messages: list[Message] = [PostReceived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case Started(from_step=step) if attempt.is_decided_at(step):  # it may wait at its milestone
+                case Started(from_step=step) if attempt.needs_decision_at(step):  # it may wait at its milestone
                     messages.append(RemoteAttemptStarted(trial))
-                case Reported(report=report, asks=True) if attempt.is_decided_at(report.step):
+                case Reported(report=report, asks=True) if attempt.needs_decision_at(report.step):
                     messages.append(AnswerAwaited(trial, report))
-                case Reported(report=report, asks=True):  # its request predates the latest decision
+                case Reported(report=report, asks=True):  # its request is older than the latest decision
                     self._queued_replies.append(attempt.make_reply(report.step, Proceed(milestone=attempt.milestone)))
                 case _:
                     pass

@@ -123,7 +123,7 @@ class TrialExecutor(Protocol):
         ...
 
     def refuse(self) -> None:
-        """Reject all further events of attempts: the search is over, and writes no more."""
+        """Reject all further events of attempts: the search is over, and writes nothing further."""
         ...
 
 
@@ -266,10 +266,10 @@ class LocalExecutor:
     def _refuse_awaited(self) -> None:
         for submitted in self._awaited_events.values():
             if not submitted.written.done():
-                submitted.written.set_exception(CommitUnknown("the search has ended: nothing more is journaled"))
+                submitted.written.set_exception(CommitUnknown("the search has ended: further events are not journaled"))
 
 
-# Slots: how many trials train at once, and the resources of each.
+# Slots: how many trials train in parallel, and the resources of each.
 
 
 @dataclass(frozen=True, slots=True)

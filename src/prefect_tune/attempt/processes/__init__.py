@@ -1,1 +1,1 @@
-"""The processes of trials as their supervisor has them: pool, fork servers, channel, output, environment."""
+"""The processes of trials: pool, fork servers, channels, output and environment."""

@@ -66,7 +66,7 @@ class ProcessKey:
 
     @property
     def whole_environment(self) -> Mapping[str, str]:
-        """The variables of this process, extended and overridden by those of the trial."""
+        """The variables of this process, extended and overridden by the trial's variables."""
         return {**os.environ, **dict(self.environment)}
 
     def __str__(self) -> str:
@@ -293,7 +293,7 @@ _ForkSource: TypeAlias = ForkServer | Template
 
 
 def _end_in_background(source: _ForkSource) -> None:
-    """Send no more requests, and do not wait: the source exits after the last process that it forked."""
+    """End a source without waiting: it exits after the last process that it forked."""
     threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
@@ -348,7 +348,7 @@ class ForkServers:
                 if process is not None:
                     return process
                 self._discard(source)
-        raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} fork servers in a row did not answer")
+        raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} consecutive fork servers did not respond")
 
     def refuse(self, key: ProcessKey, reason: str, log: Log) -> None:
         """Fork no more trials of this key after its import, and log the reason once. Running trials continue."""

@@ -104,7 +104,7 @@ def command_of_trials(module: str, descriptor: int) -> list[str]:
 
 
 AS_IT_IS: Mapping[str, str] = MappingProxyType({})
-"""No variables in addition to those of this process."""
+"""No variables besides the environment of this process."""
 
 
 # The channel to one process, and the kinds of processes.
@@ -472,7 +472,7 @@ class RankGroup:
         return rank.rank, join
 
     def leave(self, rank: int) -> None:
-        """Receive nothing more from a rank, which has sent its end."""
+        """Stop receiving from a rank, which has sent its end."""
         self._open.pop(rank, None)
 
     def end(self, rank: int = 0) -> ProcessEnd:
@@ -502,7 +502,7 @@ class RankGroup:
         return [rank for rank in range(self.world_size) if rank not in self._channels] if self._joins else []
 
     def close(self) -> None:
-        """Send nothing more."""
+        """End the threads that send messages to the ranks."""
         for outbox in self._outboxes.values():
             outbox.put(None)
 

@@ -23,7 +23,7 @@ _MAX_LAST_LINES = 20
 _STOP_TIMEOUT = timedelta(seconds=5)
 _FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
-_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: at once, and per second
+_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: in a burst, and per second
 _MAX_LAST_BYTES = 64 * 1024  # all last lines together, after the process has exited
 _MAX_JOURNALED_BYTES = 8 * 1024  # all last lines together, in the journal
 _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
