@@ -490,7 +490,7 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 class OutOfMemory(UsageMeter):
     """The kernel has killed a process."""
 
-    def _was_killed(self) -> bool:
+    def _was_oom_killed(self) -> bool:
         return True
 
 

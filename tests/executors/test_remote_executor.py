@@ -162,7 +162,7 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
         assert [*executor.poll(NOW), *executor.poll(NOW)] == []
-        assert caplog.text.count("are read later: the credentials have expired") == 1
+        assert caplog.text.count("outboxes of trials; retrying: the credentials have expired") == 1
     assert steps_of(executor.poll(NOW)) == [(TRIAL, 1), (TRIAL, 2)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
@@ -426,7 +426,7 @@ def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_w
         until(lambda: ends.received)
     assert ends.received == [PROCEED]
     assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
-        "trial 00000 cannot read its answers on the target: StoreRefused: AccessDenied"
+        "trial 00000 cannot read decisions from the target: StoreRefused: AccessDenied"
     ]
 
 

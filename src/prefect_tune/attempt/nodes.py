@@ -430,14 +430,14 @@ def find_local_address() -> str:
 
 
 def train_node(
-    spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink, tasks: AttemptTasks, log: Log
+    spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchLink, tasks: AttemptTasks, log: Log
 ) -> Reason:
     """Train the ranks of a node until the attempt is over; return the reason of its end."""
-    link.watch()
-    connected = _connect(spec, request, link.stop)
+    channel.watch()
+    connected = _connect(spec, request, channel.stop)
     if isinstance(connected, Reason):
         return connected
-    return _WorkerNode(spec, request, *connected, node, link, tasks, log).run()
+    return _WorkerNode(spec, request, *connected, node, channel, tasks, log).run()
 
 
 def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> tuple[NodesKey, Connection] | Reason:

@@ -76,13 +76,13 @@ _REPORTS_TWICE = "both the trial's own process and the ranks that it started rep
 
 
 def supervise(
-    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
+    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchLink, meter: UsageMeter
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    `link.stop` starts the grace period, which also expires when the work of this context is abandoned.
+    `channel.stop` starts the grace period, which also expires when the work of this context is abandoned.
     """
-    supervisor = _Supervisor(group, commit_worker, spec, link, meter)
+    supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
     meter.rank_ends = supervisor.make_rank_ends(outcome)
     meter.ended()
@@ -91,13 +91,13 @@ def supervise(
 
 class _Supervisor:
     def __init__(
-        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
+        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchLink, meter: UsageMeter
     ) -> None:
         self._group = group
         self._commit_worker = commit_worker
         self._log = commit_worker.log
         self._spec = spec
-        self._channel = link
+        self._channel = channel
         self._meter = meter
         self._reset_collectors()
         self._failures: list[tuple[int, AttemptEnded, int]] = []
@@ -123,7 +123,7 @@ class _Supervisor:
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._awaits_decision = False
         self._stop_requested_at: float | None = None
-        link.connect(self._on_answer)
+        channel.connect(self._on_answer)
 
     def run(self) -> Outcome:
         while True:

@@ -335,7 +335,7 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
     assert isinstance(said[-1], TrialEnded)
     assert (pids[0] != pids[1], said[-1].raised) == (True, fails == "in each process")
     (line,) = recorder.reasons
-    assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
+    assert line.endswith("failed before its first report (RuntimeError: only once in a process); starting a new one")
 
 
 @pytest.mark.parametrize("when", ["as it waits", "as it is reset"])
@@ -351,7 +351,7 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
         found = metrics_of(channel)
     assert (found["x"], found["pid"] != first) == (2, True)
-    said = [line for line in recorder.reasons if "kept from an earlier trial ended by SIGKILL" in line]
+    said = [line for line in recorder.reasons if "reused from an earlier trial ended by SIGKILL" in line]
     assert len(said) == (when == "as it is reset")
 
 

@@ -396,5 +396,5 @@ def test_the_log_says_once_that_a_paused_pool_begins_no_trial(
     api.is_paused, waits = True, begin(spec)
     api.sleep = lambda seconds: finish(api) if len(api.slept) > 20 else api.slept.append(seconds)  # type: ignore[method-assign]  # it ends the run
     waits()
-    said = "trials wait: work pool 'pool' is paused; to resume it: prefect work-pool resume pool"
+    said = "trials cannot start: work pool 'pool' is paused; to resume it: prefect work-pool resume pool"
     assert caplog.messages.count(said) == 1
