@@ -57,7 +57,7 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
         ({"cpu": True}, "cpu: expected a number"),
         ({"cpu": float("nan")}, "cpu: expected a number"),
         ({"gpu": "1"}, "gpu: expected a number"),
-        ({"gpu": 1.5}, "gpu: expected a whole number, or a part of one, found 1.5"),
+        ({"gpu": 1.5}, "gpu: expected a whole number, or a fraction below 1, found 1.5"),
     ],
 )
 def test_what_cannot_be_needed_is_said(given: dict[str, object], said: str) -> None:

@@ -112,7 +112,7 @@ def test_processes_are_a_number_or_the_fewest_and_the_most(given: Any, expected:
 
 @pytest.mark.parametrize("given", [0, 1025, True, 2.0, "", "x", "1-", "-1", (8, 1), (0, 2), (1, 2, 3), (), None, ["a"]])
 def test_what_is_no_number_of_processes_is_refused(given: Any) -> None:
-    with pytest.raises(pt.InvalidInput, match=r"^processes_per_trial: expected a number from 1 to 1024, or the fewest"):
+    with pytest.raises(pt.InvalidInput, match=r"^processes_per_trial: expected a number from 1 to 1024, or a minimum"):
         SearchPlan(trainable=print, target="./nowhere", processes_per_trial=given)
 
 

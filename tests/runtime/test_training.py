@@ -485,7 +485,7 @@ def test_a_field_that_is_read_from_the_dict_of_a_dataclass_is_shown_as_its_key(n
     config: Any = {"lr": 0.1}
     with pytest.raises(AttributeError) as raised:
         getattr(config, name)
-    hint = f". A configuration is a dict, that of a dataclass too: config[{name!r}]" if is_hinted else ""
+    hint = f". A configuration is a dict, even for a dataclass: config[{name!r}]" if is_hinted else ""
     failure = require_failure(failure_message(raised.value, "t"))
     assert first_line(failure.reason) == f"AttributeError: 'dict' object has no attribute {name!r}{hint}"
 

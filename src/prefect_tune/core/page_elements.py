@@ -1,6 +1,6 @@
-"""The elements of what people read, and their HTML, of a page of its own or in the output of a notebook's cell.
+"""The elements of reports and displays, and their HTML for a separate page or the output of a notebook cell.
 
-Text from anywhere is escaped, and nothing is loaded: pictures are part of the markup.
+All text is escaped, and nothing is loaded: pictures are part of the markup.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cell: TypeAlias = str | Link | Verbatim
 
 @dataclass(frozen=True)
 class Heading:
-    """A title; level 1 is the page's."""
+    """A heading; level 1 is the title of the page."""
 
     text: str
     level: int = 2
@@ -46,12 +46,12 @@ class Text:
 
     parts: Sequence[Cell]
     kind: Literal["", "strong", "legend", "bad"] = ""
-    """How it stands out; empty if it does not."""
+    """The emphasis; empty for normal text."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, its description, and its legend."""
+    """A picture, its description and its legend."""
 
     svg: str
     shows: str
@@ -60,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; without names of columns, the first cell of each row names it."""
+    """Rows of cells; if `head` is empty, the first cell of each row is its name."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -80,7 +80,7 @@ _MAX_VALUES = 60
 
 
 def values_table(name: str, values: Mapping[str, object]) -> Table:
-    """Return a table of parameters or metrics, which are `flat`: of many the first 60, and how many more there are."""
+    """Return a table of `flat` parameters or metrics: the first 60, and the number of others."""
     shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
     rows = [(shorten(visible_line(key), 60), shorten(visible_line(text), 300)) for key, text in shown.items()]
     more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []
@@ -94,31 +94,31 @@ def elements_of(block: Block) -> Iterator[str]:
             yield f"<h{level}>{escaped_html(text)}</h{level}>"
         case Text(parts=parts, kind=kind):
             attribute = f' class="{kind}"' if kind else ""
-            yield f"<p{attribute}>{''.join(map(_html_cell, parts))}</p>"
+            yield f"<p{attribute}>{''.join(map(_cell_html, parts))}</p>"
         case Figure():
             yield f'<img src="{data_uri(block.svg)}" alt="{escaped_html(block.shows)}">'
             if block.legend:
                 yield f'<p class="legend">{escaped_html(block.legend)}</p>'
         case Table():
-            yield from _html_table(block)
+            yield from _table_html(block)
         case Code(text=text):
             yield f"<pre>{escaped_html(text)}</pre>"
         case never:
             assert_never(never)
 
 
-def _html_table(table: Table) -> Iterator[str]:
+def _table_html(table: Table) -> Iterator[str]:
     if not table.rows:
         return
     yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
     if table.head:
         yield f"<tr>{''.join(f'<th>{escaped_html(name)}</th>' for name in table.head)}</tr>"
     for row in table.rows:
-        yield f"<tr>{''.join(f'<td>{_html_cell(cell)}</td>' for cell in row)}</tr>"
+        yield f"<tr>{''.join(f'<td>{_cell_html(cell)}</td>' for cell in row)}</tr>"
     yield "</table></div>"
 
 
-def _html_cell(cell: Cell) -> str:
+def _cell_html(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
             return f'<a href="{escaped_html(address)}" target="_blank" rel="noopener">{escaped_html(text)}</a>'
@@ -129,7 +129,7 @@ def _html_cell(cell: Cell) -> str:
 
 
 def escaped_html(text: str) -> str:
-    """Return any text as markup that shows it."""
+    """Return the markup that displays `text`."""
     return escape(visible(text))
 
 
@@ -138,8 +138,8 @@ def data_uri(svg: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-# The output of a notebook's cell. The class is named twice, to outweigh JupyterLab's own rules for tables. Lines are
-# half transparent, so that they are visible on a light page and on a dark one; text has the page's color.
+# The output of a notebook cell. Selectors repeat the class to override JupyterLab's rules for tables. Lines are half
+# transparent, so that they are visible in a light and a dark theme; text has the color of the page.
 _STYLE = """
 .prefect-tune{font-size:13px;line-height:1.5;color:inherit;overflow-x:auto}
 .prefect-tune p{margin:.3em 0}.prefect-tune .strong{font-size:15px;font-weight:600}.prefect-tune .legend{opacity:.7}
@@ -161,6 +161,6 @@ monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
 
 
 def cell_html(*blocks: Block) -> str:
-    """Return the output of a cell."""
+    """Return the output of a notebook cell."""
     elements = "".join(element for block in blocks for element in elements_of(block))
     return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'

@@ -1,9 +1,9 @@
-"""The Prefect events of an experiment: the events of its journal by their types, and four with names of their own.
+"""The Prefect events of an experiment: the events of its journal, and four others.
 
-The journal is the truth: these events may get lost, and no decision depends on them. An event of the journal becomes
-the Prefect event `prefect-tune.<its type>` with its fields as payload; `NOT_EMITTED` has the exceptions. What no
-journal records is a class of this module: `name` is the event's name, the docstring says when it is emitted.
-`docs/events.md` lists them all.
+The journal is the truth: Prefect events may get lost, and no decision depends on them. An event of the journal becomes
+the Prefect event `prefect-tune.<its type>` with its fields as payload; `NOT_EMITTED` lists the exceptions. Each event
+that is not journaled is a class of this module: `name` is the event's name, the docstring says when it is emitted.
+`docs/events.md` lists all events.
 """
 
 from __future__ import annotations
@@ -33,64 +33,64 @@ from prefect_tune.core.values import Json, Metrics, Value, metric_in
 
 
 class BestSoFar:
-    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best before.
+    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best one before.
 
-    Metrics are compared in order, as a tuple. Without an objective no result is better than another.
+    Metrics are compared in order, like a tuple. Without an objective no result is better than another.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
+        """Args: experiment: its state before the first call of `committed` or `ended`; it sets the best so far."""
         self._objective = objective
         self._experiment = experiment.key
         self._losses: Losses | None = None
         self.trial: str | None = None
-        """The trial of the best model; None where no trial can be compared."""
+        """The trial of the best model; None if no trial can be compared."""
         for trial in experiment.trials.values():
             ended = [trial.metrics] if trial.phase in ENDED else []
-            for metrics in [*(each.metrics for each in trial.checkpoints), *ended]:
+            for metrics in [*(checkpoint.metrics for checkpoint in trial.checkpoints), *ended]:
                 self._compare(trial.trial, metrics)
 
     def committed(self, trial: Trial) -> BestImproved | None:
-        """Return the news if the trial's newest checkpoint is better than all models before; else None."""
+        """Return the event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
         if (newest := newest_checkpoint(trial)) is None or not self._compare(trial.trial, newest.metrics):
             return None
         key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
-        return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
+        return self._make_improvement(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:
-        """Return the news if the trial's last step, which may not be saved, is better than all before; else None."""
+        """Return the event if the trial's last step, saved or not, is better than all earlier ones; otherwise None."""
         is_best = self._compare(trial.trial, trial.metrics)
-        return self._improved(trial.trial, trial.step, trial.metrics, None) if is_best else None
+        return self._make_improvement(trial.trial, trial.step, trial.metrics, None) if is_best else None
 
     def _compare(self, trial: str, metrics: Metrics) -> bool:
-        """Record a result that is better than all before, and return whether it is."""
+        """Return whether a result is better than all earlier ones, and record it if so."""
         losses = None if self._objective is None else losses_in(metrics, self._objective)
         if losses is None or (self._losses is not None and losses >= self._losses):
             return False
         self._losses, self.trial = losses, trial
         return True
 
-    def _improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
+    def _make_improvement(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
         compared = () if self._objective is None else self._objective.metrics
         first = {name: metric_in(metrics, name) for name in compared}
         return BestImproved(trial=trial, step=step, metrics={**first, **metrics}, manifest=manifest)
 
 
 def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the sequence of the best checkpoint of all, by its trial; of equally good ones each trial's first.
+    """Return the best checkpoint's sequence by its trial; if several are equally good, each trial's first one.
 
-    The best model that `BestSoFar` announced last is among them, if it is saved. Empty without an objective.
+    Includes the model that `BestSoFar` reported last, if it is saved. Empty without an objective.
     """
     if objective is None:
         return {}
-    by_trial = {each.trial: best_saved(each.checkpoints, objective)[:1] for each in experiment.trials.values()}
+    by_trial = {t.trial: best_saved(t.checkpoints, objective)[:1] for t in experiment.trials.values()}
     best = [(trial, ref, losses_in(ref.metrics, objective)) for trial, refs in by_trial.items() for ref in refs]
-    least = min((losses for _, _, losses in best if losses is not None), default=None)
-    return {trial: ref.sequence for trial, ref, losses in best if losses == least}
+    best_losses = min((losses for _, _, losses in best if losses is not None), default=None)
+    return {trial: ref.sequence for trial, ref, losses in best if losses == best_losses}
 
 
 VERSION = 2
-"""The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field."""
+"""The version of the payloads: increased when a field is renamed or changes its meaning, but not for a new field."""
 NOT_EMITTED = frozenset(
     (
         *("decided", "opened", "reported", "trial-added"),
@@ -98,11 +98,11 @@ NOT_EMITTED = frozenset(
         *("adopted", "configured", "forked", "deletion"),
     )
 )
-"""Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
+"""Types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
 LABELS = ("trial", "status", "cause", "reason_code", "kind", "kills", "end")
-"""Fields of a payload that are also labels of the event's resource: automations match labels, and no payload."""
-_TEXT = 500
-_ITEMS = 20
+"""Fields of a payload that are also labels of the event's resource: automations can match labels, but not payloads."""
+_MAX_TEXT_LENGTH = 500
+_MAX_ITEM_COUNT = 20
 
 
 class ExperimentEvent(Value):
@@ -137,7 +137,7 @@ class BestImproved(ExperimentEvent):
     step: int
     metrics: Metrics
     manifest: str | None
-    """The path of the checkpoint's manifest; None where that step was not saved."""
+    """The path of the checkpoint's manifest; None if that step was not saved."""
 
 
 class ExperimentEnded(ExperimentEvent):
@@ -151,7 +151,7 @@ class ExperimentEnded(ExperimentEvent):
     best: str | None
     """The trial with the best model so far."""
     dropped: int
-    """The number of events of trials that the rate limit left out."""
+    """The number of trial events that the rate limit dropped."""
 
 
 def event_name(event: Event) -> str:
@@ -164,10 +164,10 @@ def event_name(event: Event) -> str:
 
 
 def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON, with the version, and for the end of an attempt how the trial `after` it is.
+    """Return an event's payload as JSON with the version; at the end of an attempt also its trial's state `after` it.
 
-    A reason is its sentence, for people, and `reason_code`, for conditions; the code is None for a text of the user's.
-    Texts are cut to their first line and 500 characters, lists and tables to 20 items.
+    A reason is its sentence, for display, and `reason_code`, for conditions; the code of a user's text is None.
+    Texts are truncated to their first line and 500 characters, lists and dicts to 20 items.
     """
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
@@ -183,42 +183,42 @@ def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> di
 
 
 def labels_of(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return the labels that an event's resource has for its payload; truth values are `true` and `false`."""
-    known = {name: payload[name] for name in LABELS if payload.get(name) is not None}
-    words = {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in known.items()}
-    return {f"prefect-tune.{name}": word for name, word in words.items()}
+    """Return the labels of an event's resource for its payload; bools become `true` and `false`."""
+    labels = {name: payload[name] for name in LABELS if payload.get(name) is not None}
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in labels.items()}
+    return {f"prefect-tune.{name}": word for name, word in texts.items()}
 
 
 def abbreviated(value: Json) -> Json:
-    """Return a JSON value with the first 500 characters of each text's first line, and 20 items of lists and tables."""
+    """Truncate a JSON value: each text to 500 characters of its first line, each list and dict to 20 items."""
     match value:
         case str():
-            return shorten(first_line(value), _TEXT)
+            return shorten(first_line(value), _MAX_TEXT_LENGTH)
         case dict():
-            return {name: abbreviated(each) for name, each in islice(value.items(), _ITEMS)}
+            return {name: abbreviated(item) for name, item in islice(value.items(), _MAX_ITEM_COUNT)}
         case list():
-            return [abbreviated(each) for each in value[:_ITEMS]]
+            return [abbreviated(item) for item in value[:_MAX_ITEM_COUNT]]
         case _:
             return value
 
 
 @dataclass
 class Allowance:
-    """A token bucket for events: `most` at once, and `per_second` in the long run."""
+    """A token bucket for events: bursts of at most `most`, on average `per_second`."""
 
     most: float
     per_second: float
-    _left: float = field(init=False)
-    _at: float = field(init=False, default=0.0)
+    _tokens: float = field(init=False)
+    _updated_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._left = self.most
+        self._tokens = self.most
 
     def take(self, count: int, now: float) -> bool:
-        """Return whether `count` more may be emitted now, and take their tokens if so."""
-        self._left = min(self.most, self._left + max(0.0, now - self._at) * self.per_second)
-        self._at = max(self._at, now)
-        if self._left < count:
+        """Take `count` tokens if they are available; return whether they were."""
+        self._tokens = min(self.most, self._tokens + max(0.0, now - self._updated_at) * self.per_second)
+        self._updated_at = max(self._updated_at, now)
+        if self._tokens < count:
             return False
-        self._left -= count
+        self._tokens -= count
         return True

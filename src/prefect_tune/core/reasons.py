@@ -1,6 +1,6 @@
-"""Why something ended or was decided: a code with arguments. The sentences are made here, and no code reads them.
+"""Reasons of ends and decisions: a code with arguments. Only this module makes sentences of them; no code reads these.
 
-Schedulers, stoppers and requests of users give texts instead, which are shown as they are; nothing compares a text.
+Users' schedulers, stoppers and requests pass texts instead, which are shown unchanged; no code compares texts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from prefect_tune.core.values import Message, Value
 
 
 class Cause(StrEnum):
-    """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""
+    """Why an attempt ended without finishing; each cause counts toward one retry budget, or toward none."""
 
     MACHINE = "machine"
     """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
-    """The attempt was asked to stop, and stopped in order: no failure."""
+    """The attempt was asked to stop, and stopped gracefully: not a failure."""
     USER = "user"
     """The user's code raised."""
     IMPORT = "import"
@@ -38,36 +38,36 @@ class Cause(StrEnum):
 
 
 class FinishKind(StrEnum):
-    """How a trial finished. Only a trial that met its stop criterion continues when that changes."""
+    """How a trial finished. Only a trial that met its stop criterion continues when the criterion changes."""
 
     RETURNED = "returned"
     """The trainable returned by itself."""
     CRITERION = "criterion"
     """A stop criterion was met."""
     ALL_STEPS = "all-steps"
-    """It has trained all of the scheduler's steps."""
+    """It has trained all steps of the scheduler."""
     PRUNED = "pruned"
     """The scheduler ended it early."""
     STOPPED = "stopped"
-    """A person ended it: by a stop request, or by the choice on Resume."""
+    """The user ended it, by a stop request or by the choice on Resume."""
 
 
 _MAX_DEPTH = 16
 _MAX_NUMBER = 2**63
 
 
-def _require_plain(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return the arguments if they are JSON, shallow, and of usual numbers: a trial's process may send any."""
+def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
+    """Return the arguments if they are shallow JSON without large numbers: a trial's process may send anything."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-                _require_plain(value, depth + 1)
-            elif not (value is None or isinstance(value, str) or _is_usual_number(value)):
+                _require_plain_arguments(value, depth + 1)
+            elif not (value is None or isinstance(value, str) or _is_storable_number(value)):
                 raise ValueError("expected texts, numbers up to 2**63, lists of them, or a reason")
     return arguments
 
 
-def _is_usual_number(value: object) -> bool:
+def _is_storable_number(value: object) -> bool:
     return abs(value) < _MAX_NUMBER if isinstance(value, int) else isinstance(value, float) and math.isfinite(value)
 
 
@@ -75,71 +75,71 @@ class Reason(Value):
     """Why a trial, an attempt or a search ended, or why a decision was made. `str()` returns the sentence."""
 
     code: str
-    """A key of `_SENTENCES`. A code that a newer release wrote is shown as it is, with its arguments."""
-    arguments: Annotated[Mapping[str, Any], AfterValidator(_require_plain)] = Field(default_factory=dict)
-    """JSON; an argument that is a reason, too, is its JSON."""
+    """A key of `_SENTENCES`. A code of a newer release is shown unchanged, with its arguments."""
+    arguments: Annotated[Mapping[str, Any], AfterValidator(_require_plain_arguments)] = Field(default_factory=dict)
+    """JSON; an argument that is a reason is stored as its JSON."""
 
     def __str__(self) -> str:
         try:
-            return _format(_SENTENCES[self.code], self.arguments) or self.code
-        except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError):  # of an altered journal
+            return _format_sentence(_SENTENCES[self.code], self.arguments) or self.code
+        except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError):  # from an altered journal
             return f"{self.code} {dict(self.arguments)}"
 
 
 AnyReason: TypeAlias = Reason | Message
-"""A reason of this package, or a text of the user's."""
+"""A reason of this package, or a user's text."""
 
 
 class ProcessEnd(Value):
-    """How a process of a trial ended: its exit code, or the signal that killed it; both None if neither is known."""
+    """How a process of a trial ended: its exit code, or the signal that killed it; both None if unknown."""
 
     exit_code: int | None = None
     signal: str | None = None
-    """Its name, such as `SIGKILL`."""
+    """The signal's name, such as `SIGKILL`."""
     reason: Reason | None = None
-    """What is known instead, where neither is: the node is lost, the training runs in a thread."""
+    """Why both are unknown: the node is lost, the training runs in a thread."""
     output: Message = ""
-    """The last lines that it printed."""
+    """The last lines that the process printed."""
 
     def __str__(self) -> str:
-        """Return how it ended, as the predicate of a sentence: `exited with code 1`."""
-        return _format(_PROCESS_ENDED, _arguments_of(self))
+        """Return how the process ended, as the predicate of a sentence: `exited with code 1`."""
+        return _format_sentence(_PROCESS_ENDED, _process_end_arguments(self))
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return how the process of a rank ended, for a list of ranks."""
-    return make_reason("rank-died", **_arguments_of(end))
+    """Return the reason for the end of a rank's process, for a list of ranks."""
+    return make_reason("rank-died", **_process_end_arguments(end))
 
 
 def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason | None = None) -> Reason:
-    """Return the reason of an attempt that ended with one of its processes.
+    """Return the reason for the end of an attempt that ended because one of its processes did.
 
     Args:
-        rank: that of the process; None where it is the only one.
-        memory: how the memory was exceeded, if that has ended it.
+        rank: the rank of the process; None if it is the only process.
+        memory: how the memory limit was exceeded, if that ended the process.
     """
-    location = find_code_location(end.output, is_newest_first=True)  # of faulthandler's dump
-    place = {"location": location, "rank": rank, "output": end.output or None}
-    return make_reason("process-ended", **_arguments_of(end), **place, memory=memory)
+    location = find_code_location(end.output, is_newest_first=True)  # in faulthandler's dump
+    context = {"location": location, "rank": rank, "output": end.output or None}
+    return make_reason("process-ended", **_process_end_arguments(end), **context, memory=memory)
 
 
-def _arguments_of(end: ProcessEnd) -> Mapping[str, object]:
+def _process_end_arguments(end: ProcessEnd) -> Mapping[str, object]:
     return {"exit_code": end.exit_code, "signal": end.signal, "detail": end.reason}
 
 
 def make_reason(code: str, /, **arguments: object) -> Reason:
     """Return a reason of this package; arguments that are None are left out."""
-    return Reason(code=code, arguments={name: _json_of(each) for name, each in arguments.items() if each is not None})
+    return Reason(code=code, arguments={n: _to_json(value) for n, value in arguments.items() if value is not None})
 
 
-def _json_of(argument: object) -> object:
+def _to_json(argument: object) -> object:
     match argument:
         case Reason():
             return {"code": argument.code, "arguments": argument.arguments}
         case str():
             return readable(argument)
         case list() | tuple():
-            return [_json_of(part) for part in argument]
+            return [_to_json(part) for part in argument]
         case float() if not math.isfinite(argument):
             return str(argument)
         case _:
@@ -151,64 +151,64 @@ def code_of(reason: AnyReason) -> str | None:
     return reason.code if isinstance(reason, Reason) else None
 
 
-_AFTER_ERROR = frozenset(
+_CODES_WITH_ERROR = frozenset(
     {"not-retried", "max-machine-failures", "max-failures", "died-at-start", "died-at-each-start", "retried"}
 )
 """The codes whose argument `error` is the error of the attempt."""
 
 
 def error_of(reason: AnyReason) -> AnyReason:
-    """Return the error by which an attempt ended, without the retry budget that it has spent."""
-    while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _AFTER_ERROR:
-        reason = _reason_of(reason.arguments["error"])
+    """Return the error that ended an attempt, without the outer reason about retries."""
+    while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _CODES_WITH_ERROR:
+        reason = _parse_reason(reason.arguments["error"])
     return reason
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error by which an attempt ended, without where it happened and what was printed before.
+    """Return the error that ended an attempt, without its location and the output before it.
 
-    It is equal for equal errors, whatever the traceback, the rank and the retries.
+    The results of equal errors are equal, whatever the traceback, the rank and the retries.
     """
     error = error_of(reason)
     if not isinstance(error, Reason):
         return first_line(error)
-    places = ("traceback", "rank", "location", "output")
-    return make_reason(error.code, **{name: value for name, value in error.arguments.items() if name not in places})
+    context = ("traceback", "rank", "location", "output")
+    return make_reason(error.code, **{name: value for name, value in error.arguments.items() if name not in context})
 
 
 def format_error(reason: AnyReason) -> str:
-    """Return an error in one line, with the last line of the user's code if it is known: `KeyError: 'lr' (train.py:9)`.
+    """Format an error in one line, with the last line of the user's code if known: `KeyError: 'lr' (train.py:9)`.
 
-    If all code is of libraries, it is the last line outside this package.
+    If the traceback has only library code, this is its last line outside this package.
     """
     error = error_of(reason)
     location = error.arguments.get("location") if isinstance(error, Reason) else None
     return first_line(f"{first_line(error)} ({location})" if location else error)
 
 
-def _reason_of(argument: object) -> AnyReason:
+def _parse_reason(argument: object) -> AnyReason:
     if isinstance(argument, Reason):
         return argument
     try:
         return Reason.model_validate(argument) if isinstance(argument, Mapping) else str(argument)
-    except ValidationError:  # of an altered journal
+    except ValidationError:  # from an altered journal
         return str(argument)
 
 
-_FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
+_FRAME_PATTERN = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _SEPARATORS: Final = r"[/\\]"
-_NOT_OF_A_USER = re.compile(rf"{_SEPARATORS}prefect_tune{_SEPARATORS}|(^|{_SEPARATORS})<[^/\\]*$")
-_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
+_NON_USER_PATH = re.compile(rf"{_SEPARATORS}prefect_tune{_SEPARATORS}|(^|{_SEPARATORS})<[^/\\]*$")
+_LIBRARY_PATH = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]python3(\.\d+)?)[/\\]", re.IGNORECASE)
 
 
 def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
-    """Return the newest line of the user's code in a Python traceback or in a dump of faulthandler: `train.py:9`.
+    """Return the innermost line of the user's code in a Python traceback or a faulthandler dump: `train.py:9`.
 
     Args:
         is_newest_first: the order of the frames: True for a dump, False for a traceback.
     """
-    frames = [frame for frame in _FRAME.findall(trace) if not _NOT_OF_A_USER.search(frame[0])]
-    users = [frame for frame in frames if not _LIBRARIES.search(frame[0])] or frames
+    frames = [frame for frame in _FRAME_PATTERN.findall(trace) if not _NON_USER_PATH.search(frame[0])]
+    users = [frame for frame in frames if not _LIBRARY_PATH.search(frame[0])] or frames
     if not users:
         return None
     path, line = users[0 if is_newest_first else -1]
@@ -216,7 +216,7 @@ def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
 
 
 def without_result(reason: AnyReason, step: int) -> AnyReason:
-    """Return a scheduler's reason without the result of `step` that it begins with, for a text that has named it."""
+    """Return a scheduler's reason without the result of `step` at its beginning, for a text that already has it."""
     if (
         not isinstance(reason, Reason)
         or reason.code not in ("rank-promoted", "rank-continued", "cutoff")
@@ -228,13 +228,13 @@ def without_result(reason: AnyReason, step: int) -> AnyReason:
 
 # The sentences, by code. What stands between < and > is left out where an argument in it is missing.
 
-_OPTIONAL = re.compile(r"<([^>]*)>")
+_OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _Formatter(string.Formatter):
-    """Formats as `str.format` does, and a duration, a size, names, ranks, a reason (whole, or its first `line`).
+    """Formats like `str.format`; also formats durations, sizes, ranks and reasons (complete, or their first `line`).
 
-    `one|several` and `none|one|several: #` are for numbers.
+    For numbers there are `one|several` and `none|one|several: #`.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -250,18 +250,18 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "size": shown_size,
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
-    "reason": lambda reason: str(_reason_of(reason)),
-    "line": lambda reason: first_line(error_of(_reason_of(reason))),
+    "reason": lambda reason: str(_parse_reason(reason)),
+    "line": lambda reason: first_line(error_of(_parse_reason(reason))),
 }
 _formatter = _Formatter()
 
 
-def _format(sentence: str, arguments: Mapping[str, Any]) -> str:
+def _format_sentence(sentence: str, arguments: Mapping[str, Any]) -> str:
     def format_optional(part: re.Match[str]) -> str:
         names = [name for _, name, _, _ in _formatter.parse(part[1]) if name]
         return part[1] if all(arguments.get(name) not in (None, "") for name in names) else ""
 
-    return _formatter.vformat(_OPTIONAL.sub(format_optional, sentence), (), arguments).rstrip()
+    return _formatter.vformat(_OPTIONAL_PART.sub(format_optional, sentence), (), arguments).rstrip()
 
 
 _RESULT = "<{metric} = {value:g} at step {step}: >"
@@ -290,34 +290,34 @@ _SENTENCES: Mapping[str, str] = {
         "{metric} = {value:g} at step {step} is among the worst, "
         "{metric} = {source_value:g} at step {source_step} among the best"
     ),
-    "turn-over": "at step {step} its turn is over",
-    "waits-for-others": "waits at step {step} for <{others} >others to be compared with",
-    "waits-for-slot": "continues to step {step} when there is a slot",
+    "turn-over": "paused at step {step}: another trial's turn",
+    "waits-for-others": "waits at step {step} for <{others} >other trials to compare with",
+    "waits-for-slot": "continues to step {step} once a slot is free",
     "pruner": "{name} at {metric} = {value:g}",
     # The search ends, or starts no more trials.
-    "failed-trials": "{count:trial has|trials have} errored, of MaxFailures({limit})",
+    "failed-trials": "{count:trial has|trials have} errored; the limit is MaxFailures({limit})",
     "trial-budget": "the trial budget of {limit} is spent",
     "search-time-limit": "its trials have trained for {seconds:span}, the limit is {limit:span}",
     "search-plateau": "{metric} of the best {top} trials has settled: ± {spread:g}",
     "time-budget": "the time budget of {seconds:span} is spent",
     "fail-fast": "trial {trial} errored, and fail_fast ends the experiment: {error:line}",
-    "same-errors": "{count} trials errored before their second step, all with: {error:line}; fail_fast=False goes on",
+    "same-errors": "{count} trials errored before their second step, all with: {error:line}; fail_fast=False continues",
     "stop-request": "stopped by {by}<: {text}>",
     "stopped-on-resume": "stopped, as chosen on Resume",
     "stop-unreadable": "{error}",
     # A stop request is refused.
     "request-unreadable": "it cannot be read",
-    "request-repeated": "it was journaled before",
-    "request-outdated": "it was for owner {owner}, and owner {successor} has taken over",
+    "request-repeated": "it is already journaled",
+    "request-outdated": "it was for owner {owner}, but owner {successor} has taken over",
     "request-without-trial": "there is no trial {trial!r}",
     "request-for-ended-trial": "trial {trial!r} is {status} already",
     # A trial continues.
     "retried": "retried after: {error:reason}",
     "extended": "extended beyond step {step}",
     "attempt-requested": "another attempt was requested",
-    "trained-on": "trained on, after it had {status}",
-    "step-repeated": "step {step} is trained again, after step {start}",
-    "checkpoint-deleted": "it goes back to step {start}: the checkpoint of step {step} was deleted",
+    "trained-on": "trained further after it had {status}",
+    "step-repeated": "step {step} is trained again, from step {start}",
+    "checkpoint-deleted": "it returns to step {start}: the checkpoint of step {step} was deleted",
     "goes-back": "it returns to step {step}, as chosen on Resume",
     "went-back": "returned to step {step}, as chosen on Resume",
     # An attempt ends.
@@ -331,20 +331,20 @@ _SENTENCES: Mapping[str, str] = {
         "< (process {process}, {process_bytes:size} in its last sample)>"
     ),
     "thread-ended": "runs in a thread, which has ended",
-    "thread-runs": "runs in a thread, which still runs: a thread cannot be ended",
+    "thread-runs": "runs in a thread, which still runs: a thread cannot be killed",
     "process-kept": "waits for another trial",
-    "rank-vanished": "(process {process}) was killed, or left without a word (os._exit)",
+    "rank-vanished": "(process {process}) was killed, or called os._exit",
     "rank-elsewhere": "is on node {node}, and ends with the attempt",
     "node-lost": "is on node {node}, which is lost: {error:reason}",
-    "node-silent": "the connection to node {node} was closed, or has carried nothing for {seconds:g} s: it is gone",
-    "node-unreadable": "node {node} sent what cannot be read: {error}",
+    "node-silent": "the connection to node {node} was closed, or was silent for {seconds:g} s: the node is lost",
+    "node-unreadable": "node {node} sent an unreadable message: {error}",
     "node-not-started": "its processes did not start on node {node}: {error}",
-    "node-not-needed": "the attempt is over, has begun without this node, or has another process of it",
+    "node-not-needed": "the attempt has ended, has begun without this node, or has another process for it",
     "node-0-late": "node 0 did not begin within {seconds:g} s",
     "nodes-missing": "{error}",
-    "attempt-over": "the attempt is over",
+    "attempt-over": "the attempt has ended",
     "save-overtaken": "it was saved while another checkpoint was quarantined, and may share its damage",
-    "owner-vanished": "its owner vanished without ending it",
+    "owner-vanished": "the process that ran it died without ending it",
     "supervisor-failed": "its supervisor failed, and was retried",
     "task-failed": "its task failed, and was started again",
     "saved-as-requested": "saved, as requested",
@@ -354,33 +354,32 @@ _SENTENCES: Mapping[str, str] = {
     "save-failed": "its checkpoint cannot be saved: {error}",
     "write-failed": "its reports could not be written: {error}",
     "upload-unfinished": "asked to stop; its checkpoint was still being uploaded after {seconds:g} s",
-    "no-checkpoint": "asked to stop; it reported no checkpoint within {seconds:g} s",
+    "no-checkpoint": "asked to stop; no checkpoint within the grace period of {seconds:g} s",
     "interrupted-twice": "interrupted twice, and killed",
     "launcher-returned": (
-        "the trial's own process has returned, and rank 0, which it has started, had not: was its launcher killed? "
-        "Wait for the launcher, and raise if it fails, as subprocess.run(..., check=True) does. Rank 0 was ended "
-        "{seconds:g} s later"
+        "the trial's own process returned before rank 0, which it had started: was its launcher killed? Wait for the "
+        "launcher, and raise if it fails, like subprocess.run(..., check=True). Rank 0 was killed {seconds:g} s later"
     ),
     "ranks-missing": "{ranks:ranks} of {world_size} did not join the trial within {seconds:g} s of the first rank",
-    "ranks-left-save": "{ranks:ranks} ended before step {step}, of which rank 0 reported a checkpoint",
-    "ranks-left-mean": "{ranks:ranks} ended before step {step}, of which rank 0 reported metrics",
+    "ranks-left-save": "{ranks:ranks} ended before step {step}, for which rank 0 reported a checkpoint",
+    "ranks-left-mean": "{ranks:ranks} ended before step {step}, for which rank 0 reported metrics",
     "part-late": "{ranks:ranks} did not add its part within {seconds:g} s",
     "part-missing": "{error}",
     "metrics-late": "{ranks:ranks} did not report step {step} within {seconds:g} s",
     "surplus-report": (
-        "rank {rank} reported step {step}, and rank 0 had ended before: each mean since the surplus report is of "
-        "different steps. Every rank calls pt.report once in each step"
+        "rank {rank} reported step {step} after rank 0 had ended: since the surplus report, each mean is of different "
+        "steps. Call pt.report once per step on every rank"
     ),
     # What to do about an error.
     "advice-no-terminal": "breakpoint() found no terminal: debug with isolation='thread'",
     "advice-signal-handler": (
-        ", raised by a signal handler. A trial ignores SIGTERM, and is asked to save and end by its supervisor"
+        ", raised by a signal handler. A trial ignores SIGTERM: its supervisor asks it to save and end"
     ),
     "advice-exit": (
-        ". sys.exit(0) in a function completes its trial, as the end of a script; a class returns {{'done': True}}"
+        ". sys.exit(0) in a function completes its trial, like the end of a script; a class returns {{'done': True}}"
     ),
     "advice-address-space": "the address space is limited to {limit_bytes:size} (ulimit -v)",
-    "advice-config": ". A configuration is a dict, that of a dataclass too: config[{name!r}]",
+    "advice-config": ". A configuration is a dict, even for a dataclass: config[{name!r}]",
     "advice-main-module": ". Move what the script or notebook defines to a module, which each process can import",
     # A retry budget is spent, or a checkpoint is quarantined.
     "not-retried": "{cause} is not retried: {error:reason}",
@@ -393,9 +392,9 @@ _SENTENCES: Mapping[str, str] = {
     ),
     "attempts-lost": "{count} attempts were lost without a commit: {error:reason}",
     "no-result": "the attempt ended without writing a result",
-    # How a rank ended that did not end like the others.
+    # How a rank ended differently from the others.
     "rank-died": _PROCESS_ENDED,
     "rank-without-part": "did not add its part to a checkpoint",
     "rank-without-report": "did not report a step",
-    "rank-outlived": "had not ended {seconds:g} s after rank 0",
+    "rank-outlived": "was still running {seconds:g} s after rank 0",
 }

@@ -1,4 +1,4 @@
-"""Resources of a trial and of a machine, and the slots that a machine has for trials with equal needs."""
+"""Resources of a trial and of a machine, and a machine's slots for trials with equal needs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from prefect_tune.core.metrics import is_number, plain_scalar, shown
 from prefect_tune.core.shown_text import did_you_mean
 
 Processes: TypeAlias = int | tuple[int, int]
-"""How many processes train a trial; or the fewest and the most: each attempt has as many as there are devices."""
+"""The number of processes of a trial; or a minimum and a maximum: then each attempt has one for each device."""
 
 MOST_PROCESSES = 1024
-"""The most ranks of one trial on one machine."""
-_KINDS = ("cpu", "gpu")
+"""The maximum number of ranks of a trial on one machine."""
+_RESOURCE_NAMES = ("cpu", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The CPUs and GPUs of a trial: a whole number, or a fraction of one that several trials share."""
+    """The CPUs and GPUs of a trial: a whole number, or a fraction of a device that several trials share."""
 
     cpu: float = 1
     gpu: float = 0
@@ -28,67 +28,67 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources of a machine: its number of CPUs, and its GPUs as CUDA names them."""
+    """The resources of a machine: the number of its CPUs, and its GPUs by their CUDA names."""
 
     cpu_count: int
     gpus: tuple[str, ...] = ()
 
 
-def resources_of(given: Mapping[str, object], where: str) -> Resources:
+def resources_of(requested: Mapping[str, object], where: str) -> Resources:
     """Return the resources of a mapping such as `{"cpu": 2, "gpu": 0.5}`; `cpu` is 1 by default, `gpu` 0.
 
     Raises:
-        InvalidInput: it has another key, or an impossible amount.
+        InvalidInput: `requested` has another key or an impossible amount.
     """
     amounts: dict[str, float] = {}
-    for name, value in given.items():
-        if name not in _KINDS:
-            hint = did_you_mean(name, _KINDS)
-            raise InvalidInput(f"{where}: expected {' or '.join(map(repr, _KINDS))}, found {name!r}{hint}")
+    for name, value in requested.items():
+        if name not in _RESOURCE_NAMES:
+            hint = did_you_mean(name, _RESOURCE_NAMES)
+            raise InvalidInput(f"{where}: expected {' or '.join(map(repr, _RESOURCE_NAMES))}, found {name!r}{hint}")
         amount = plain_scalar(value)
         if not is_number(amount) or amount < 0:
             raise InvalidInput(f"{where}: {name}: expected a number of at least 0, found {shown(amount)}")
         if amount > 1 and amount != int(amount):
-            raise InvalidInput(f"{where}: {name}: expected a whole number, or a part of one, found {amount!r}")
+            raise InvalidInput(f"{where}: {name}: expected a whole number, or a fraction below 1, found {amount!r}")
         amounts[name] = amount
     return Resources(**amounts)
 
 
-def valid_processes(given: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
-    """Return a number of processes, or the fewest and the most of them; a text such as `1-8` is a range.
+def valid_processes(value: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
+    """Return a number of processes, or their minimum and maximum; a text such as `1-8` is a range.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: `value` is neither.
     """
-    given = plain_scalar(given)
-    parts: Sequence[object] = given.split("-") if isinstance(given, str) else [given]
-    if isinstance(given, list | tuple):
-        parts = [*map(plain_scalar, given)]
-    numbers = [int(text) for each in parts if (text := str(each)).isascii() and text.isdecimal()]
-    possible = all(isinstance(each, int | str) for each in parts) and len(numbers) == len(parts) in (1, 2)
-    if not possible or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
+    value = plain_scalar(value)
+    parts: Sequence[object] = value.split("-") if isinstance(value, str) else [value]
+    if isinstance(value, list | tuple):
+        parts = [*map(plain_scalar, value)]
+    numbers = [int(text) for part in parts if (text := str(part)).isascii() and text.isdecimal()]
+    is_valid = all(isinstance(part, int | str) for part in parts) and len(numbers) == len(parts) in (1, 2)
+    if not is_valid or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
         raise InvalidInput(
-            f"{where}: expected a number from 1 to {MOST_PROCESSES}, or the fewest and the most, such as {example}, "
-            f"found {shown(given)}"
+            f"{where}: expected a number from 1 to {MOST_PROCESSES}, or a minimum and a maximum such as {example}, "
+            f"found {shown(value)}"
         )
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def processes_on(wanted: Processes, devices: int) -> int:
-    """Return how many processes train a trial that has `devices` GPUs, or processors where there are none."""
+    """Return the number of processes of a trial that has `devices` GPUs, or CPUs if it has no GPU."""
     if isinstance(wanted, int):
         return wanted
-    fewest, most = wanted
-    return min(most, max(fewest, devices))
+    minimum, maximum = wanted
+    return min(maximum, max(minimum, devices))
 
 
 def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequence[tuple[str, ...]]:
-    """Return a slot for each trial that the machine can train at once: the GPUs of that slot.
+    """Return a slot, given by its GPUs, for each trial that the machine can train in parallel.
 
     A whole GPU belongs to one slot. Fractions are assigned so that each GPU has one slot before any has two.
 
     Args:
-        at_most: the largest number of slots; None for as many as the machine has.
+        at_most: the maximum number of slots; None for no limit.
 
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.
@@ -103,13 +103,13 @@ def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequen
     counts += [] if gpus is None else [len(gpus)]
     if 0 in counts:
         raise InvalidInput(
-            f"resources_per_trial: a trial needs {_counted(needed.cpu, needed.gpu)}, but this process may use "
-            f"{_counted(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
+            f"resources_per_trial: a trial needs {_format_counts(needed.cpu, needed.gpu)}, but this process may use "
+            f"{_format_counts(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
             "resources_total={'cpu': ..., 'gpu': ...}"
         )
     count = min([*counts, *([] if at_most is None else [at_most])], default=machine.cpu_count)
     return gpus[:count] if gpus is not None else [()] * count
 
 
-def _counted(cpus: float, gpus: float) -> str:
+def _format_counts(cpus: float, gpus: float) -> str:
     return f"{cpus:g} {'CPU' if cpus == 1 else 'CPUs'} and {gpus:g} {'GPU' if gpus == 1 else 'GPUs'}"

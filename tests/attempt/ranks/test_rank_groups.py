@@ -377,9 +377,9 @@ def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rank", "at", "why"),
     [
-        (1, 2, "rank 1 reported step 4, and rank 0 had ended before"),
-        (1, 3, "rank 1 reported step 4, and rank 0 had ended before"),
-        (0, 1, "rank 1 ended before step 5, of which rank 0 reported metrics"),
+        (1, 2, "rank 1 reported step 4 after rank 0 had ended"),
+        (1, 3, "rank 1 reported step 4 after rank 0 had ended"),
+        (0, 1, "rank 1 ended before step 5, for which rank 0 reported metrics"),
     ],
 )
 def test_a_rank_that_reports_once_more_than_the_others_fails_the_mean_and_is_named(

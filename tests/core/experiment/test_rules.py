@@ -452,7 +452,7 @@ def test_max_failures_counts_trials_that_are_errored_now() -> None:
     tally.ended("c", None, failed=True)
     ended = tally.verdict()
     assert ended == End(make_reason("failed-trials", count=2, limit=2))
-    assert str(ended.reason) == "2 trials have errored, of MaxFailures(2)"
+    assert str(ended.reason) == "2 trials have errored; the limit is MaxFailures(2)"
     tally.added("a")  # the trial is retried
     assert tally.verdict() is None
 

@@ -441,7 +441,7 @@ def a_fork_is_harmed() -> Sequence[str]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "a fork does not ask whether its origin is deleted": Mutant(
-        a_fork_is_harmed, {forking._load_origin: {"raise Invalid": "return point.experiment; raise Invalid"}}
+        a_fork_is_harmed, {forking._load_origin: {"raise InvalidInput(": "return point.experiment; raise("}}
     ),
     "a blob that is gone counts as copied": Mutant(
         a_fork_is_harmed,

@@ -219,7 +219,7 @@ MUTANTS = {
     ),
     "no term check": Mutant(
         meeting_owners,
-        {journal._apply_non_owner_entry: {"raise Sup": "return load(store, experiment.key)\n    raise Sup"}},
+        {journal._apply_non_owner_entry: {"how = f": "return load(store, experiment.key)\n    how = f"}},
     ),
     "collect before the entry": Mutant(
         every_death,

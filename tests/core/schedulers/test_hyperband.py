@@ -73,7 +73,7 @@ def test_the_last_one_goes_on_without_a_pause_if_it_is_the_best_and_stops_at_onc
     reach(second, 1, dict.fromkeys(NINE[:8], 0.5) | {"t0": 0.1})
     pause = second.report("t8", 1, 0.2)
     assert pause == Pause(reason=make_reason("waits-for-slot", step=3))
-    assert str(pause.reason) == "continues to step 3 when there is a slot"
+    assert str(pause.reason) == "continues to step 3 once a slot is free"
     assert second.resume_all() == ["t0", "t8", "t1"]
     worst = first_bracket()
     reach(worst, 1, dict.fromkeys(NINE[:8], 0.5))
@@ -179,7 +179,7 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
     assert asked.resume_all() == []  # the seventh trial is still running
     pause = asked.report("t6", 1, 2.0)
     assert pause == Pause(reason=make_reason("waits-for-others", step=1, others=2))
-    assert str(pause.reason) == "waits at step 1 for 2 others to be compared with"
+    assert str(pause.reason) == "waits at step 1 for 2 other trials to compare with"
     assert asked.stop_all() == []
     assert asked.resume_all() == ["t5", "t4"]
     assert asked.stop_all() == ["t3", "t2", "t1", "t0", "t6"]
