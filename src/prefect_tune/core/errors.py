@@ -1,6 +1,6 @@
 """Exceptions of prefect-tune: one class for each way in which a caller can react.
 
-A message says what, where, what was expected, what was found, and the next move.
+A message says what happened, where, what was expected, what was found, and what to do next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class TuneError(Exception):
 
 
 class InvalidInput(TuneError, ValueError):
-    """The request cannot be carried out as given: correct the input and call again."""
+    """The input is invalid: correct it and call again."""
 
 
 class BadMetric(InvalidInput):
@@ -28,11 +28,11 @@ class BadStop(InvalidInput):
 
 
 class StoreUnavailable(TuneError):
-    """The target did not carry out the request, and may carry it out later: retry."""
+    """The target did not carry out the request, but may do so later: retry."""
 
 
 class DeadlineExceeded(StoreUnavailable):
-    """The target did not answer in time, and the request was cancelled: retry, or raise the timeout."""
+    """The target did not reply in time, and the request was cancelled: retry, or increase the timeout."""
 
 
 class StoreRefused(TuneError):
@@ -44,11 +44,11 @@ class ObjectNotFound(TuneError):
 
 
 class AlreadyExists(TuneError):
-    """Create-if-absent found an object at this path: read it before the next move."""
+    """Create-if-absent found an object at this path: read it before doing anything else."""
 
 
 class CommitUnknown(TuneError):
-    """The target did not say whether it wrote: read the object back before anything else."""
+    """The target did not say whether it wrote: read the object back before doing anything else."""
 
 
 class AlreadyCommitted(TuneError):
@@ -56,11 +56,11 @@ class AlreadyCommitted(TuneError):
 
 
 class CheckpointNotFound(TuneError, FileNotFoundError):
-    """No such checkpoint is committed, or a folder to copy from has no files: choose one that is listed."""
+    """No such checkpoint is committed, or a folder to copy from has no files: choose a listed checkpoint."""
 
 
 class CheckpointCorrupt(TuneError):
-    """Committed bytes are missing or differ from their hash: use the checkpoint before it."""
+    """Committed bytes are missing or differ from their hash: use the previous checkpoint."""
 
 
 class DamageFound(TuneError):
@@ -73,7 +73,7 @@ class DamageFound(TuneError):
 
 
 class NotExact(TuneError):
-    """A drill found that a run which was killed and resumed differs from an undisturbed one: read its report."""
+    """A drill found that a killed and resumed run differs from an undisturbed run: read its report."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class StagedFilesChanged(TuneError):
 
 
 class PartMissing(TuneError):
-    """A node did not add its part to a checkpoint, which is not committed: training continues."""
+    """A node did not add its part to a checkpoint, so it is not committed: training continues."""
 
 
 class SaveOvertaken(TuneError):
@@ -98,7 +98,7 @@ class JournalCorrupt(TuneError):
 
 
 class UnknownVersion(TuneError):
-    """Written by a newer prefect-tune, or by one that is too old: use the release that the message asks for."""
+    """Written by a newer prefect-tune, or by one that is too old: use the release that the message names."""
 
 
 class UnsafePayload(TuneError):
@@ -106,7 +106,7 @@ class UnsafePayload(TuneError):
 
 
 class IllegalTransition(TuneError):
-    """The event cannot happen to a trial in this status: a bug, or another program wrote it."""
+    """The event is not possible in this status of the trial: a bug, or another program wrote it."""
 
 
 class Superseded(TuneError):
@@ -114,7 +114,7 @@ class Superseded(TuneError):
 
 
 class ResumeFailed(TuneError):
-    """The experiment could not be resumed, or does not exist and must: no new one was started in its place."""
+    """The experiment cannot be resumed, or does not exist although it must: no new one was started instead."""
 
 
 class CrashLoop(TuneError):
@@ -122,7 +122,7 @@ class CrashLoop(TuneError):
 
 
 class SearchFailed(TuneError):
-    """Every trial of the search errored, or the first three errors are alike: fix the cause, then run it again."""
+    """Every trial of the search errored, or the first three errors are equal: fix the cause, then run it again."""
 
     def __init__(self, message: str, results: object = None) -> None:
         super().__init__(message)

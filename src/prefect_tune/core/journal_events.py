@@ -1,7 +1,7 @@
-"""The events that journal entries hold: those of a trial, those of an experiment, and the entry itself.
+"""The events in journal entries: events of a trial, events of an experiment, and the entry itself.
 
-`Finished`, `Paused` and `AttemptEnded` are also how an attempt says that it has ended (`Outcome`): its process sends
-one of them, its supervisor completes and returns it, the journal holds it, and Prefect's state is made of it.
+`Finished`, `Paused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`): its process sends one of them,
+its supervisor completes and returns it, the journal stores it, and Prefect's state is made from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.reasons import AnyReason, Reason
-from prefect_tune.core.reasons import Cause as Cause  # noqa: PLC0414 - a part of these events, for all others
+from prefect_tune.core.reasons import Cause as Cause  # noqa: PLC0414 - re-exported with the events
 from prefect_tune.core.reasons import FinishKind as FinishKind  # noqa: PLC0414 - the same
 from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.documents import Document
@@ -21,28 +21,28 @@ from prefect_tune.core.storage.layout import Generation, JournalKey
 from prefect_tune.core.usage_records import PhaseSeconds, Seconds, Use
 from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
 
-# Values that events hold: owners, checkpoint references, causes, fork origins, warm-start trials.
+# Values in events: owners, checkpoint references, causes, fork origins, warm-start trials.
 
 
 class Owner(Value):
-    """The process that opened a journal; messages of superseded owners name it."""
+    """The process that owns a journal; errors of superseded owners name it."""
 
     name: str
     host: str
     pid: int
     flow_run: str | None = None
     task_run: str | None = None
-    """The id of the task run, for an attempt that is one."""
+    """The id of the task run, if the attempt is one."""
     by_hand: bool = False
-    """Whether a person resumed this run, so that it does not count as a restart after a crash."""
+    """Whether the user resumed this run, so that it does not count as a restart after a crash."""
     attempt: int = 0
-    """For a flow of one's own: how often its run was started."""
+    """For a user's own flow: how often its run was started."""
     slots: int | None = None
-    """How many trials this run trains at a time; None if nothing limits them."""
+    """The number of trials that this run trains in parallel; None if unlimited."""
 
     @property
     def identity(self) -> str:
-        """The same for all tasks of one run of a flow, or, without a flow, for all owners of this name."""
+        """An id that all tasks of one flow run share; without a flow, all owners of this name share it."""
         return f"{self.flow_run}/{self.attempt}" if self.flow_run else self.name
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Owner(Value):
 class CheckpointRef(Value):
     """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention.
 
-    `ref_of` in `core/restore.py` makes it of the manifest of a save.
+    `ref_of` in `core/restore.py` makes it from the manifest of a save.
     """
 
     step: int
@@ -63,25 +63,25 @@ class CheckpointRef(Value):
     size_bytes: int = 0
     pinned: bool = False
     origin: CheckpointOrigin | None = None
-    """For a clone, the checkpoint that it is a clone of; None for a checkpoint with a manifest of its own."""
+    """For a clone, the cloned checkpoint; None for a checkpoint with its own manifest."""
 
     @property
     def report(self) -> StepReport:
-        """The report of its step."""
+        """The report of the checkpoint's step."""
         return StepReport(step=self.step, metrics=self.metrics, trained_seconds=self.trained_seconds)
 
 
 class QuarantinedCheckpoint(Value):
-    """A checkpoint that is quarantined: not used, its bytes are kept; it can be reinstated or retired."""
+    """A quarantined checkpoint: it is not used, but its bytes are kept; it can be reinstated or retired."""
 
     checkpoint: CheckpointRef
     since: int
-    """The first sequence of a save that began after that: those before may share the damage."""
+    """The first sequence of a save that began after the quarantine: earlier saves may share the damage."""
     reason: AnyReason
 
 
 class ForkOrigin(Value):
-    """The entry of another experiment's journal that a fork continues from."""
+    """The entry of another experiment's journal from which a fork continues."""
 
     experiment: ExperimentName
     generation: Generation
@@ -90,7 +90,7 @@ class ForkOrigin(Value):
 
     @property
     def key(self) -> JournalKey:
-        """The key of that journal."""
+        """The key of the other journal."""
         return JournalKey(experiment=self.experiment, generation=self.generation)
 
     def __str__(self) -> str:
@@ -109,17 +109,17 @@ class PriorTrial(Value):
 
 
 class WarmStart(Value):
-    """An experiment that a search warm-starts from, with its trials: it may be deleted after that."""
+    """An experiment from which a search warm-starts, with its trials: the experiment may be deleted afterwards."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
     place: str | None = None
-    """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
+    """Its location in events and assets: normalized, and without secrets; None if unknown."""
     trials: tuple[PriorTrial, ...]
 
 
 class TrialEvent(Value):
-    """Something that happened to one trial."""
+    """An event of one trial."""
 
     trial: TrialId
 
@@ -131,22 +131,22 @@ class TrialAdded(TrialEvent):
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     of_search: bool = False
-    """Whether a search proposed it; False for a single training, and in a flow of one's own."""
+    """Whether a search proposed it; False for a single training, and in a user's own flow."""
 
 
 class Started(TrialEvent):
-    """An attempt begins, from a checkpoint or from nothing. Steps reported after that checkpoint are trained again."""
+    """An attempt begins, from a checkpoint or from scratch. Steps reported after that checkpoint are trained again."""
 
     type: Literal["started"] = "started"
     attempt: int
     from_step: int
     from_sequence: int | None = None
     at: str | None = None
-    """When the attempt began, by the clock of its machine; for the cost only."""
+    """The time at which the attempt began, by the clock of its machine; for the cost only."""
     supervisor: Owner | None = None
-    """The process that supervises the attempt, on another machine; None where that is the journal's owner."""
+    """The process on another machine that supervises the attempt; None if the journal's owner supervises it."""
     task_run: str | None = None
-    """The task run of an attempt that the journal's owner supervises, for people."""
+    """The task run of an attempt that the journal's owner supervises, for display."""
 
 
 class Reported(TrialEvent):
@@ -155,32 +155,32 @@ class Reported(TrialEvent):
     type: Literal["reported"] = "reported"
     report: StepReport
     asks: bool = False
-    """Whether the trial waits for the search to answer whether it continues."""
+    """Whether the trial waits for the search to decide whether it continues."""
 
 
 class Committed(TrialEvent):
     """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
 
-    `retires` names the sequences of checkpoints that end with this entry; their bytes are deleted only after it.
+    `retires` has the sequences of the checkpoints that this entry retires; their bytes are deleted only after it.
     """
 
     type: Literal["committed"] = "committed"
     checkpoint: CheckpointRef
     retires: tuple[int, ...] = ()
     sent_bytes: int | None = None
-    """The bytes that were not on the target yet; None where that is not known."""
+    """The bytes that were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
-    """How long publishing it took; None where that is not known."""
+    """The time that publishing it took; None if unknown."""
     seconds: PhaseSeconds | None = None
-    """The seconds of its attempt up to its step; None where they are not known."""
+    """The seconds of its attempt up to its step; None if unknown."""
 
 
 class Retired(TrialEvent):
-    """These checkpoints (by sequence) end with this entry; their bytes are deleted only after it.
+    """These checkpoints (by sequence) are retired; their bytes are deleted only after this entry.
 
-    With or without any, this entry is a limit: a save that began before it and is no checkpoint never becomes
-    one, and its blobs are not reused, so that they can be deleted. A guest writes it only for a trial that has ended,
-    so that no save is running.
+    Even without checkpoints, this entry is a barrier: an uncommitted save that began before it can no longer be
+    committed, and its blobs are not reused, so that they can be deleted. A non-owner writes it only for a trial that
+    has ended, so that no save is running.
     """
 
     type: Literal["retired"] = "retired"
@@ -190,18 +190,18 @@ class Retired(TrialEvent):
 class Quarantined(TrialEvent):
     """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
 
-    `quarantined=False`: it is used again. The owner's quarantine is a limit for running saves as `Retired` is; a
-    guest's is none: a save that began before it is quarantined too, since it may share the damage.
+    `quarantined=False`: it is used again. The owner's quarantine is a barrier for running saves like `Retired`; a
+    non-owner's is not: a save that began before it is also quarantined, because it may share the damage.
     """
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
     reason: AnyReason = ""
     kills: bool = False
-    """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
+    """Whether it is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
     by_guest: bool = False
-    """In a fork, whose entry holds the origin's events: whether a guest of the origin has written this one."""
+    """In a fork, whose entry holds the origin's events: whether a non-owner of the origin wrote this event."""
 
 
 class Pinned(TrialEvent):
@@ -213,16 +213,16 @@ class Pinned(TrialEvent):
 
 
 class Cloned(TrialEvent):
-    """The trial continues from a clone of another trial's checkpoint, with `config` where that is given.
+    """The trial continues from a clone of another trial's checkpoint, with `config` if that is set.
 
-    The clone is its newest checkpoint from now on. It is this entry, and no object on the target: it uses the manifest
-    of its origin, whose bytes stay, retired or not, as long as a trial has a clone of it.
+    The clone becomes its newest checkpoint. It is this entry, not an object on the target: it uses the manifest of its
+    origin, whose bytes stay, retired or not, as long as a trial has a clone of it.
     """
 
     type: Literal["cloned"] = "cloned"
     checkpoint: CheckpointRef
     source: TrialId
-    """The trial that it exploits; it may have the checkpoint as a clone itself."""
+    """The exploited trial; its checkpoint may itself be a clone."""
     config: Mapping[str, object] | None = None
     reason: AnyReason = ""
 
@@ -232,11 +232,11 @@ class Launched(TrialEvent):
 
     type: Literal["launched"] = "launched"
     outbox: int
-    """The number of the outbox, from 1: each is used once."""
+    """The number of the outbox, from 1: each outbox is used once."""
 
 
 class Received(TrialEvent):
-    """The entry holds the events of a post from the trial's outbox; they follow this event."""
+    """The events of a post from the trial's outbox follow in this entry."""
 
     type: Literal["received"] = "received"
     post: int
@@ -244,21 +244,21 @@ class Received(TrialEvent):
 
 
 class OutboxClosed(TrialEvent):
-    """The trial's outbox accepts no more posts, and every post is received: the attempt was fenced off."""
+    """The trial's outbox accepts no more posts, and all posts are received: the attempt was fenced off."""
 
     type: Literal["outbox-closed"] = "outbox-closed"
 
 
 class AttemptEnded(TrialEvent):
-    """The attempt is over and the trial is not: it waits for its next attempt."""
+    """The attempt has ended but the trial has not: it waits for its next attempt."""
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
     reason: AnyReason
     at_start: bool = False
-    """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
+    """Whether it died before its first step without being asked to end: the restored checkpoint may be the cause."""
     use: Use | None = None
-    """What the attempt used; None where that is not known."""
+    """The resource usage of the attempt; None if unknown."""
 
 
 class GaveUp(TrialEvent):
@@ -270,29 +270,29 @@ class GaveUp(TrialEvent):
 
 
 class Finished(TrialEvent):
-    """The trial is done: a stop criterion was met, or the trainable returned."""
+    """The trial is finished: a stop criterion was met, or the trainable returned."""
 
     type: Literal["finished"] = "finished"
     reason: AnyReason
     kind: FinishKind = FinishKind.CRITERION
     use: Use | None = None
-    """What its attempt used; None where that is not known, or where it did not train."""
+    """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
 class Requeued(TrialEvent):
-    """A trial that had ended continues: it gets more steps, or another try."""
+    """An ended trial continues: it gets more steps, or another try."""
 
     type: Literal["requeued"] = "requeued"
     reason: AnyReason
 
 
 class Paused(TrialEvent):
-    """The scheduler gives the slot to another trial: this one has saved if it could, and waits to be resumed."""
+    """The scheduler gives the slot to another trial: this one has saved, if it could, and waits to be resumed."""
 
     type: Literal["paused"] = "paused"
     reason: AnyReason
     use: Use | None = None
-    """What its attempt used; None where that is not known, or where it did not train."""
+    """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
 class Resumed(TrialEvent):
@@ -310,23 +310,23 @@ class Decided(TrialEvent):
 
 
 class SlotFreed(TrialEvent):
-    """An attempt has ended, and its slot is free for the next one; only the cost depends on it."""
+    """An attempt has ended, and its slot is free for the next one; only the cost depends on this event."""
 
     type: Literal["slot-freed"] = "slot-freed"
     attempt: int
     """The last attempt in the slot."""
     since: str
-    """When it got the slot, by the clock of the search."""
+    """The time at which it got the slot, by the clock of the search."""
     seconds: Seconds
-    """How long it held the slot."""
+    """The time for which it held the slot."""
 
 
 Outcome: TypeAlias = Finished | Paused | AttemptEnded
 """How an attempt ended."""
 AttemptEvent: TypeAlias = Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused
-"""What an attempt journals."""
+"""The events that an attempt journals."""
 GuestEvent: TypeAlias = Quarantined | Retired
-"""What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
+"""The events that a non-owner may write: a process that adds an entry to a journal without becoming its owner."""
 OneTrialsEvent: TypeAlias = (
     Started
     | Reported
@@ -352,11 +352,11 @@ OneTrialsEvent: TypeAlias = (
 # The events of an experiment.
 
 Writer: TypeAlias = Literal["owner", "guest"]
-"""The writer of an entry: the journal's owner, or a guest, which writes `GuestEvent` and does not become the owner."""
+"""The writer of an entry: the journal's owner, or a non-owner, which may only write `GuestEvent`."""
 
 
 class Opened(Value):
-    """A new owner begins a new term; every older owner's next write fails."""
+    """A new owner begins a new term; the next write of every older owner fails."""
 
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
@@ -364,21 +364,21 @@ class Opened(Value):
     term: int
     owner: Owner
     at: str | None = None
-    """When that was, by the owner's clock; for the cost only."""
+    """The time of the change, by the owner's clock; for the cost only."""
 
 
 class Adopted(Value):
-    """The new owner adopts these checkpoints: their manifests exist, and the last owner did not journal them.
+    """The new owner adopts these checkpoints: their manifests exist, but the last owner did not journal them.
 
-    A manifest of an earlier term that is neither listed here nor journaled is no checkpoint, and never becomes one.
+    A manifest of an earlier term that is neither listed here nor journaled is abandoned: it is not a checkpoint.
     """
 
     type: Literal["adopted"] = "adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
     reached: Mapping[str, int] = Field(default_factory=dict)
-    """By running trial, the last step that its lost attempt is known to have trained; 0 if none is known."""
+    """By running trial, the last known step of its lost attempt; 0 if none is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
-    """By running trial, its training time up to that step, where it is known; for the cost only."""
+    """By running trial, its training time up to that step, if known; for the cost only."""
     seen_at: str | None = None
     """The time of the last owner's live status, by its clock; None if it left none. For the cost only."""
 
@@ -390,12 +390,12 @@ class Configured(Value):
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """How many samples a run adds to the planned ones, once, however often it starts.
+    """By run, the number of samples that it adds to the planned ones, once, however often it starts.
 
-    The run is named by what a restart keeps: its id, or its place in the run that called it.
+    The key stays the same after a restart: the run's id, or its position in the run that called it.
     """
     warm_starts: tuple[WarmStart, ...] = ()
-    """Experiments that the search warm-starts from, from now on."""
+    """Experiments from which the search warm-starts from now on."""
 
 
 class StopAsked(Value):
@@ -409,33 +409,33 @@ class StopAsked(Value):
     trial: TrialId | None = None
     """None for the whole experiment."""
     request: str | None = None
-    """The write id of the request on the target; None where a stopper or a limit of the experiment asks."""
+    """The write id of the request on the target; None if a stopper or a limit of the experiment asks."""
     refused: Reason | None = None
-    """Why the request is ignored; None where it is carried out."""
+    """Why the request is ignored; None if it is carried out."""
 
 
 class Answered(Value):
-    """A person has said how a suspended run continues; the same entry holds what follows from that."""
+    """The user has chosen how a suspended run continues; the same entry holds the resulting events."""
 
     type: Literal["answered"] = "answered"
     key: Message
     """The key of the form, which is answered once."""
     answer: Mapping[str, object]
     flow_run: str | None = None
-    """The id of that suspended run: the answer holds for it from then on, however often it is restarted."""
+    """The id of the suspended run: the answer applies to it from then on, however often it is restarted."""
 
 
 class ForkedTrial(Value):
     """A trial of a fork: all its earlier events happened in the origin; it continues from here, and is not running."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
-    """Those that were copied, and clones of them, with the steps and sequences that they have in the origin."""
+    """The copied checkpoints, and clones of them, with the steps and sequences that they have in the origin."""
 
 
 class Forked(Value):
     """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
 
-    That entry, which completes the fork, also holds all events of the origin up to the forked one.
+    That entry completes the fork, and also holds all events of the origin up to the forked entry.
     """
 
     type: Literal["forked"] = "forked"
@@ -444,7 +444,7 @@ class Forked(Value):
 
 
 class Deletion(Value):
-    """The whole experiment is about to be deleted: it cannot be opened any more, but for its deletion."""
+    """The whole experiment is about to be deleted: no other process can become its owner, except to delete it."""
 
     type: Literal["deletion"] = "deletion"
 
@@ -459,7 +459,7 @@ Event: TypeAlias = Annotated[
 
 
 class Entry(Document):
-    """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
+    """One numbered, immutable record of the journal: a group of events, chained to the previous entry."""
 
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
     version: Literal[4] = 4

@@ -48,21 +48,21 @@ class BestSoFar:
         for trial in experiment.trials.values():
             ended = [trial.metrics] if trial.phase in ENDED else []
             for metrics in [*(checkpoint.metrics for checkpoint in trial.checkpoints), *ended]:
-                self._compare(trial.trial, metrics)
+                self._record_if_best(trial.trial, metrics)
 
     def committed(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
-        if (newest := newest_checkpoint(trial)) is None or not self._compare(trial.trial, newest.metrics):
+        if (newest := newest_checkpoint(trial)) is None or not self._record_if_best(trial.trial, newest.metrics):
             return None
         key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
         return self._make_improvement(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's last step, saved or not, is better than all earlier ones; otherwise None."""
-        is_best = self._compare(trial.trial, trial.metrics)
+        is_best = self._record_if_best(trial.trial, trial.metrics)
         return self._make_improvement(trial.trial, trial.step, trial.metrics, None) if is_best else None
 
-    def _compare(self, trial: str, metrics: Metrics) -> bool:
+    def _record_if_best(self, trial: str, metrics: Metrics) -> bool:
         """Return whether a result is better than all earlier ones, and record it if so."""
         losses = None if self._objective is None else losses_in(metrics, self._objective)
         if losses is None or (self._losses is not None and losses >= self._losses):

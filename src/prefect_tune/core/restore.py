@@ -1,8 +1,8 @@
-"""Read a checkpoint back, every byte verified; distinguish damage from a deletion; adopt saves without an entry.
+"""Read and verify checkpoints; distinguish damage from deletion; adopt saves that were not journaled.
 
-The owner may have retired and deleted the missing objects. Each deletion follows an entry of the journal, and a reader
-may know an older state of it. So a missing or altered manifest or blob is damage only if the journal,
-read again after that, still needs it.
+If objects are missing, the owner may have retired and deleted them. Each deletion follows an entry of the journal, but
+a reader may have an older state. So a missing or altered manifest or blob is damage only if the journal, read again
+afterwards, still needs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """Checkpoints that the given state of the trial needs were retired since: repeat with the `current` state."""
+    """The passed state of the trial is outdated: checkpoints in it were retired. Repeat with the `current` state."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.trial!r}: its journal has retired checkpoints that this call needed")
@@ -50,8 +50,8 @@ def current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
     """Read the experiment's journal, and return the trial's present state.
 
     Raises:
-        Superseded: its experiment is being deleted, or was deleted.
-        JournalCorrupt, UnknownVersion: as `load`.
+        Superseded: the experiment is being deleted, or was deleted.
+        JournalCorrupt, UnknownVersion: see `load`.
     """
     state = load(store, trial.of_experiment)
     if state.is_removed or trial.trial not in state.trials:
@@ -60,11 +60,11 @@ def current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
 
 
 def require_still_needed(store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]) -> None:
-    """Raise the damage of the first of the `bad` manifests of the trial that the journal still needs.
+    """Raise the damage of the first one of the `bad` manifests that the trial still needs according to the journal.
 
     Raises:
-        CheckpointCorrupt: that checkpoint is live, or a clone needs its bytes.
-        OutdatedStateError: the journal no longer needs any of them.
+        CheckpointCorrupt: this checkpoint is live, or a clone needs its bytes.
+        OutdatedStateError: none of the manifests is needed any more.
         Superseded: the experiment is being deleted, or was deleted.
     """
     current = current_trial(store, trial)
@@ -75,7 +75,7 @@ def require_still_needed(store: ObjectStore, trial: TrialKey, bad: Mapping[Check
 
 
 def is_live_now(store: ObjectStore, key: CheckpointKey) -> bool:
-    """Return whether `key` is live in a trial by the journal, read now. Raises `JournalCorrupt` as `load`."""
+    """Read the journal, and return whether `key` is live in a trial. Raises `JournalCorrupt` like `load`."""
     try:
         state = load(store, key.trial.of_experiment)
     except Superseded:
@@ -84,28 +84,28 @@ def is_live_now(store: ObjectStore, key: CheckpointKey) -> bool:
 
 
 @contextmanager
-def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
-    """When the block raises `CheckpointCorrupt` for `key`, check whether the checkpoint was deleted meanwhile.
+def _checking_retirement(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
+    """If the block raises `CheckpointCorrupt` for `key`, check whether the checkpoint was deleted meanwhile.
 
     Raises:
-        CheckpointNotFound: it was retired, or its experiment is being deleted.
-        CheckpointCorrupt: it was not, or the caller may not read its journal: its bytes are damaged.
+        CheckpointNotFound: the checkpoint was retired, or its experiment is being deleted.
+        CheckpointCorrupt: neither is the case, or the caller may not read the journal: the bytes are damaged.
     """
     try:
         yield
     except CheckpointCorrupt as damage:
         try:
-            if not _is_retired(store, key):
+            if not _is_checkpoint_retired(store, key):
                 raise
         except (StoreRefused, UnknownVersion):  # the caller may read the checkpoint only: report the damage
             raise damage from None
         raise CheckpointNotFound(
             f"{key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
-            "deleted; choose one that is listed"
+            "deleted; choose a checkpoint that is listed"
         ) from damage
 
 
-def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
+def _is_checkpoint_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     try:
         state = load(store, key.trial.of_experiment)
     except Superseded:  # its experiment was deleted
@@ -116,15 +116,15 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     return state.is_removed or (trial is not None and is_collectable(trial, key))
 
 
-# Read a checkpoint back, verifying every byte while it streams; unverified bytes are never returned.
+# Read a checkpoint back, and verify every byte on the way; unverified bytes are never returned.
 
 
 def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
-    """Return the manifest of `key`, after checking that it is the manifest of that checkpoint.
+    """Return the manifest of `key`, and check that it belongs to this checkpoint.
 
     Raises:
         CheckpointNotFound: the target answered that there is no manifest.
-        CheckpointCorrupt: the manifest is torn, altered or another checkpoint's.
+        CheckpointCorrupt: the manifest is incomplete or altered, or belongs to another checkpoint.
     """
     if (manifest := read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)) is None:
         raise CheckpointNotFound(f"{key.manifest_path}: no such checkpoint is committed")
@@ -134,7 +134,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`; None for no key, or if it is damaged: then no save may depend on its bytes."""
+    """Return the manifest of `key`; None for no key, or if it is damaged, so that no save may reuse its bytes."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -144,40 +144,40 @@ def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manif
 def checkpoints_with(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
-    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with that damage.
+    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.
 
-    Checkpoints whose manifest cannot be read are left out: a restore reports those.
+    Leaves out checkpoints with an unreadable manifest, which a restore will report.
     """
 
-    def found(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
+    def find_damage(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
         try:
             paths = read_manifest(store, key).blob_paths()
         except (CheckpointCorrupt, CheckpointNotFound):
             return key, None
         return key, next((damage for path, damage in blobs.items() if path in paths), None)
 
-    return {key: damage for key, damage in store.map(found, keys) if damage is not None}
+    return {key: damage for key, damage in store.map(find_damage, keys) if damage is not None}
 
 
 def restore(store: ObjectStore, manifest: Manifest, sink: Sink) -> None:
-    """Write every byte of `manifest` to `sink`, each chunk verified before it is written.
+    """Write every byte of `manifest` to `sink`; each chunk is verified before it is written.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or differ from their digest, in a second read too.
-        CheckpointNotFound: the checkpoint was retired, and bytes of it were deleted, during the read.
+        CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read.
+        CheckpointNotFound: during the read, the checkpoint was retired and some of its bytes were deleted.
     """
-    with unless_retired(store, manifest.key):
+    with _checking_retirement(store, manifest.key):
         for _ in store.map(lambda read: fetch(store, manifest, read, sink), reads(manifest)):
             pass
 
 
 def verify(store: ObjectStore, manifest: Manifest) -> None:
-    """Read and verify every byte of `manifest`, without storing it. Raises as `restore` does."""
+    """Read and verify every byte of `manifest`, without storing it. Raises like `restore`."""
     restore(store, manifest, NoSink())
 
 
 def ref_of(manifest: Manifest) -> CheckpointRef:
-    """Return the reference by which the journal names the checkpoint of `manifest`."""
+    """Return the journal's reference to the checkpoint of `manifest`."""
     about = manifest.about
     return CheckpointRef(
         step=manifest.step,
@@ -188,16 +188,16 @@ def ref_of(manifest: Manifest) -> CheckpointRef:
     )
 
 
-# Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written.
+# Adopt saves that the last owner did not finish: the manifest exists, but the journal entry was never written.
 #
-# A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it known. An owner
-# that dies between them leaves a whole checkpoint that no entry names. The next owner looks for it before it starts the
-# trial again, and journals it as adopted.
+# A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it visible. An
+# owner that dies between them leaves a complete checkpoint that no entry names. The next owner looks for it before it
+# starts the trial again, and journals it as adopted.
 #
-# Each save of a trial has a higher sequence than the one before it, and each attempt begins with a higher one than
-# the attempt before it. So the unjournaled save of the last attempt is one from the trial's `settled_from` on, and
-# after the entry that adopts it, or none, no such save becomes a checkpoint any more. Saves of earlier attempts are not
-# adopted: their owner had decided against them. An attempt with an open outbox hands its saves over itself.
+# The sequence increases with each save of a trial and with each attempt. So the unjournaled save of the last attempt
+# has a sequence from the trial's `settled_from` on. After the entry that adopts it, or adopts none, no such save can
+# become a checkpoint. Saves of earlier attempts are not adopted: their owner had abandoned them. An attempt with an
+# open outbox posts its saves itself.
 
 
 def adopt(
@@ -207,16 +207,16 @@ def adopt(
     trials: Collection[str] | None = None,
     last: LastKnown = NOTHING_KNOWN,
 ) -> Sequence[Event]:
-    """Return the events that end attempts which have ended without journaling that, and adopt what they had saved.
+    """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    They are the attempts of `trials`, or all that run without an outbox, for an owner that has just opened the
-    experiment. For each of them: the newest save of the attempt that has a manifest and no entry becomes a checkpoint,
-    the reports in its manifest count, and the attempt ends as a failure of the machine. A save with a damaged manifest
-    is quarantined, and the one before it tried. A save that is not adopted here never becomes a checkpoint. Writes
-    nothing: a crash before the entry changes nothing. `last` is what the live status of the last owner says.
+    These are the attempts of `trials`, or all attempts that run without an outbox, for a new owner of the experiment.
+    For each of them, its newest save with a manifest but no entry becomes a checkpoint, the reports in the manifest
+    count, and the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the
+    previous one is tried. A save that is not adopted here never becomes a checkpoint. Writes nothing: a crash before
+    the entry has no effect. `last` are the last reports in the live status of the last owner.
     """
-    chosen = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
-    running = [trial for trial in chosen if trial.status is Status.RUNNING and trial.outbox is None]
+    considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
+    running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]
     saves = list(store.map(lambda trial: _find_save(store, experiment, trial), running))
     adopted: dict[str, tuple[CheckpointRef, ...]] = {}
     events: list[Event] = []
@@ -227,32 +227,32 @@ def adopt(
             reports = (report for report in manifest.about.reports if report.step > trial.step)
             events += [Reported(trial=trial.trial, report=report) for report in reports]
         events.append(AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
-    reached = {trial.trial: 0 for trial in running}
-    reached |= {name: max(each.step, reached.get(name, 0)) for name, each in last.reports.items()}
-    trained = {name: each.trained_seconds for name, each in last.reports.items()}
-    return [Adopted(checkpoints=adopted, reached=reached, trained_seconds=trained, seen_at=last.at), *events]
+    last_steps = {trial.trial: 0 for trial in running}
+    last_steps |= {name: max(report.step, last_steps.get(name, 0)) for name, report in last.reports.items()}
+    trained_seconds = {name: report.trained_seconds for name, report in last.reports.items()}
+    return [Adopted(checkpoints=adopted, reached=last_steps, trained_seconds=trained_seconds, seen_at=last.at), *events]
 
 
 def _find_save(
     store: ObjectStore, experiment: Experiment, trial: Trial
 ) -> tuple[Manifest | None, Sequence[Quarantined]]:
-    """Return the newest unjournaled save of a trial's last attempt, and the damaged saves newer than it."""
+    """Return the newest unjournaled save of a trial's last attempt, and the newer, damaged saves."""
     damaged: list[Quarantined] = []
     folder = experiment.trial_key(trial.trial)
-    keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-    unsettled = [key for key in keys if key and is_acceptable(trial, key.sequence)]
-    for key in sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True):
+    keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints))
+    candidates = [key for key in keys if key and is_acceptable(trial, key.sequence)]
+    for key in sorted(candidates, key=lambda key: (key.sequence, key.step), reverse=True):
         if damaged and damaged[-1].sequence == key.sequence:
-            continue  # the journal names checkpoints by sequence, and this one is quarantined already
+            continue  # the journal names checkpoints by sequence, and this one is already quarantined
         try:
             manifest = read_manifest(store, key)
         except CheckpointNotFound:
-            continue  # listed, and deleted since by a process that was believed dead
+            continue  # deleted after the listing by a process that was believed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # of no attempt; if it were quarantined, no save before its sequence would be accepted
+                continue  # of no attempt; quarantining it would reject all saves with a lower sequence
             damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
-        if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
+        if manifest.about.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts
             return manifest, damaged
     return None, damaged

@@ -1,4 +1,4 @@
-"""What is known of a running search: its attempts with their newest reports, counts, the best trial, curves and costs.
+"""The live view of a search: its attempts with their newest reports, counts, the best trial, curves and costs.
 
 Each event is applied once, to one `SearchView`. Table, notebook, report, artifacts, log lines, live status and Prefect
 events read it. No decision and no resume uses it.
@@ -39,48 +39,48 @@ from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.core.values import StepReport, leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""Without an objective the first numbers of a report have the large panels."""
-_OTHERS_COUNT = 12
-"""The other metrics with curves; of a thirteenth only its name is kept."""
-_OTHERS_POINT_COUNT = 24
-_MAX_NAMES = 1000
-_EARLIEST = datetime.fromtimestamp(0, UTC)
+"""Without an objective, this many first numbers of a report get the large panels."""
+_OTHER_METRIC_COUNT = 12
+"""The number of other metrics with curves; only the names of further metrics are kept."""
+_OTHER_POINT_COUNT = 24
+_MAX_METRIC_NAMES = 1000
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step, the first and the last among them; of more than `most`, every second, fourth, ... is kept."""
+    """Numbers by step: always the first and the last; with more than `most`, only every second, fourth, ... number."""
 
-    __slots__ = ("_most", "_since", "_steps", "_stride", "_values")
+    __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
     def __init__(self, *, most: int = 96) -> None:
-        self._most = most
+        self._max_points = most
         self._steps = array("d")
         self._values = array("d")
         self._stride = 1
-        self._since = 1
+        self._points_since_kept = 1
 
     def add(self, step: float, value: float) -> None:
-        """Add the next number; a step that is not after the last one is ignored. `cut` first to replace steps."""
+        """Add the next number; ignore a step that is not after the last one. `cut` first to replace steps."""
         if self._steps and step <= self._steps[-1]:
             return
-        if self._since < self._stride and len(self._steps) > 1:
-            self._since += 1
+        if self._points_since_kept < self._stride and len(self._steps) > 1:
+            self._points_since_kept += 1
             self._steps[-1], self._values[-1] = step, value
             return
-        self._since = 1
+        self._points_since_kept = 1
         self._steps.append(step)
         self._values.append(value)
-        if len(self._steps) > self._most:  # an odd number of points, so that the last one stays as the first does
+        if len(self._steps) > self._max_points:  # an odd number of points, so that the last one stays
             self._steps, self._values = self._steps[::2], self._values[::2]
             self._stride *= 2
-            self._since = self._stride
+            self._points_since_kept = self._stride
 
     def cut(self, step: float) -> None:
         """Remove the points after `step`."""
         kept = bisect_right(self._steps, step)
         if kept < len(self._steps):
             del self._steps[kept:], self._values[kept:]
-            self._since = self._stride
+            self._points_since_kept = self._stride
 
     def points(self) -> Sequence[tuple[float, float]]:
         """Return the points, by step."""
@@ -95,11 +95,11 @@ def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
 
 
 class RunCounts(NamedTuple):
-    """What a run has done until now."""
+    """Counts of what a run has done so far."""
 
     reports: int = 0
     steps: int = 0
-    """Trained steps; those that an attempt repeats count again."""
+    """Trained steps; repeated steps count again."""
     ended_attempts: int = 0
 
 
@@ -115,7 +115,7 @@ class OwnershipPeriod:
     trials: int = 0
     """The number of trials that it added."""
     samples: int = 0
-    """The number of samples it was asked to add to those of earlier runs; 0 if not asked."""
+    """The number of samples that it was asked to add to the samples of earlier runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,29 +134,29 @@ class AttemptPeriod:
     is_earlier: bool = False
     """Whether an earlier run started it."""
     is_abandoned: bool = False
-    """Whether another owner has taken over: it ended with its last event, and how is not known yet."""
+    """Whether another owner has taken over: the attempt ended with its last event, and its outcome is unknown."""
     report: StepReport | None = None
-    """The newest one while it runs; None before its first step."""
+    """The newest report while the attempt runs; None before its first step."""
     reported_at: datetime | None = None
     longest_gap_seconds: float | None = None
     """The longest time between two reports, or before the first one."""
     ended: datetime | None = None
     status: Status = Status.RUNNING
-    """How it is drawn: `COMPLETED` for each `Finished`, `ERRORED` for each failure except the machine's."""
+    """The status that is drawn: `COMPLETED` for each `Finished`, `ERRORED` for each failure not of the machine."""
     is_lost: bool = False
-    """Whether its machine failed, its target, or its run."""
+    """Whether it ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
-    """How ranks ended that did not end like the others."""
+    """The ends of ranks that ended differently from the others."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it trains, as far as is known."""
+        """Whether it is training, as far as is known."""
         return self.ended is None and not self.is_abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes committed and uploaded. Of an adopted commit the uploaded bytes are not known."""
+    """Committed and uploaded bytes. The uploaded bytes of adopted commits are unknown."""
 
     commits: int = 0
     committed_bytes: int = 0
@@ -165,31 +165,31 @@ class Costs:
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
-    """Size of checkpoints that are copies of others; these upload no bytes."""
+    """The size of cloned checkpoints, which upload no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSnapshot:
-    """What a view knows at one moment."""
+    """The state of a `SearchView` at one moment."""
 
     experiment: Experiment
     running: Mapping[str, AttemptPeriod] = field(default_factory=dict)
-    """The attempts that run, by trial."""
+    """The running attempts, by trial."""
     counts: RunCounts = field(default_factory=RunCounts)
-    """Of this run."""
+    """The counts of this run."""
     metrics: tuple[str, ...] = ()
     """The metrics of the objective; without one, the first four reported numbers."""
     others: tuple[str, ...] = ()
     """The first twelve other reported numbers."""
     metric_count: int = 0
-    """How many metrics were reported, also those without curves."""
+    """The number of reported metrics, including metrics without curves."""
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
     """Points by trial and metric, thinned out."""
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
     costs: Costs = Costs()
     is_whole: bool = True
-    """Whether it begins with the journal's first entry."""
+    """Whether it covers the journal from its first entry."""
 
     def newest(self, trial: str) -> StepReport | None:
         """Return the newest report of a running attempt; None if there is none."""
@@ -202,46 +202,46 @@ _STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
     Cause.PREEMPTED: Status.INTERRUPTED,
     Cause.MACHINE: Status.INTERRUPTED,
 }
-"""The status after an attempt, by its event or its cause; after every other one it is `ERRORED`."""
+"""The status after an attempt, by its final event or its cause; `ERRORED` for all others."""
 
 
 class SearchView:
-    """Applies the events of an experiment in their order; keeps about 1 KiB per trial and metric, however long it runs.
+    """Applies the events of an experiment in order; needs about 1 KiB per trial and metric, however long it runs.
 
     Not thread-safe. The caller passes the times.
     """
 
     def __init__(self, experiment: Experiment) -> None:
-        """Begin without any event; `begin_run` adds what is known of attempts that run already."""
+        """Begin without events; `begin_run` adds the attempts that already run."""
         self._experiment = experiment
         self._objective = objective_in(experiment.settings)
         self._metrics = self._objective.metrics if self._objective else ()
-        self._names: dict[str, None] = {}  # of the other metrics
+        self._other_metrics: dict[str, None] = {}  # the other metrics
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
         self._newest: dict[str, int] = {}  # the index of each trial's newest attempt
         self._running_trials: dict[str, None] = {}
-        self._supervisors: dict[str, Owner] = {}  # of attempts on other machines
+        self._supervisors: dict[str, Owner] = {}  # of attempts on other machines, by trial
         self._ownerships: list[OwnershipPeriod] = []
         self._costs = Costs()
         self._counts = RunCounts()
-        self._run_began = _EARLIEST
+        self._run_began = _EPOCH
         self._is_whole = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
-        self._best: tuple[str, Losses] | None = None  # None if unknown: a change of `_losses` may have changed it
+        self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: events of earlier runs no longer count, and what they lost is not compared."""
+        """Begin the present owner's run: events of earlier runs no longer count; their lost steps are not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_whole = not (experiment.trials or experiment.extensions)
         if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
             self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
         for trial in experiment.trials.values():
-            self._compare(trial.trial)
-            place = self._newest.get(trial.trial)
-            if place is not None:
-                self._attempts[place] = replace(self._attempts[place], is_earlier=True)
+            self._compare_trial(trial.trial)
+            index = self._newest.get(trial.trial)
+            if index is not None:
+                self._attempts[index] = replace(self._attempts[index], is_earlier=True)
             elif trial.status is Status.RUNNING:
                 self._add_attempt(
                     AttemptPeriod(trial.trial, trial.attempt, at, trial.step, trial.step, None, at, is_earlier=True)
@@ -250,40 +250,40 @@ class SearchView:
     def apply_entry(self, entry: Entry) -> None:
         """Apply the next entry of the journal."""
         for event in entry.events:
-            self.apply(event, parse_time(entry.at) or _EARLIEST)
+            self.apply(event, parse_time(entry.at) or _EPOCH)
 
     def apply(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
-        """Apply the next event, journaled at `at` or about to be, and the state after it."""
+        """Apply the next event, which is or will be journaled at `at`, and the state after it."""
         self._experiment, counts = experiment or self._experiment, self._counts
-        self._apply(event, at)
+        self._dispatch_event(event, at)
         if experiment is not None and isinstance(
             event, TrialAdded | Started | Cloned | AttemptEnded | Finished | Paused | GaveUp
         ):
-            self._compare(event.trial)
+            self._compare_trial(event.trial)
         if at < self._run_began:
             self._counts = counts
-        for place in range(len(self._ownerships) - 1, -1, -1):
-            ownership = self._ownerships[place]
-            if at >= ownership.began:  # the run that owned the experiment then, which may be an earlier one
-                self._ownerships[place] = replace(ownership, last=max(ownership.last, at))
+        for index in range(len(self._ownerships) - 1, -1, -1):
+            ownership = self._ownerships[index]
+            if at >= ownership.began:  # the run that owned the experiment at that time, which may be an earlier one
+                self._ownerships[index] = replace(ownership, last=max(ownership.last, at))
                 break
 
     def apply_report(self, trial: str, report: StepReport, at: datetime) -> None:
-        """Apply the report of a step, which the live status may have before the journal."""
-        if (attempt := self._running(trial)) is None or report.step <= attempt.step:
+        """Apply the report of a step; the live status may have it before the journal."""
+        if (attempt := self._find_running_attempt(trial)) is None or report.step <= attempt.step:
             return
         self._add_points(trial, report.step, report.metrics)
-        # What an attempt of an earlier run trained before its first report here does not count.
+        # Steps that an attempt of an earlier run trained before its first report here do not count.
         step_count = 0 if attempt.is_earlier and attempt.report is None else report.step - attempt.step
         self._counts = self._counts._replace(reports=self._counts.reports + 1, steps=self._counts.steps + step_count)
         gap = (at - (attempt.reported_at or attempt.began)).total_seconds()
         longest = max(attempt.longest_gap_seconds or 0.0, gap)
-        self._replace(trial, step=report.step, report=report, reported_at=at, longest_gap_seconds=longest)
+        self._update_attempt(trial, step=report.step, report=report, reported_at=at, longest_gap_seconds=longest)
         if self._objective is not None:
             self._set_losses(trial, losses_in(report.metrics, self._objective), inherits=False)
 
     def set_experiment(self, experiment: Experiment) -> None:
-        """Set the state as written: entries of guests may be in it."""
+        """Set the state after a write: it may include entries of non-owners."""
         self._experiment = experiment
 
     @property
@@ -297,18 +297,18 @@ class SearchView:
 
     @property
     def running(self) -> Mapping[str, AttemptPeriod]:
-        """The attempts that run, by trial."""
+        """The running attempts, by trial."""
         return {trial: self._attempts[self._newest[trial]] for trial in self._running_trials}
 
     def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
-        """Return what is known now, with the curves of these trials."""
+        """Return the present state, with the curves of the trials in `drawn`."""
         return SearchSnapshot(
             experiment=self._experiment,
             running=self.running,
             counts=self._counts,
             metrics=self._metrics,
-            others=tuple(self._names)[:_OTHERS_COUNT],
-            metric_count=len(self._metrics) + len(self._names),
+            others=tuple(self._other_metrics)[:_OTHER_METRIC_COUNT],
+            metric_count=len(self._metrics) + len(self._other_metrics),
             curves={
                 trial: {name: series.points() for name, series in self._curves[trial].items()}
                 for trial in drawn
@@ -320,19 +320,19 @@ class SearchView:
             is_whole=self._is_whole,
         )
 
-    def _apply(self, event: Event, at: datetime) -> None:
+    def _dispatch_event(self, event: Event, at: datetime) -> None:
         match event:
             case Opened():
                 self._ownerships.append(OwnershipPeriod(event.term, event.owner, at, at))
                 for trial in self._newest.keys() - self._supervisors.keys():
-                    self._abandon(trial)
+                    self._abandon_attempt(trial)
             case Started():
-                self._start(event, at)
+                self._start_attempt(event, at)
             case Reported():
                 self.apply_report(event.trial, event.report, at)
-                self._replace(event.trial, last=at)
+                self._update_attempt(event.trial, last=at)
             case Committed():
-                self._replace(event.trial, last=at)
+                self._update_attempt(event.trial, last=at)
                 self._add_commit(event)
             case Cloned():
                 copy = event.checkpoint
@@ -341,40 +341,40 @@ class SearchView:
                 self._add_points(event.trial, copy.step, copy.metrics)
             case AttemptEnded() | Finished() | Paused() | GaveUp():
                 if isinstance(use := getattr(event, "use", None), GroupUse):
-                    self._replace(event.trial, rank_ends=use.ends)
-                kind = event.cause if isinstance(event, AttemptEnded) else type(event)
-                self._end(event.trial, kind, at)
+                    self._update_attempt(event.trial, rank_ends=use.ends)
+                end = event.cause if isinstance(event, AttemptEnded) else type(event)
+                self._end_attempt(event.trial, end, at)
             case TrialAdded() | Configured() if self._ownerships:
-                owned = self._ownerships[-1]
-                trials = owned.trials + isinstance(event, TrialAdded)
-                samples = owned.samples + (sum(event.extensions.values()) if isinstance(event, Configured) else 0)
-                self._ownerships[-1] = replace(owned, trials=trials, samples=samples)
+                period = self._ownerships[-1]
+                trials = period.trials + isinstance(event, TrialAdded)
+                samples = period.samples + (sum(event.extensions.values()) if isinstance(event, Configured) else 0)
+                self._ownerships[-1] = replace(period, trials=trials, samples=samples)
             case _:
                 pass
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
-    def _running(self, trial: str) -> AttemptPeriod | None:
-        place = self._newest.get(trial)
-        return self._attempts[place] if place is not None and self._attempts[place].is_running else None
+    def _find_running_attempt(self, trial: str) -> AttemptPeriod | None:
+        index = self._newest.get(trial)
+        return self._attempts[index] if index is not None and self._attempts[index].is_running else None
 
-    def _replace(self, trial: str, **changes: object) -> None:
-        """Change the newest attempt of a trial, unless it has ended."""
-        place = self._newest.get(trial)
-        if place is not None and self._attempts[place].ended is None:
-            self._attempts[place] = replace(self._attempts[place], **changes)  # type: ignore[arg-type]  # its fields
+    def _update_attempt(self, trial: str, **changes: object) -> None:
+        """Change the newest attempt of a trial unless it has ended."""
+        index = self._newest.get(trial)
+        if index is not None and self._attempts[index].ended is None:
+            self._attempts[index] = replace(self._attempts[index], **changes)  # type: ignore[arg-type]  # its fields
 
     def _add_attempt(self, attempt: AttemptPeriod) -> None:
         self._newest[attempt.trial] = len(self._attempts)
         self._running_trials[attempt.trial] = None
         self._attempts.append(attempt)
 
-    def _start(self, event: Started, at: datetime) -> None:
-        """Begin an attempt, at the earliest when the one before of its trial has ended: their clocks may differ."""
-        trial, free_at = event.trial, _EARLIEST
-        self._end(trial, Cause.MACHINE, at)
-        if (place := self._newest.get(trial)) is not None:
-            free_at = self._attempts[place].ended or free_at
+    def _start_attempt(self, event: Started, at: datetime) -> None:
+        """Begin an attempt, not before the end of the trial's previous attempt: their clocks may differ."""
+        trial, free_at = event.trial, _EPOCH
+        self._end_attempt(trial, Cause.MACHINE, at)
+        if (index := self._newest.get(trial)) is not None:
+            free_at = self._attempts[index].ended or free_at
         began = max(parse_time(event.at or "") or at, free_at)
         if event.supervisor is None:
             self._supervisors.pop(trial, None)
@@ -387,21 +387,21 @@ class SearchView:
         for series in self._curves.get(trial, {}).values():
             series.cut(event.from_step)
 
-    def _abandon(self, trial: str) -> None:
-        if self._running(trial) is not None:
-            self._replace(trial, is_abandoned=True, report=None)
+    def _abandon_attempt(self, trial: str) -> None:
+        if self._find_running_attempt(trial) is not None:
+            self._update_attempt(trial, is_abandoned=True, report=None)
             del self._running_trials[trial]
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
-    def _end(self, trial: str, kind: type[Event] | Cause, at: datetime) -> None:
-        """End an attempt; one that died counts until its last event, not until its death was detected."""
-        place = self._newest.get(trial)
-        if place is None or (attempt := self._attempts[place]).ended is not None:
+    def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
+        """End an attempt; an abandoned one ends with its last event, not when its loss was detected."""
+        index = self._newest.get(trial)
+        if index is None or (attempt := self._attempts[index]).ended is not None:
             return
         ended = max(attempt.began, attempt.last if attempt.is_abandoned else at)
-        self._abandon(trial)
-        status = _STATUS_AFTER.get(kind, Status.ERRORED)
-        self._replace(trial, ended=ended, status=status, is_lost=kind is Cause.MACHINE)
+        self._abandon_attempt(trial)
+        status = _STATUS_AFTER.get(end, Status.ERRORED)
+        self._update_attempt(trial, ended=ended, status=status, is_lost=end is Cause.MACHINE)
 
     # -------------------------------------------------------------------------------------- curves, costs, the best
 
@@ -411,12 +411,12 @@ class SearchView:
         self._metrics = self._metrics or tuple(numbers)[:_OBJECTIVE_COUNT]
         curves = self._curves.setdefault(trial, {})
         for name in numbers:
-            if name not in self._metrics and len(self._names) < _MAX_NAMES:
-                self._names[name] = None
-        for name in (*self._metrics, *islice(self._names, _OTHERS_COUNT)):
+            if name not in self._metrics and len(self._other_metrics) < _MAX_METRIC_NAMES:
+                self._other_metrics[name] = None
+        for name in (*self._metrics, *islice(self._other_metrics, _OTHER_METRIC_COUNT)):
             if name in numbers:
                 if name not in curves:
-                    curves[name] = Series() if name in self._metrics else Series(most=_OTHERS_POINT_COUNT)
+                    curves[name] = Series() if name in self._metrics else Series(most=_OTHER_POINT_COUNT)
                 curves[name].add(step, numbers[name])
 
     def _add_commit(self, event: Committed) -> None:
@@ -431,8 +431,8 @@ class SearchView:
             )
         self._costs = costs
 
-    def _compare(self, trial: str) -> None:
-        """Compare a trial by the last report that its state has."""
+    def _compare_trial(self, trial: str) -> None:
+        """Compare a trial by the last report in its state."""
         if self._objective is not None and (state := self._experiment.trials.get(trial)) is not None:
             self._set_losses(trial, losses_in(state.metrics, self._objective), inherits=state.inherits)
 

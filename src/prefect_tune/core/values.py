@@ -1,4 +1,4 @@
-"""The values of the core: their base class (frozen, refuses unknown fields), and their JSON, names and digests."""
+"""The values of the core: their base class (frozen, rejects unknown fields), and their JSON, names and digests."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
 MAX_LIVE_PERIOD_SECONDS = 24 * 3600.0
-"""Between two publications of what runs."""
+"""The maximum time between two live statuses."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-_SURELY_READ = 100
-"""With at most this many opening brackets a JSON text is not nested too deeply to be read: each opens one level."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
+_MAX_SAFE_BRACKETS = 100
+"""JSON with at most this many opening brackets is never nested too deeply for readers: each opens one level."""
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Value(BaseModel):
-    """A frozen value that refuses fields it does not know."""
+    """A frozen value that rejects unknown fields."""
 
-    # Pydantic's default writes a NaN as null; as a NaN it is refused by `canonical_json`.
+    # By default, pydantic writes a NaN as null; as a NaN, `canonical_json` rejects it.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def model_post_init(self, _context: object, /) -> None:
-        # Pydantic stores in each value the set of the fields that were given. No code reads it, and it takes more than
-        # a quarter of a value's memory: 60 MiB for ten thousand trials. So all values of a class share one set, of all
+        # Pydantic stores the set of explicitly passed fields in each value. No code reads it, and it takes more than a
+        # quarter of a value's memory: 60 MiB for ten thousand trials. So all values of a class share one set of all
         # fields, and `exclude_unset` excludes nothing.
-        object.__setattr__(self, "__pydantic_fields_set__", _fields_of(type(self)))
+        object.__setattr__(self, "__pydantic_fields_set__", _field_names(type(self)))
 
     def __dir__(self) -> Iterable[str]:
-        """Return its own names, without pydantic's methods, for completion."""
+        """Return the class's own names, without pydantic's methods, for completion."""
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`, which adds updated names to the fields set: the shared set has them already."""
+        """Copy for `model_copy`, which adds updated names to the set of fields: the shared set already has them."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -66,38 +66,38 @@ class Value(BaseModel):
 
 
 @cache
-def _fields_of(value: type[Value]) -> set[str]:
+def _field_names(value: type[Value]) -> set[str]:
     return set(value.model_fields)
 
 
-def _number(value: object) -> object:
+def _to_number(value: object) -> object:
     plain = plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float | str):
         raise PydanticKnownError("float_type")
     return plain
 
 
-def _whole(value: object) -> object:
+def _to_integer(value: object) -> object:
     plain = plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | str):
         raise PydanticKnownError("int_type")
     return plain
 
 
-AS_NUMBER = BeforeValidator(_number)
-AS_WHOLE = BeforeValidator(_whole)
-"""For types with bounds: `Annotated[int, Field(ge=1), AS_WHOLE]`. Bounds behind it get lost in forms."""
+AS_NUMBER = BeforeValidator(_to_number)
+AS_WHOLE = BeforeValidator(_to_integer)
+"""For types with bounds: `Annotated[int, Field(ge=1), AS_WHOLE]`. Forms ignore bounds that come after it."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), AS_NUMBER]
-"""The type of a parameter that is a finite number, also one of NumPy or in a text of JSON or YAML; no truth value."""
+"""The type of a parameter that is a finite number, also of NumPy, or in a text from JSON or YAML; not a bool."""
 Whole: TypeAlias = Annotated[int, AS_WHOLE]
-"""The type of a parameter that is a whole number, of the same kinds; neither a truth value nor 3.0."""
+"""The type of a parameter that is an integer, of the same kinds; neither a bool nor 3.0."""
 
 
 class HasJsonForm:
     """An option that is an object in code, and has a JSON form for deployments, forms and the journal.
 
-    Prefect's client sends parameters through pydantic, which would write a dataclass as the dict of its fields, without
-    its class: to the receiver a distribution would be a constant. With a serializer of its own it is sent as that form.
+    Prefect's client sends parameters through pydantic, which would write a dataclass as a dict of its fields, without
+    its class: the receiver would read a distribution as a constant. This class's serializer sends its JSON form.
     """
 
     __slots__ = ()
@@ -106,11 +106,11 @@ class HasJsonForm:
         """Return the JSON from which `pt.tune` makes an equal object.
 
         Raises:
-            InvalidInput: it has none, such as an object of a class that this package does not know.
+            InvalidInput: it has no JSON form, for example because this package does not know its class.
         """
         raise InvalidInput(
-            f"{self!r} has no JSON form, by which deployments and journals store it: pass it in code, to a flow that "
-            "is called in this process"
+            f"{self!r} has no JSON form, which deployments and journals need: pass it in code, to a flow that is "
+            "called in this process"
         )
 
     __pydantic_serializer__ = SchemaSerializer(
@@ -121,14 +121,14 @@ class HasJsonForm:
 
 
 class Stamp(Value):
-    """The id and the time of one write: made by the caller, since the core uses neither randomness nor a clock."""
+    """The id and the time of one write. The caller makes it: the core uses neither randomness nor a clock."""
 
     write_id: str
     at: str
 
 
 class StepReport(Value):
-    """The metrics of a step, and the trial's training time up to it, over all attempts, lost steps excluded."""
+    """The metrics of a step, and the trial's training time up to it over all attempts, without lost steps."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -136,13 +136,13 @@ class StepReport(Value):
 
 
 def valid_name(name: str) -> str:
-    """Return `name` if it can be a folder on every target.
+    """Return `name` if it can be the name of a folder on every target.
 
     Raises:
-        InvalidInput: it is empty, too long, starts with a dot or holds other characters.
+        InvalidInput: `name` is empty, too long, starts with a dot or has other characters.
     """
-    name = str.__str__(name)  # a member of an enum of texts is formatted as 'Kind.LINEAR'
-    if _NAME.fullmatch(name) and ".." not in name:
+    name = str.__str__(name)  # `str(name)` would be 'Kind.LINEAR' for a member of a text enum
+    if _NAME_PATTERN.fullmatch(name) and ".." not in name:
         return name
     raise InvalidInput(
         f"name {name!r}: expected 1 to 128 letters, digits, '.', '_', '=' or '-', starting with a letter "
@@ -160,7 +160,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested `values` as one level, with names like `model/depth`; a list becomes its JSON."""
+    """Flatten nested `values` to one level with names like `model/depth`; a list becomes its JSON."""
     return {
         name: json.dumps(value) if isinstance(value, list | tuple) else value for name, value in leaves(values, prefix)
     }
@@ -176,82 +176,82 @@ def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def metric_in(metrics: Metrics, name: str) -> object:
-    """Return the metric `name`, which for a nested one is like `eval/loss`; None where it was not reported."""
+    """Return the metric `name`, such as `eval/loss` for a nested one; None if it was not reported."""
     if name in metrics:
         return metrics[name]
-    found: object = metrics
+    value: object = metrics
     for part in name.split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
     Raises:
-        ValueError: it holds a NaN or an infinity, which JSON cannot represent, or something that readers refuse: a
+        ValueError: it holds a NaN or an infinity, which JSON cannot represent, or something that readers reject: a
             lone surrogate, or more than about 200 levels.
         TypeError: it holds another value that JSON cannot represent.
     """
     text = _ENCODER.encode(value)
-    if "\\ud" in text or text.count("{") + text.count("[") > _SURELY_READ:
+    if "\\ud" in text or text.count("{") + text.count("[") > _MAX_SAFE_BRACKETS:
         from_json(text)
     return text.encode()
 
 
 def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
-    """Decode `data` as `model`, or raise `error` with `where`, the field and the problem."""
+    """Decode `data` as `model`; raise `error` with `where`, the field and the problem if it is invalid."""
     try:
         return model.model_validate_json(bytes(data))
     except ValidationError as invalid:
         problem = invalid.errors(include_url=False)[0]
-        place = ".".join(map(str, problem["loc"])) or "the document"
-        raise error(f"{where}: {place}: {problem['msg']}") from invalid
+        field = ".".join(map(str, problem["loc"])) or "the document"
+        raise error(f"{where}: {field}: {problem['msg']}") from invalid
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return the `TuneError` of a validator; else the innermost error of the first field, without text values.
+    """Return a validator's `TuneError` if there is one; otherwise the first field's innermost error, without texts.
 
     Args:
-        invalid: the error of pydantic. A text in it may be a secret.
-        within: the parameter of which the invalid value is a part.
+        invalid: pydantic's error. A text in it may be a secret.
+        within: the parameter that contains the invalid value.
     """
     errors = invalid.errors(include_url=False)
-    error = max(errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(each["loc"])))
+    error = max(errors, key=lambda item: (item["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(item["loc"])))
     cause, value = error.get("ctx", {}).get("error"), error["input"]
     if isinstance(cause, TuneError):
         return cause
-    found = f", found {value!r}" if value is None or isinstance(value, int | float) else ""
+    suffix = f", found {value!r}" if value is None or isinstance(value, int | float) else ""
     where = [part for part in (within, *error["loc"]) if isinstance(part, int) or part.isidentifier()]  # no literals
-    return InvalidInput(f"{'.'.join(map(str, where))}: {error['msg'].removeprefix('Value error, ')}{found}")
+    return InvalidInput(f"{'.'.join(map(str, where))}: {error['msg'].removeprefix('Value error, ')}{suffix}")
 
 
 def parse_time(at: str) -> datetime | None:
-    """Return a time of the target in UTC; None for another text."""
+    """Parse a time from the target, and return it in UTC; None if the text is not a time."""
     try:
-        found = datetime.fromisoformat(at)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
-    except (ValueError, OverflowError):  # no time, or one before the first year
+        time = datetime.fromisoformat(at)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):  # not a time, or before year 1
         return None
 
 
-def _readable(value: object) -> object:
+def _make_readable(value: object) -> object:
     return readable(value) if isinstance(value, str) else value
 
 
-Message: TypeAlias = Annotated[str, BeforeValidator(_readable)]
-"""A text for people, possibly from the user's code, of any content and length: it is made `readable`."""
+Message: TypeAlias = Annotated[str, BeforeValidator(_make_readable)]
+"""A text for display, possibly from the user's code, with any content and length: it is made `readable`."""
 
 
-def _from_json(value: object, info: ValidationInfo) -> object:
+def _decode_path(value: object, info: ValidationInfo) -> object:
     if info.mode == "json" and isinstance(value, str):
         return value.encode("latin-1").decode(errors="surrogateescape")
     return value
 
 
-def _to_json(path: str) -> str:
+def _encode_path(path: str) -> str:
     return path.encode(errors="surrogateescape").decode("latin-1")
 
 
-PathName: TypeAlias = Annotated[str, BeforeValidator(_from_json), PlainSerializer(_to_json, when_used="json")]
-"""A path of this machine, which need not be UTF-8. In JSON each character is one byte of it (Latin-1)."""
+PathName: TypeAlias = Annotated[str, BeforeValidator(_decode_path), PlainSerializer(_encode_path, when_used="json")]
+"""A path on this machine, which need not be UTF-8. In JSON each character is one byte of the path (Latin-1)."""

@@ -347,7 +347,7 @@ class _Asking:
             stopped = Finished(trial=trial.trial, reason=self._reason, kind=FinishKind.STOPPED)
             said = Leave(outcome=stopped, save=True) if self._trial else StopAndSave()
             key, attempt = state.trial_key(trial.trial), trial.attempt + (trial.phase is not Phase.RUNNING)
-            on_target(self._target, partial(answer, trial=key, attempt=attempt, step=UNASKED, said=said))
+            on_target(self._target, partial(answer, trial=key, attempt=attempt, step=UNASKED, reply=said))
             self._sent_to.add(trial.trial)
 
     def _end_message(self, state: Experiment) -> str | None:

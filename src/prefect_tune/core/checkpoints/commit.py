@@ -175,7 +175,7 @@ def commit(
     _, about = seal_and_read_back(about)
     batches = list(groups(pieces(source.files)))
     blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
-    uploaded = _sizes_by_path(blobs)
+    uploaded = _collect_sizes(blobs)
     manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
     unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
@@ -188,7 +188,7 @@ def commit(
         affected = [any(location.path in unverified for _, _, location in blob.chunks) for blob in blobs]
         replaced = store.map(lambda group: _store_group(store, key, source, group, intact), compress(batches, affected))
         blobs = [*compress(blobs, map(not_, affected)), *replaced]
-        uploaded |= _sizes_by_path(blobs)
+        uploaded |= _collect_sizes(blobs)
         manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
     source.require_unchanged()
     require_stored(store, key.trial.blobs, uploaded)
@@ -227,7 +227,7 @@ def _store_group(
     return _Blob(tuple(chunks), uploaded)
 
 
-def _sizes_by_path(blobs: Iterable[_Blob]) -> dict[str, int]:
+def _collect_sizes(blobs: Iterable[_Blob]) -> dict[str, int]:
     return dict(blob.uploaded for blob in blobs if blob.uploaded)
 
 
@@ -396,7 +396,7 @@ def send_files(store: ObjectStore, key: CheckpointKey, source: Source, *, reuse:
     batches = groups(pieces(source.files))
     blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs, _sizes_by_path(blobs))
+    require_stored(store, key.trial.blobs, _collect_sizes(blobs))
     return _layout_fields(key, source, blobs)
 
 

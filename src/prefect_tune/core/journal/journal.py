@@ -325,7 +325,7 @@ def take_over(
     """
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
-        state = _refresh(store, known) if known else load(store, journal)
+        state = _refresh_state(store, known) if known else load(store, journal)
         if state.opened_at:
             opening = next_entry(store, journal, state.opened_at - 1)
             if opening is not None and opening.write_id == stamp.write_id:
@@ -348,7 +348,7 @@ def take_over(
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
 
-def _refresh(store: ObjectStore, cached: Experiment) -> Experiment:
+def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
     """Apply the entries after `cached`; if the journal does not continue it, it was replaced: load it again."""
     if not cached.number:
         return cached  # if a first entry exists by now, writing this one fails, and the journal is read then

@@ -15,44 +15,44 @@ from prefect_tune.core.values import Message, PathName, StepReport, Value
 
 
 class ProcessEnvironment(Value):
-    """The environment that a forked or kept process adopts before it starts a trial."""
+    """The environment that a forked or reused process adopts before it starts a trial."""
 
     type: Literal["process-environment"] = "process-environment"
     environment: Mapping[str, str]
     """All environment variables; each character is one byte (Latin-1)."""
     working_directory: str
-    """In Latin-1, too; empty to keep the present one."""
+    """Also in Latin-1; empty to keep the current directory."""
 
 
 FORK, IMPORT = b"fork", b"import"
 """Requests to a fork server: for a trial's process, or for a template."""
 READY = "ready"
-"""A template's answer when it has imported the trainable and can be forked; any other text is the reason why not."""
+"""A template's reply once it has imported the trainable and can be forked; any other text says why it cannot."""
 
 
 class ImportRequest(Value):
     """Import a trainable in a template."""
 
     trainable: str
-    """As in `Start`."""
+    """See `Start`."""
     import_path: tuple[PathName, ...]
     environment: ProcessEnvironment
     supervisor: int
-    """The pid of the process that sends fork requests: the template ends with it."""
+    """The pid of the process that sends fork requests; the template exits with it."""
 
 
 class Rank(Value):
-    """The place of a process among those of its attempt; a single process is rank 0 of 1."""
+    """The rank of a process among the processes of its attempt; a single process is rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     variables: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables that tell libraries the same, such as RANK and MASTER_ADDR."""
+    """Environment variables with the same information for libraries, such as RANK and MASTER_ADDR."""
 
 
 MetricsFrom: TypeAlias = Literal["rank 0", "mean"]
-"""Whose metrics are those of a step of several ranks: those of rank 0, or the mean over all ranks."""
+"""The metrics of a step of several ranks: the metrics of rank 0, or the mean over all ranks."""
 
 
 class Start(Value):
@@ -63,13 +63,13 @@ class Start(Value):
     trial: str
     attempt: int
     trainable: str
-    """`module:name`, or a pickle in hexadecimal that the supervisor itself has just made."""
+    """`module:name`, or a pickle in hexadecimal that the supervisor itself has just created."""
     stopper: str
     """In the same form as `trainable`."""
     import_path: tuple[PathName, ...]
     config: Mapping[str, object]
     directory: PathName
-    """For the trial's own files (logs, plots): synced as artifacts."""
+    """The directory for the trial's own files (logs, plots), which are synced as artifacts."""
     staging: PathName
     """The folder in which checkpoint directories are passed to the supervisor."""
     restored: PathName | None = None
@@ -80,17 +80,17 @@ class Start(Value):
     overlap: bool = False
     """Whether training continues while a checkpoint is uploaded."""
     milestone: int | None = None
-    """The step at which the trial asks whether to continue, and waits for the answer; None for never."""
+    """The step at which the trial waits for the decision whether to continue; None if it never waits."""
     saves_first: bool = False
-    """Whether a class trainable saves at the milestone before it asks."""
+    """Whether a class trainable saves at the milestone before it waits for the decision."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: Rank = Field(default_factory=Rank)
     metrics_from: MetricsFrom = "rank 0"
     required_metrics: tuple[str, ...] = ()
-    """The metrics of the search that each report of rank 0 has to have."""
+    """The metrics of the search that each report of rank 0 must have."""
     ranks_at: PathName = ""
-    """The socket that ranks join which the trainable's own launcher starts; empty if none may."""
+    """The socket to which ranks of the trainable's own launcher connect; empty if no launcher is allowed."""
 
 
 class CheckpointSaved(Value):
@@ -101,7 +101,7 @@ class CheckpointSaved(Value):
 
 
 class Join(Value):
-    """The first message of a rank that the trainable's own launcher has started."""
+    """The first message of a rank that the trainable's own launcher started."""
 
     type: Literal["join"] = "join"
     rank: Rank
@@ -109,14 +109,14 @@ class Join(Value):
 
 
 class Refused(Value):
-    """The answer to a `Join` that cannot be."""
+    """Rejects a `Join`."""
 
     type: Literal["refused"] = "refused"
     why: Message
 
 
 class SaveFailed(Value):
-    """The checkpoint of this step is not committed, since a rank did not do its part; training continues."""
+    """The checkpoint of this step is not committed because a rank did not add its part; training continues."""
 
     type: Literal["save-failed"] = "save-failed"
     step: int
@@ -129,7 +129,7 @@ class StopAndSave(Value):
 
 
 class Proceed(Value):
-    """The answer at a milestone: continue training, and ask again at the next one."""
+    """The decision at a milestone: continue training, and wait again at the next milestone."""
 
     type: Literal["proceed"] = "proceed"
     milestone: int | None
@@ -139,17 +139,17 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class Leave(Value):
-    """End now: the answer at a milestone, or without having been asked."""
+    """End now: the decision at a milestone, or an unsolicited one."""
 
     type: Literal["leave"] = "leave"
     outcome: AnyOutcome
-    """How the attempt is to end."""
+    """How the attempt shall end."""
     save: bool
-    """Whether to save the state first, if the trainable can save it at any step."""
+    """Whether to save the state first, if the trainable can save at any step."""
 
 
 class StartReceived(Value):
-    """The process has begun the attempt: from here on the time that passes is the trainable's, its import included."""
+    """The process has begun the attempt: from now on, time counts as the trainable's, including its import."""
 
     type: Literal["start-received"] = "start-received"
 
@@ -160,7 +160,7 @@ class TrainableLoaded(Value):
     type: Literal["loaded"] = "loaded"
     pid: int
     code: str
-    """A digest of the trainable's source; empty where the source is not available."""
+    """A digest of the trainable's source; empty if the source is not available."""
 
 
 class StepDone(Value):
@@ -172,38 +172,38 @@ class StepDone(Value):
     moved: bool = False
     """Whether the supervisor owns the directory now, and removes it after the commit."""
     is_reported: bool = False
-    """Whether the step was reported before: only its checkpoint is new."""
+    """Whether the step was already reported, and only its checkpoint is new."""
     asks: bool = False
-    """Whether the trial waits for an answer whether to continue."""
+    """Whether the trial waits for the decision whether to continue."""
     finish_reason: AnyReason | None = None
-    """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
+    """Why the trial finishes with this step, if no decision is needed; journaled together with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
 
 
 class Part(Value):
-    """What a rank other than the first adds to the checkpoint of a step; it reports each step with one."""
+    """The part that a rank other than rank 0 adds to the checkpoint of a step; it sends one for each step."""
 
     type: Literal["part"] = "part"
     step: int
     directory: PathName | None
-    """Its files; None if it adds none, or if another node holds them."""
+    """The rank's files; None if it adds none, or if they are on another node."""
     node: int = 0
-    """The node that holds its files, if that is another one than the first."""
+    """The node that holds the files; 0 for the first node."""
 
 
 class RankMetrics(Value):
-    """What a rank reports for a step, if the metrics of a step are the mean over all ranks."""
+    """The metrics that a rank reports for a step, if the metrics of a step are the mean over all ranks."""
 
     type: Literal["rank-metrics"] = "rank-metrics"
     step: int
     metrics: Mapping[str, object]
     returned: bool = False
-    """Whether the function returned them: the rank ends, and does not wait for rank 0."""
+    """Whether the function returned these metrics: then the rank ends, and does not wait for rank 0."""
 
 
 class MeanMetrics(Value):
-    """The metrics of a step, for which rank 0 waits: those of all ranks have arrived."""
+    """The mean metrics of a step, for which rank 0 waits; sent once all ranks have reported."""
 
     type: Literal["mean-metrics"] = "mean-metrics"
     step: int
@@ -211,7 +211,7 @@ class MeanMetrics(Value):
 
 
 class MilestoneReached(Value):
-    """Asks before the first step whether to continue, because the restored checkpoint's step is a milestone."""
+    """Asks before the first step whether to continue: the step of the restored checkpoint is a milestone."""
 
     type: Literal["asked"] = "asked"
     report: StepReport
@@ -225,11 +225,11 @@ class TrialEnded(Value):
     raised: bool = False
     """Whether the trainable raised."""
     after_end: bool = False
-    """Whether it raised once the trial was over for this process."""
+    """Whether the trainable raised after the trial had ended for this process."""
     waits: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
-    """The seconds since the trainable was loaded; None if it was not."""
+    """The seconds since the trainable was loaded; None if it was not loaded."""
 
     @property
     def has_returned(self) -> bool:
@@ -238,14 +238,14 @@ class TrialEnded(Value):
 
 
 class Directive(Value):
-    """What all ranks do at a step, as rank 0 decides it: it is sent to the others through the supervisor."""
+    """Rank 0's command to all ranks for one step; the supervisor forwards it to the other ranks."""
 
     type: Literal["directive"] = "directive"
     step: int
     saves: bool = False
-    """Whether they save their state now, and wait for another directive. A function decides this by itself."""
+    """Whether the ranks save their state now, and wait for another directive. A function decides this itself."""
     stop: bool = False
-    """Whether the trial is asked to stop, which a function reads as `should_checkpoint`."""
+    """Whether the trial is asked to stop; a function reads it as `should_checkpoint`."""
     over: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
 

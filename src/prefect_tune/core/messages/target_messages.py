@@ -2,7 +2,7 @@
 
 - a search replies to its trials on other machines;
 - any process asks a running experiment to stop;
-- the owner of a search publishes its live status, for readers;
+- the owner of a search publishes its live status for readers;
 - the nodes of an attempt find one another on the target, and communicate over TCP.
 """
 
@@ -38,30 +38,30 @@ from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepRepor
 # Replies of the search to trials on other machines.
 
 UNASKED = 0
-"""The step number of a message that the trial did not ask for."""
+"""The step number of an unsolicited message to a trial."""
 
 
 class TrialReply(Document):
-    """A reply as it is stored on the target."""
+    """A reply on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[2] = 2
     answer: Annotated[Proceed | Leave | StopAndSave, Field(discriminator="type")]
 
 
-def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: Proceed | Leave | StopAndSave) -> None:
-    """Reply to an attempt that asks at `step`. The first reply counts: it was journaled before it was written.
+def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, reply: Proceed | Leave | StopAndSave) -> None:
+    """Reply to an attempt that waits at `step`. The first reply counts: it was journaled before it was written.
 
-    A message to stop, at step `UNASKED`, may also come from an external process when no owner is left to journal it.
+    A message to stop, at step `UNASKED`, may also come from another process if no owner is left to journal it.
     """
     try:
-        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialReply(answer=said)))
+        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialReply(answer=reply)))
     except AlreadyExists:
-        return  # an earlier owner has sent the reply that the journal holds
+        return  # an earlier owner has sent the journaled reply
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> Proceed | Leave | StopAndSave | None:
-    """Return the reply to the attempt at `step`; None while there is none.
+    """Return the reply to the attempt at `step`; None if there is none yet.
 
     Raises:
         JournalCorrupt: the reply is damaged.
@@ -71,9 +71,9 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
 
 
 def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
-    """Delete an earlier owner's unasked message, before an attempt is started or found running.
+    """Delete an earlier owner's unsolicited message before an attempt is started or taken over.
 
-    The message was for the earlier owner's run only, or is in the experiment's journal and is sent again.
+    The message was only for the earlier owner's run, or is journaled and will be sent again.
     """
     path = trial.answer_path(attempt, UNASKED)
     if store.size(path) is not None:
@@ -81,28 +81,28 @@ def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
 
 
 def answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
-    """Return the replies to attempts of `trial` up to `attempt`; after the end of an attempt no process reads them."""
-    return [each for each in store.list(trial.answers) if 0 < _attempt_of(trial, each.path) <= attempt]
+    """Return the replies to attempts of `trial` up to `attempt`; no process reads the replies to an ended attempt."""
+    return [listed for listed in store.list(trial.answers) if 0 < _parse_attempt(trial, listed.path) <= attempt]
 
 
-def _attempt_of(trial: TrialKey, path: str) -> int:
-    """Return the attempt that the reply at `path` is for; 0 for a foreign file."""
+def _parse_attempt(trial: TrialKey, path: str) -> int:
+    """Return the attempt to which the reply at `path` is addressed; 0 for a foreign file."""
     attempt, _, step = path.removeprefix(f"{trial.answers}/").removesuffix(".json").partition("-")
-    if not all(each.isascii() and each.isdecimal() for each in (attempt, step)):
+    if not all(digits.isascii() and digits.isdecimal() for digits in (attempt, step)):
         return 0
     return int(attempt) if trial.answer_path(int(attempt), int(step)) == path else 0
 
 
 # Stop requests from other processes to a running experiment: numbered objects on the target.
 #
-# The owner reads the number after the last one in its journal, so that a poll costs one read. It journals the write
-# id of a request before it acts on it, and deletes the object after that. The requesting process finds that id in the
-# journal. If the journal holds another id for its number, its request is lost: the number of a deleted request can be
-# taken again, and the owner does not read that object.
+# The owner reads the number after the last one in its journal, so that a poll costs one read. It journals the write id
+# of a request before acting on it, and then deletes the object. The requesting process looks for that id in the
+# journal. If the journal has another id for its number, the request is lost: the number of a deleted request can be
+# reused, and the owner does not read that object.
 
 
 class StopRequest(Document):
-    """A request to save and end: one trial, for good; or the whole experiment, for its present owner."""
+    """A request to save and end one trial permanently, or the whole experiment for its present owner."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
     version: Literal[2] = 2
@@ -110,18 +110,18 @@ class StopRequest(Document):
     at: str
     reason: AnyReason
     term: int
-    """The number of the owner that is asked to end the experiment; later owners continue it. Ignored for a trial."""
+    """The term of the owner that shall end the experiment; later owners continue it. Ignored for a trial."""
     trial: TrialId | None = None
     """None for the whole experiment."""
     unreadable: bool = False
-    """Whether this stands for an object that cannot be read; never set on a target."""
+    """Whether this represents an unreadable object; never set on a target."""
 
 
 def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
     """Write `request` for the experiment's owner, and return its number. Idempotent by its write id.
 
     Args:
-        experiment: the present state of its journal.
+        experiment: the present state of the experiment.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote.
@@ -142,12 +142,12 @@ def is_journaled(experiment: Experiment, request: StopRequest) -> bool:
 
 
 def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
-    """Return whether no owner will read the request under this number, so that it has to be written again."""
+    """Return whether no owner will read the request with this number, so that it must be written again."""
     return len(experiment.stop_requests) >= number and not is_journaled(experiment, request)
 
 
 def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
-    """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
+    """Return request `number`; None if there is none. `unreadable` is set for a damaged one, which is refused."""
     try:
         return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
     except (JournalCorrupt, UnknownVersion) as error:
@@ -161,7 +161,7 @@ def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> Sto
 
 
 def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
-    """Return the journal's event for a request: what is stopped, or why it is refused."""
+    """Return the journal event for a request: what is stopped, or why the request is refused."""
     refused: Reason | None = None
     if request.unreadable:
         refused = make_reason("request-unreadable")
@@ -174,26 +174,26 @@ def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
         refused = make_reason("request-without-trial", trial=request.trial)
     elif trial.phase in ENDED:
         refused = make_reason("request-for-ended-trial", trial=trial.trial, status=trial.status.value)
-    stopped = None if refused is not None else request.trial
-    return StopAsked(trial=stopped, reason=request.reason, request=request.write_id, refused=refused)
+    trial_to_stop = None if refused is not None else request.trial
+    return StopAsked(trial=trial_to_stop, reason=request.reason, request=request.write_id, refused=refused)
 
 
 # The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
 #
-# No decision and no resume uses it. While it searches, the owner writes it every few seconds as a new object, and
-# deletes the one before it: the cost does not depend on the number of steps. Its path contains the owner's term, so
-# that owners never write one another's objects, and readers ignore the object of an earlier owner. The owner deletes
-# its last one when its trials have ended; that of a killed owner stays, and its time says how old it is. The next owner
-# deletes it.
+# No decision and no resume uses it. During the search, the owner writes it every few seconds as a new object, and
+# deletes the previous one: the cost does not depend on the number of steps. The path contains the owner's term, so
+# that owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes
+# its last object when its trials have ended; after a killed owner it stays until the next owner deletes it, and its
+# time shows its age.
 
 
 class RunningTrial(Value):
-    """A running attempt of a trial, with its newest report, as the live status holds it."""
+    """A running attempt of a trial, with its newest report, in the live status."""
 
     trial: TrialId
     attempt: int
     began_at: str | None = None
-    """The time of day; None if an earlier owner started the attempt."""
+    """The wall-clock time of its begin; None if an earlier owner started the attempt."""
     host: str | None = None
     """The machine of its supervisor; None if an earlier owner started the attempt."""
     report: StepReport | None = None
@@ -208,12 +208,12 @@ class LiveStatus(Document):
     version: Literal[1] = 1
     term: int
     owner: Owner | None
-    """Tells the owner from that of an earlier experiment of the same name, which was deleted."""
+    """Distinguishes this owner from the owner of a deleted experiment of the same name."""
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
     run_at: str | None = None
-    """The same time by the clock of the run, which nobody sets; for the cost only."""
+    """The same time by the clock of the run, which is never adjusted; for the cost only."""
     period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
     """The time until the owner writes the next one."""
     trials: tuple[RunningTrial, ...]
@@ -225,26 +225,26 @@ class ExperimentView:
 
     experiment: Experiment
     as_of: str
-    """The time of the live status or of the journal's last entry, the later one; empty if unknown."""
+    """The time of the live status or of the last journal entry, whichever is later; empty if unknown."""
     live: LiveStatus | None = None
     """The live status of the journal's present owner; None if there is none."""
 
     @property
     def cost_until(self) -> str:
-        """Until when the attempts have lasted, by the clock of their run where that is known; empty if unknown."""
+        """The time up to which running attempts are counted, by the clock of the run if known; empty if unknown."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def running(self, trial: str) -> RunningTrial | None:
-        """Return the running attempt of a trial; None if it does not run, or if there is no live status."""
-        return _attempts_in(self.live, self.experiment).get(trial)
+        """Return the running attempt of a trial; None if the trial is not running or there is no live status."""
+        return _list_running_attempts(self.live, self.experiment).get(trial)
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the one before it; the first one of an owner deletes those of earlier owners.
+    """Write `status`, and delete the previous one; an owner's first status deletes those of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
-        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; the next write needs no repair.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; just write the next status later.
     """
     path = key.live_status_path(status.term, status.number)
     store.put(path, seal(status))
@@ -255,27 +255,27 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
-    """Delete the live status of the owner of the term `term`, and those of earlier ones."""
+    """Delete the live statuses of the owner with term `term` and of earlier owners."""
     delete_numbered(store, before=key.live_status_path(term + 1, 0))
 
 
 def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
-    """Return the live status of the newest owner that has written one; None if there is none that can be read."""
+    """Return the live status of the newest owner that has written one; None if none is readable."""
     try:
         return read_newest(store, LiveStatus, key.live, JournalCorrupt)
     except (JournalCorrupt, UnknownVersion):
-        return None  # the journal says everything else
+        return None  # the journal has all other information
 
 
 def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
-    """Return the live status of the experiment's present owner; None if there is none that can be read."""
+    """Return the live status of the experiment's present owner; None if none is readable."""
     live = newest_live_status(store, experiment.key)
     return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
 
 
 @dataclass(frozen=True, slots=True)
 class LastKnown:
-    """What the live status of an earlier owner has of the trials that run by the journal."""
+    """The last reports, in the live status of an earlier owner, of the trials that run according to the journal."""
 
     reports: Mapping[str, StepReport] = field(default_factory=dict)
     """By trial, its last report."""
@@ -287,33 +287,34 @@ NOTHING_KNOWN = LastKnown()
 
 
 def last_known_reports(store: ObjectStore, experiment: Experiment) -> LastKnown:
-    """Return the last reports in the live status of an earlier owner: two requests if a trial runs."""
-    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
-    live = newest_live_status(store, experiment.key) if runs else None
-    reports = {name: each.report for name, each in _attempts_in(live, experiment).items() if each.report}
+    """Return the last reports in the live status of an earlier owner. Two requests if a trial runs."""
+    is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
+    live = newest_live_status(store, experiment.key) if is_running else None
+    attempts = _list_running_attempts(live, experiment)
+    reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
     return LastKnown(reports, (live.run_at or live.at) if live else None)
 
 
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
-    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
-    live = live_status_of(store, experiment) if runs else None
+    """Return the view of an experiment whose last entry was written at `written_at`. Two requests if a trial runs."""
+    is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
+    live = live_status_of(store, experiment) if is_running else None
     if live is None:
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
-    for name, each in _attempts_in(live, experiment).items():
-        trials = trials.with_trial(with_report(trials[name], each.report))
+    for name, attempt in _list_running_attempts(live, experiment).items():
+        trials = trials.with_trial(with_report(trials[name], attempt.report))
     return ExperimentView(experiment.model_copy(update={"trials": trials}), max(live.at, written_at), live)
 
 
-def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningTrial]:
-    """Return the attempts of `live` that run by the journal too, which may be newer, by their trials."""
-    found = {each.trial: each for each in live.trials} if live is not None else {}
-    known = ((each, experiment.trials.get(name)) for name, each in found.items())
+def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningTrial]:
+    """Return, by trial, the attempts of `live` that also run according to the journal, which may be newer."""
+    live_attempts = {attempt.trial: attempt for attempt in live.trials} if live is not None else {}
+    pairs = ((attempt, experiment.trials.get(name)) for name, attempt in live_attempts.items())
     return {
-        each.trial: each
-        for each, trial in known
-        if trial is not None and trial.status is Status.RUNNING and trial.attempt == each.attempt
+        attempt.trial: attempt
+        for attempt, trial in pairs
+        if trial is not None and trial.status is Status.RUNNING and trial.attempt == attempt.attempt
     }
 
 
@@ -322,33 +323,33 @@ def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str
 #     nodes/<attempt>/address.json    the address of node 0
 #     each other node ◄══ TCP ══► node 0: one JSON document each, no pickle
 #
-# Both sides of a connection prove that they have a secret of their search, which is not on the target, and have read
-# the same address: who can write to the target can neither lead ranks to another machine nor speak for one. No message
-# names code.
+# Both sides of a connection prove that they have the secret of their search, which is not on the target, and have read
+# the same address. So write access to the target is not enough to direct ranks to another machine, or to impersonate
+# a rank. No message names code.
 
 
 class Arrived(Value):
-    """The first message of a node: it is there, and waits for the beginning."""
+    """The first message of a node: it is ready, and waits for `Begin`."""
 
     type: Literal["arrived"] = "arrived"
     node: int
     host: Message
-    """Its host name, for people."""
+    """Its host name, for display."""
 
 
 class Begin(Value):
-    """The nodes are there: the attempt begins."""
+    """All nodes are ready: the attempt begins."""
 
     type: Literal["begin"] = "begin"
     nodes: tuple[int, ...]
-    """Those that take part, node 0 first: their order gives the ranks."""
+    """The participating nodes, node 0 first; their order gives the ranks."""
     address: str
-    """Of node 0, where the ranks meet (`MASTER_ADDR`)."""
+    """The rendezvous address of the ranks, on node 0 (`MASTER_ADDR`)."""
     port: int
     term: int
-    """The owner's."""
+    """The owner's term."""
     start: Start
-    """What each rank receives; a node fills in the code, folders and ranks by itself."""
+    """The start message of each rank; each node fills in the code, folders and ranks itself."""
     restored: CheckpointKey | None
     """The checkpoint from which the attempt begins."""
 
@@ -364,7 +365,7 @@ class ToRank(Value):
 
 
 class FromRank(Value):
-    """A message of one rank. The directory of a part stays on its node."""
+    """A message from one rank. The directory of a part stays on its node."""
 
     type: Literal["from-rank"] = "from-rank"
     rank: int
@@ -372,7 +373,7 @@ class FromRank(Value):
 
 
 class RankGone(Value):
-    """The process of a rank has ended; it has sent no other message after those before this one."""
+    """The process of a rank has ended; this is the last message from that rank."""
 
     type: Literal["rank-gone"] = "rank-gone"
     rank: int
@@ -380,30 +381,30 @@ class RankGone(Value):
 
 
 class SendPart(Value):
-    """Send the files of a step: a node that holds some adds its part to this checkpoint."""
+    """Requests the files of a step: each node that holds some adds its part to the checkpoint."""
 
     type: Literal["send-part"] = "send-part"
     key: CheckpointKey
     parent: CheckpointKey | None
     """The newest live checkpoint, whose bytes are not sent again."""
     collected_up_to: int
-    """As in `commit.reusable`."""
+    """See `commit.reusable`."""
 
 
 class NodeStopping(Value):
-    """The node is asked to stop, as by its infrastructure: the attempt saves and ends."""
+    """The node is asked to stop, for example by its infrastructure: the attempt saves and ends."""
 
     type: Literal["node-stopping"] = "node-stopping"
 
 
 class NodeAlive(Value):
-    """Sent by each node when there is nothing else to send for a while."""
+    """Heartbeat of a node that has sent nothing else for a while."""
 
     type: Literal["alive"] = "alive"
 
 
 class GroupOver(Value):
-    """The attempt is over: a node ends its processes."""
+    """The attempt has ended: the node ends its processes."""
 
     type: Literal["over"] = "over"
 
@@ -416,22 +417,22 @@ node_message: TypeAdapter[_NodeMessage] = TypeAdapter(NodeMessage)
 
 
 class NodeAddress(Document):
-    """Where node 0 of an attempt waits for the others."""
+    """The address at which node 0 of an attempt waits for the other nodes."""
 
     format: Literal["prefect-tune/node-address"] = "prefect-tune/node-address"
     version: Literal[1] = 1
     host: str
     port: int
     request: str
-    """A digest of the secret: tells whether it is of the same request."""
+    """A digest of the secret, which identifies the request."""
 
     def connection_key(self, key: NodesKey, secret: str) -> bytes:
-        """Return what both sides of a connection prove to have: with another address it is another key."""
+        """Return the key that both sides of a connection must have; it depends on the address."""
         return canonical_json([secret, key.folder, self.host, self.port])
 
 
 def newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt from number `at_least` on, and where its node 0 waits; None if that cannot be read."""
+    """Return the newest attempt, if its number is at least `at_least`, and its address; None if it is unreadable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:
@@ -443,7 +444,7 @@ def newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[
 
 
 def node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
-    """Return what nodes of attempts up to `attempt` have written for one another; no process reads it afterwards."""
+    """Return the objects that nodes wrote for one another in attempts up to `attempt`; no process needs them later."""
     return [
         listed
         for listed in store.list(trial.nodes)

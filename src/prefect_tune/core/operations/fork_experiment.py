@@ -119,7 +119,7 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None) -> P
 def deleted_since(store: ObjectStore, past: Past) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return, by trial, the checkpoints that the origin has retired or quarantined since the forked entry."""
     used = _list_used_keys(past.experiment, load(store, past.experiment.key))
-    return _select_lost(past.experiment, used)
+    return _select_lost_refs(past.experiment, used)
 
 
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
@@ -131,7 +131,7 @@ def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[Checkpoi
     return [key for key, trial_state in keys_with_trial if is_live(trial_state, key) or is_held(trial_state, key)]
 
 
-def _select_lost(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
+def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return, by trial, the checkpoints of `state` whose keys are not in `keys`."""
     kept = frozenset(keys)
     lost = {
@@ -177,7 +177,7 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork
     if into.is_whole:
         return Fork(into)
     copied_keys = _copy_checkpoints(store, past, into)
-    lost = _select_lost(past.experiment, copied_keys)
+    lost = _select_lost_refs(past.experiment, copied_keys)
     trials = {
         name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
         for name, trial in past.experiment.trials.items()
@@ -231,12 +231,12 @@ def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequ
     required = {f"{fork_folder}/{b.path}": b.size_bytes for manifest in complete.values() for b in manifest.blobs}
     require_stored(store, folder, required)
 
-    def publish_manifest(key: CheckpointKey) -> CheckpointKey:
+    def copy_manifest(key: CheckpointKey) -> CheckpointKey:
         key_in_fork = _key_in_fork(key, into)
         publish(store, key_in_fork, complete[key].model_copy(update=names_of(key_in_fork)))
         return key
 
-    copied += store.map(publish_manifest, complete)
+    copied += store.map(copy_manifest, complete)
     if len(copied) < len(needed):
         _load_origin(store, point, into)
     return copied
