@@ -1,4 +1,4 @@
-"""`pt.tune`: the flow of a hyperparameter search, which can be resumed at any point."""
+"""`pt.tune`: the flow of a hyperparameter search, resumable at any point."""
 
 from __future__ import annotations
 
@@ -77,84 +77,84 @@ def tune(
     grace_period_seconds: Number = 25,
     silence_timeout_seconds: Number | None = None,
 ) -> Results:
-    """Search `space` for the configuration with which `trainable` does best; resume the experiment if it exists.
+    """Search `space` for the configuration with which `trainable` performs best; resume the experiment if it exists.
 
-    Every proposal and every decision is in the experiment's journal on `target` before it takes effect. After
-    another start with the same experiment name, by any means, interrupted trials continue from their newest
+    Every proposal and every decision is in the experiment's journal on `target` before it takes effect. In a later
+    run with the same experiment name, however it is started, interrupted trials continue from their newest
     committed checkpoints, and the search proposes the same configurations as without the interruption.
 
     Args:
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
-        space: a configuration in which some values are drawn. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
+        space: a configuration in which some values are sampled. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
             "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`, or a dataclass:
-            trials get a dict of its fields. Default: nothing is drawn, for a `search` that proposes all parameters
-            itself, or a trainable that needs none.
+            trials get a dict of its fields. Default: no sampled values, for a `search` that proposes all parameters
+            itself, or a trainable without parameters.
         target: where checkpoints and state are stored. An absolute path or URI, such as `s3://bucket/runs`, the
             `type/name` of a saved block, such as `s3-target/prod`, or the block; in a script also a relative path. Put
             secrets into a block: its secret fields are hidden.
-        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run,
-            so that a Retry of it resumes. In a flow of your own, the first call has the id of the outermost flow run,
-            and each other one has a name of its own that begins with it.
-        metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
-            several.
-        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each. Default:
-            `min`, with a warning for a name such as `accuracy`.
+        experiment: name of the experiment on the target. Reusing a name resumes the experiment. Default: the id of
+            the flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow
+            run, and each further call a name that begins with this id.
+        metric: the reported metric by which trials are compared, such as `loss`, or `eval/loss` if it is nested; or
+            several metrics.
+        mode: whether the metric is minimized (`min`) or maximized (`max`); one mode for all metrics, or one for each.
+            Default: `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
-            1 for a grid without other draws; or the number that `search` has.
-        samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a
-            schedule. Samples that earlier runs left come first. A restart (Retry, Resume, automation) adds none.
-        stop: when a trial is finished: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as in
-            Ray). Limits of the experiment too: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
+            1 for a grid without other sampled values; or the number in `search`.
+        samples_per_run: instead of `num_samples`: how many samples this run adds to the samples of earlier runs, for
+            a schedule. Unfinished samples of earlier runs come first. A restart (Retry, Resume, automation) adds none.
+        stop: when a trial is finished: `{"step": 100}` or other limits of metrics, reached from below (`>=`, like
+            Ray). Also limits of the experiment: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
         search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
             grids.
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
-        time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
+        time_budget_seconds: seconds after which all trials save and the run ends; another run continues the search.
             Default: none.
-        max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as have their
+        max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as fit with their
             `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
-        resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; a part of a GPU is allowed. On this
+        resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this
             machine trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray
-            schedule by them.
+            use them for scheduling.
         resources_total: resources of this machine that trials may use, if not all: `{"cpu": 8, "gpu": 2}`.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
-        failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
-        allow_missing_metric: reports may lack the metric; otherwise a trial errors that reports no number for it.
+        failures: the retry budgets of a trial. Default: 0 for its own failures, 10 for failures of the machine.
+        allow_missing_metric: reports may lack the metric; otherwise a trial that reports no number for it errors.
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed. None: end it
-            after three trials that errored by the same error, if no trial has reported a second step; False: never.
+            after the same error in three trials, if no trial has reported a second step; False: never.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
-            exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
+            exists, `never` (or false) that it does not. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
-            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and are not counted.
+            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and do not count.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
-        trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`, as `flow/deployment`.
-        trial_job_variables: job variables of its flow runs, such as CPU and memory, as the work pool names them.
+        trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
+        trial_job_variables: job variables of its flow runs, such as CPU and memory, with the names in the work pool.
         trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's tag-based
             concurrency limits apply.
-        concurrency_limits: Prefect's global concurrency limits; each attempt waits for a slot of each, and holds it.
+        concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
-        isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
-        processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
-            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number. `(1, 8)`: in each
-            attempt as many as it has GPUs, or processors where there are none, and at least 1 and at most 8.
+        isolation: `process` trains each trial in a child process; `thread` in this process, for debuggers.
+        processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank in the
+            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: in each attempt
+            as many processes as it has GPUs, or CPUs without GPUs, at least 1 and at most 8.
         nodes_per_trial: how many nodes train a trial together, each a flow run of `trials="deployment"` or a task on
-            Dask or Ray, with `processes_per_trial` ranks; they share the target only.
-        min_nodes: with how many of them an attempt begins if the others have not begun 2 minutes later. Default: all.
-        metrics_from: the metrics of a step of several processes: those of `rank 0`, or the `mean` over all ranks of
-            each number that every rank reports.
+            Dask or Ray, with `processes_per_trial` ranks; the nodes share only the target.
+        min_nodes: with how many nodes an attempt begins if the others have not begun after 2 minutes. Default: all.
+        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
+            all ranks of each number that every rank reports.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
-        grace_period_seconds: how long trials may take to save once the search stops, for any reason: raise it where a
+        grace_period_seconds: how long trials may take to save after the search stops, for any reason: increase it if a
             step takes longer.
-        silence_timeout_seconds: seconds without a report after which a trial is presumed hung and is restarted.
+        silence_timeout_seconds: seconds without a report after which a trial is considered hung and is restarted.
             Default: never.
 
     Returns:
@@ -163,16 +163,16 @@ def tune(
     Raises:
         InvalidInput: a parameter is not valid; nothing was started.
         Superseded: another run has taken over the experiment.
-        ResumeFailed: the experiment exists and cannot be read; or it does not exist, and must.
+        ResumeFailed: the experiment exists and cannot be read; or with `resume="must"`, it does not exist.
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
-            step; its `results` are the Results. The flow run ends Failed.
+            step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
             again to continue.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
-    # What only a call needs: `flow_with_server` imports it while the server and the trainable are loaded.
+    # Only calls need these modules: `flow_with_server` imports them while the server starts and the trainable loads.
     from prefect_tune.ownership import name_by_call
     from prefect_tune.parameters.search_plan import SearchPlan
     from prefect_tune.tuner.run_search import searched

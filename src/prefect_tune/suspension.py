@@ -178,7 +178,7 @@ class Shown:
     """The answer, by field; None if the run has not been resumed."""
 
 
-def can_suspend_flow_run() -> bool:
+def is_flow_run_suspendable() -> bool:
     """Whether this flow run can be suspended: it is no subflow, and belongs to a deployment, so that *Resume* works."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
@@ -203,7 +203,7 @@ def last_form() -> Shown | None:
 
     Look up the form by the run's states: Prefect lists all of a run's states, but only the oldest 200 of its inputs.
     """
-    if not can_suspend_flow_run():
+    if not is_flow_run_suspendable():
         return None
     run_id = _current_run_id()
     with get_client(sync_client=True) as client:
@@ -324,7 +324,7 @@ class NewAnswer:
     """The answer to a form, which is not in the journal yet."""
 
     choice: ResumeChoice
-    """How to continue."""
+    """The choice of how to continue."""
     event: Answered
     """The event to journal."""
 
@@ -467,12 +467,12 @@ def ask_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experime
     """Raise `Pause` if the flow run was suspended; suspend it with the form if *Resume* can start it again."""
     if not is_suspended():
         return
-    if not can_suspend_flow_run():
+    if not is_flow_run_suspendable():
         raise Pause(state=suspended_state())  # keep the run's state
     leave_with(question.form(plan, state, ""))
 
 
-# ---------------------------------------------------------------------------------------------------- how it ends
+# ---------------------------------------------------------------------------------------------------- how a run ends
 
 
 def take_over(turn: Turn, experiment: Experiment, slots: int) -> Experiment:
@@ -492,18 +492,18 @@ def take_over(turn: Turn, experiment: Experiment, slots: int) -> Experiment:
 def as_one_owner(turn: Turn) -> Iterator[None]:
     """Set no state of the flow run if another process of the same run has taken over the experiment.
 
-    A state from this process would overwrite the state from the other process. On SIGTERM or Ctrl-C, log last what can
-    be resumed.
+    A state from this process would overwrite the state from the other process. On SIGTERM or Ctrl-C, log which trials
+    can be resumed.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is the same flow run.
-        KeyboardInterrupt: with the same text as its message, which Python prints last.
+        KeyboardInterrupt: with this log line as its message, which Python prints last.
     """
     try:
         yield
     except Superseded as error:
         owner = None
-        if can_suspend_flow_run():
+        if is_flow_run_suspendable():
             with suppress(TuneError):
                 owner = read_journal(turn.plan.target, turn.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:

@@ -156,11 +156,11 @@ def _find_in_trainable(value: Any) -> Iterator[CodeChoice]:
 def _find_in_space(value: Any) -> Iterator[CodeChoice]:
     names: list[str] = []
 
-    def load(name: str) -> Callable[[Mapping[str, Any]], object]:
+    def record_name(name: str) -> Callable[[Mapping[str, Any]], object]:
         names.append(name)
         return lambda _: None
 
-    space_from_json(value, load)
+    space_from_json(value, record_name)
     return (CodeChoice("space", f"sample_from {name!r}", name) for name in names)
 
 

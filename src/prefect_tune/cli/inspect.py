@@ -298,23 +298,23 @@ def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) 
 
 
 @dataclass(frozen=True)
-class _Output:
+class _AttemptOutput:
     attempt: int
     reason: str | None = None  # how the attempt ended; None until then
     last_output: str = ""
 
 
-def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _Output]:
+def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _AttemptOutput]:
     """Return the output of each attempt of a trial."""
-    outputs: dict[int, _Output] = {}
+    outputs: dict[int, _AttemptOutput] = {}
     name, number = trial.trial, trial.attempt
     for event in (event for entry in history(store, state.key) for event in entry.events):
         match event:
             case Started(trial=trial.trial, attempt=number):
-                outputs[number] = _Output(number)
+                outputs[number] = _AttemptOutput(number)
             case AttemptEnded(reason=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
                 if number not in outputs or outputs[number].reason is None:  # only the first end counts
-                    outputs[number] = _Output(number, str(reason), event.use.output if event.use else "")
+                    outputs[number] = _AttemptOutput(number, str(reason), event.use.output if event.use else "")
             case _:
                 pass
     return outputs

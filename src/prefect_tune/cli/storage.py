@@ -92,8 +92,8 @@ def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Ite
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
     if missing := set(trial.quarantined) - set(keys):
-        found = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints))
-        keys |= {key.sequence: (key, "quarantined") for key in found if key and key.sequence in missing}
+        listed = (CheckpointKey.from_manifest_path(folder, stored.path) for stored in store.list(folder.checkpoints))
+        keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
     for _, (key, status) in sorted(keys.items()):
         try:
             manifest = read_manifest(store, key)
@@ -130,7 +130,8 @@ def verify(
     results: list[tuple[str, Inspected]] = []
     with opened(target, experiment) as (store, state):
         trials = chosen_trials(state, trial)
-        checks = _verify_live(store, state, trials) if release is None else _release(store, state, trials, release)
+        args = store, state, trials
+        checks = _verify_trials(*args) if release is None else _release_step(*args, release)
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
             prefix, trial_checks = f"{name} " if is_search(state) else "", list[Inspected]()
             with Console(stderr=True).status(f"{name}: reading") as status:
@@ -154,13 +155,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_live(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
+def _verify_trials(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
     for trial in trials:
         for key in live_keys(state.trial_key(trial.trial), trial):
             yield from ((trial.trial, inspected) for inspected in inspect_one(store, key))
 
 
-def _release(
+def _release_step(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
 ) -> Iterator[tuple[str, Inspected]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is intact."""

@@ -64,7 +64,7 @@ _END_EVENTS = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "P
 
 @dataclass(frozen=True, slots=True)
 class AutomationSpec:
-    """One automation."""
+    """An automation."""
 
     name: str
     description: str
@@ -236,7 +236,7 @@ def install_automations(
     Raises:
         InvalidInput: an automation, block or deployment does not exist, or no Prefect server is configured. Nothing
             was installed.
-        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+        TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
     """
     window = _make_heartbeat_window(heartbeat_window_seconds)
     installed = apply_automations(_select_specs(names, window), notify=notify, run=run, parameters=parameters)
@@ -275,7 +275,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
     Raises:
         InvalidInput: this package has no automation of that name, or no Prefect server is configured.
-        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+        TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
     """
     removed = []
     with prefect_server("automations") as client:
@@ -301,7 +301,7 @@ def require_block(slug: str) -> None:
 
     Raises:
         InvalidInput: the block is not saved, or no Prefect server is configured.
-        TuneError: the server did not answer, or refused.
+        TuneError: the server did not answer, or refused the request.
     """
     with prefect_server("automations") as client:
         _read_block_id(client, slug)
@@ -357,7 +357,7 @@ def _read_block_id(client: SyncPrefectClient, slug: str) -> Any:
 
 def _find_installed(client: SyncPrefectClient, spec: AutomationSpec) -> Sequence[Automation]:
     """Return the automations of this name on the server, those with an action first."""
-    return sorted(client.read_automations_by_name(spec.name), key=lambda found: not _has_action(found.actions))
+    return sorted(client.read_automations_by_name(spec.name), key=lambda installed: not _has_action(installed.actions))
 
 
 def _install_one(client: SyncPrefectClient, spec: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:

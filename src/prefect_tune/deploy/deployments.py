@@ -47,7 +47,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 """Takes the id or `type/name` of a saved block, and returns its `type/name`; None if there is no such block."""
 
 
-def read_slug(client: SyncPrefectClient, block: str) -> str | None:
+def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
     """Look up a block on a Prefect server (see `SlugLookup`), without reading its secrets."""
     try:
         if BLOCK_SLUG.fullmatch(block):
@@ -76,9 +76,9 @@ def checked(
             raise InvalidInput(f"parameters: unknown parameter {name!r}: {hint}")
     validated = dict(parameters)
     if "target" in validated:
-        validated["target"] = _target_text(validated["target"], "target", find_slug)
+        validated["target"] = _target_to_text(validated["target"], "target", find_slug)
     if isinstance(sync := validated.get("sync"), Mapping):
-        validated["sync"] = _sync_parameter(sync, find_slug)
+        validated["sync"] = _validate_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
     is_resume = "fork" in schema["properties"]  # the journal has the other settings
     if "trusted_packages" in passed:
@@ -98,15 +98,15 @@ def checked(
     return validated
 
 
-def _sync_parameter(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
+def _validate_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
     if "$ref" in sync:
         return {"$ref": {"block_document_slug": _require_saved_block(sync["$ref"], "sync", find_slug)}}
     SyncConfig(**{**sync, "upload_dir": None})
     target = sync.get("upload_dir")
-    return dict(sync) if target is None else {**sync, "upload_dir": _target_text(target, "sync.upload_dir", find_slug)}
+    return {**sync} if target is None else {**sync, "upload_dir": _target_to_text(target, "sync.upload_dir", find_slug)}
 
 
-def _target_text(target: object, field: str, find_slug: SlugLookup) -> str:
+def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
     """Return a URI or `type/name`: Prefect does not resolve this text to the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
@@ -224,7 +224,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
-        TuneError: no Prefect server answers, or it refuses.
+        TuneError: no Prefect server answers, or the server refuses the request.
     """
     with prefect_server("deployments") as client:
         _require_pool(client, pool)
@@ -255,7 +255,7 @@ def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: 
     schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]
     flat = flow.flat if isinstance(flow, GroupedFlow) else flow
     parameters = checked(
-        flattened(spec.parameters), form_of(flat), partial(read_slug, client), complete=bool(schedules)
+        flattened(spec.parameters), form_of(flat), partial(look_up_slug, client), complete=bool(schedules)
     )
     strategy = ConcurrencyOptions(collision_strategy=_COLLISION_STRATEGIES[spec.collision])
     fields = {

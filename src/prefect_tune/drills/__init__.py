@@ -1,1 +1,1 @@
-"""The drill: train a trainable undisturbed, and again with kills; compare the two runs, bit for bit."""
+"""The drill: train a trainable undisturbed, then again with kills, and compare the two runs bit for bit."""

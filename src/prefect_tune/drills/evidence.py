@@ -38,7 +38,7 @@ _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
 """The units of a time of day: seconds, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 History = Mapping[int, object]
-"""The values at a place by step."""
+"""The values at one place, by step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Difference:
         return self.place in {(METRICS, ""), (CHECKPOINTS, "")} or self.what.what in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
-        """Name the step, the place and the difference."""
+        """Format the step, the place and the difference."""
         texts = {
             METRICS: f"metric `{self.what.key}`: {self.what.what}",
             CHECKPOINTS: self.what.what,
@@ -263,7 +263,7 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
                 yield FileDifference(file, "", MISSING if exists[0] else UNEXPECTED)
 
 
-# --------------------------------------------------------------------------------- what differs without a kill
+# -------------------------------------------------------------------------------- differences without a kill
 #
 # Some differences say nothing about the training: a measured time, the time of a save, an identifier of a run. Such a
 # value is ignored if values that training changes are equal despite it. Weights are never ignored: an array, an element

@@ -65,7 +65,7 @@ class Forgotten:
     name: str
     """The attribute or variable, or the library of a global generator."""
     step: int
-    """After which step the run resumed."""
+    """The step from which the run resumed."""
     found: str
     expected: str
     is_local: bool = False
@@ -86,7 +86,7 @@ class Forgotten:
 
 
 def _is_digest(text: str) -> bool:
-    return len(text.strip("'")) == 16 and set(text) <= set("'0123456789abcdef")  # a generator's is a text
+    return len(text.strip("'")) == 16 and set(text) <= set("'0123456789abcdef")  # a generator's digest is in quotes
 
 
 def forgotten_in(
@@ -122,14 +122,14 @@ def forgotten_in(
         }
         if states := list(_iter_differing_states(record, reference, evidence)):
             if not record.is_restored:
-                states = _likely_causes(states, killed.metrics.get(record.step, {}), saved)
-            optimizers = {_owner_name(name) for name in reference.states if name.startswith("optimizer ")}
+                states = _select_causes(states, killed.metrics.get(record.step, {}), saved)
+            optimizers = {_owner_of(name) for name in reference.states if name.startswith("optimizer ")}
             roots = _select_one_per_object(states, has_one_optimizer=len(optimizers) == 1)
             return sorted(roots, key=lambda root: (not _is_cause(root), _KIND_ORDER.index(root.kind)))[:_MAX_UNRESTORED]
     return []
 
 
-def _likely_causes(states: list[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> list[Forgotten]:
+def _select_causes(states: list[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> list[Forgotten]:
     """Return the states that may cause all differences one step after a resume."""
     results = {repr(value) for _, value in scalars_in(metrics) if isinstance(value, float)}
     unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
@@ -145,11 +145,11 @@ def _is_cause(state: Forgotten) -> bool:
 
 
 def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
-    owners = {_owner_name(name) for name in record.states}
+    owners = {_owner_of(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
         actual = record.states.get(name)
-        if actual is None and kind in _FILLED_ON_USE and _owner_name(name) in owners:
+        if actual is None and kind in _FILLED_ON_USE and _owner_of(name) in owners:
             actual = _ABSENT  # such as the moments of a new optimizer
         if actual in {None, expected} or name not in evidence:
             continue
@@ -157,7 +157,7 @@ def _iter_differing_states(record: Record, reference: Record, evidence: Collecti
             yield Forgotten(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
 
 
-def _owner_name(name: str) -> str:
+def _owner_of(name: str) -> str:
     """Return the kind and the attribute or variable of a state, without the path below it."""
     return name.partition(".")[0]
 
@@ -220,7 +220,7 @@ class SaveCosts:
 
 
 @dataclass(frozen=True)
-class Advice:
+class SaveAdvice:
     """How often to save, for a mean time between failures."""
 
     hours_between_failures: float
@@ -261,7 +261,7 @@ class DrillReport:
     """The states that were probably not restored."""
     save: SaveCosts | None
     """None if nothing was saved."""
-    advice: Advice | None
+    advice: SaveAdvice | None
     """How often to save; None if nothing was saved."""
 
     @property
@@ -480,15 +480,15 @@ def _measure_saves(run: DrillRun) -> SaveCosts | None:
     )
 
 
-def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> Advice | None:
+def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> SaveAdvice | None:
     steps = [record.seconds for record in undisturbed.records if record.seconds > 0]
     if save is None or not steps:
         return None
     mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
     seconds = best_interval(cost, mean)
     restart = median(kill.seconds for kill in killed.kills) if killed.kills else 0.0
-    share = lost_share_of_time(seconds, cost, restart, mean)
-    return Advice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
+    share = compute_lost_share(seconds, cost, restart, mean)
+    return SaveAdvice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
 
 
 # How often to save: the interval that minimizes the time lost to failures and saves.
@@ -514,7 +514,7 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
     return sqrt(2 * cost * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def lost_share_of_time(interval: float, save_seconds: float, restart_seconds: float, mean_seconds: float) -> float:
+def compute_lost_share(interval: float, save_seconds: float, restart_seconds: float, mean_seconds: float) -> float:
     """Return the share of time lost to saves, and per failure to half an interval and the restart.
 
     This is the first-order model of Young (1974), for a mean time between failures much longer than the interval.

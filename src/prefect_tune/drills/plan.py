@@ -25,7 +25,7 @@ class DrillPlan:
     config: Mapping[str, object] = field(default_factory=dict)
     steps: int = 12
     save_every: int = 3
-    """In steps, for a class; a function saves when it reports a checkpoint."""
+    """The steps between two saves of a class; a function saves when it reports a checkpoint."""
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
     processes: int = 1

@@ -141,13 +141,13 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
     code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has none
 
     @functools.wraps(train)
-    def run(config: dict[str, Any]) -> object:
+    def train_with_probe(config: dict[str, Any]) -> object:
         enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
         os.environ[ON_JOIN] = f"{__name__}:{probe_rank.__name__}"
         _probe_reports(plan, lambda frame: frame.f_code is code)
         return train(config)
 
-    return run
+    return train_with_probe
 
 
 def probe_rank() -> None:
@@ -248,7 +248,7 @@ def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    kind = _classify(value)
+    kind = _classify_value(value)
     if kind is None:
         return
     parts: Mapping[Any, object] | None = None
@@ -270,7 +270,7 @@ def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tup
                 yield f"{kind} {path}", _format_leaf(leaf)
 
 
-def _classify(value: object) -> str | None:
+def _classify_value(value: object) -> str | None:
     """Return the kind of a value, by which the drill names it; None for code and modules."""
     if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
         return None
@@ -335,7 +335,7 @@ def _format_leaf(value: object) -> str:
     return _compute_digest(value)
 
 
-class _Hash:
+class _HashFile:
     """A writable file that hashes its data, and raises `OverflowError` if there is too much."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -361,10 +361,10 @@ def _compute_digest(value: Any) -> str:
         return repr(value.item())
     try:
         if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
-            digest = _Hash(_MAX_HASHED_BYTES)
+            digest = _HashFile(_MAX_HASHED_BYTES)
             digest.write(tobytes())
         else:
-            digest = _Hash(_MAX_PICKLED_BYTES)
+            digest = _HashFile(_MAX_PICKLED_BYTES)
             pickler = pickle.Pickler(digest)
             pickler.fast = True  # no memo: equal values have equal bytes, whether they are one object or two
             pickler.dump(value)

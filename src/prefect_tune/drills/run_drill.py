@@ -175,7 +175,7 @@ class Drill:
         (run_folder := self.folder / slug).mkdir()
         plan = RunPlan(self.plan.trainable, str(run_folder), kills)
         self._trials.append(trial)
-        self.on_activity(f"run {len(self._trials)}, {run}: {self.describe_expectation(kills)}")
+        self.on_activity(f"run {len(self._trials)}, {run}: {self.describe_run(kills)}")
         began, code = time.monotonic(), 0
         self.tracks.append(lambda: self._read_progress(run, trial, plan, time.monotonic() - began))
         try:
@@ -192,7 +192,7 @@ class Drill:
         self.most_seconds = self.most_seconds or max(_MIN_LIMIT_SECONDS, _LIMIT_FACTOR * self.first_run_seconds)
         return read_run(self.store, trial, plan)
 
-    def describe_expectation(self, kills: Sequence[tuple[int, Victim]]) -> str:
+    def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
         """Describe what a run trains, and how long it takes; estimate the time from the first run once it has ended."""
         if self.first_run_seconds is None:
             return f"{self.plan.steps} steps, usually {_RUN_START_TIME} besides the training"

@@ -88,7 +88,7 @@ def main() -> None:
                 processes_per_trial=options["processes"],
             )
     except pt.TuneError as error:
-        sys.exit(str(error))  # the log has the rest
+        sys.exit(str(error))  # the log has the details
 
 
 if __name__ == "__main__":

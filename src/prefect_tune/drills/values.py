@@ -47,7 +47,7 @@ class FileDifference:
     """The expected and the actual value, if they are numbers, times or short texts."""
 
     def __str__(self) -> str:
-        """Name the file, the key and the difference."""
+        """Format the file, the key and the difference."""
         return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.what])
 
 
@@ -258,7 +258,7 @@ def _split_tensor(value: Any) -> Node | None:
         names = ("crow_indices", "col_indices") if is_row_compressed else ("ccol_indices", "row_indices")
         parts = {name: getattr(tensor, name)() for name in (*names, "values")}
     elif tensor.is_quantized:
-        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # with its scales
+        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # these include the scales
     else:
         return None
     kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_tensor_details(value)}"
@@ -323,7 +323,7 @@ def _to_scalar(value: object) -> Scalar | None:
         if len(value) > _MAX_SCALAR_CHARACTERS or isinstance(value, Line):
             return None
         try:
-            return float(value)  # it may be a weight
+            return float(value)  # the text may be a weight
         except ValueError:
             return value
     return value if isinstance(value, bool | int | float | dt.date | dt.time | dt.timedelta | uuid.UUID) else None
